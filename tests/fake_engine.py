@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,9 +52,10 @@ def told(token: int, count: int) -> tuple[TokenLogprobs, ...]:
 class FakeText:
     """A tokenizer with one token for each character; an answer's tokens are its words' numbers."""
 
-    def __init__(self, opening: str = "") -> None:
+    def __init__(self, opening: str = "", template: str = "") -> None:
         self.opening = opening
         """The text that the template puts before an answer."""
+        self.template = template
         self.encoded = 0
         """Characters tokenized so far."""
 
@@ -83,10 +84,28 @@ class FakeText:
     def digest(self, text: str) -> bytes:
         return hashlib.sha256(text.encode()).digest()
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def token_id(self, piece: str) -> int | None:
+        return None
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         if any("mutiny" in message["content"] for message in messages):
             raise ValueError("the chat template refuses this conversation: mutiny")
-        rendered = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        rendered = "".join(f"<tool>{tool['function']['name']}" for tool in tools or ())
+        rendered += "".join(f"<{name}={value}>" for name, value in (options or {}).items())
+        for message in messages:
+            rendered += f"<{message['role']}>"
+            if thought := message.get("reasoning_content"):
+                rendered += f"({thought})"
+            rendered += message["content"]
+            for call in message.get("tool_calls", ()):
+                rendered += f"[{call['function']['name']} {call['function']['arguments']} {call['id']}]"
         return rendered + self.opening * add_generation_prompt
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
@@ -161,6 +180,7 @@ class FakeClient:
         tenant: str = "",
         adapter: str = "",
         deadline: float | None = None,
+        shown: Collection[int] = (),
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse

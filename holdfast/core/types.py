@@ -7,7 +7,7 @@ import hashlib
 import struct
 from collections import abc
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
@@ -16,6 +16,8 @@ MAX_BIASES = 1024
 """Most tokens of a `logit_bias`."""
 MAX_DEADLINE = 86_400
 """Seconds from arrival."""
+MAX_GRAMMAR_LENGTH = 1 << 18
+"""Most characters of a grammar."""
 BATCH_CLASS = 100
 """Priority class from which on nobody watches a stream: lines of batches. Waiting lifts a request by one class an hour,
 so none of them reaches a chat in a day."""
@@ -27,6 +29,28 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+GrammarKind = Literal["json", "regex", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the answer must match, from its first token to its end.
+
+    Raises ValueError, naming the value and the limit, for a text that is empty or too long.
+    """
+
+    kind: GrammarKind
+    text: str
+    """A JSON schema; a regular expression of the whole answer; or a grammar in llguidance's dialect of Lark, which may
+    name special tokens as `<tool_call>` and embed schemas as `%json {...}`."""
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.text) <= MAX_GRAMMAR_LENGTH:
+            raise ValueError(
+                f"the {self.kind} grammar has {len(self.text)} characters; it must have 1 to {MAX_GRAMMAR_LENGTH}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +93,8 @@ class SamplingParams:
     """Sample from the tokens of at least this share of the largest probability; 0 is off."""
     min_tokens: int = 0
     """No end token is drawn, and no stop string counts, before the answer has so many tokens."""
+    grammar: Grammar | None = None
+    """What the answer must match; None: anything. `max_tokens` and stop strings may cut it short."""
 
     def __post_init__(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -157,12 +157,14 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         tenant: str = "",
         adapter: str = "",
         deadline: float | None = None,
+        shown: Collection[int] = (),
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
         the same `tenant`, and with the same adapter. `deadline` is the time until
-        the first token is due, in seconds from now, for the deadline order. Leaving the iterator before its last Delta
+        the first token is due, in seconds from now, for the deadline order. `shown` are special tokens whose names
+        belong to the text. Leaving the iterator before its last Delta
         (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can never be served,
         QueueFull, and EngineDead, also while it runs.
         """
@@ -185,7 +187,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             deadline=deadline,
         )
         try:
-            text = TextStream(self.text, params.stop, params.min_tokens)
+            text = TextStream(self.text, params.stop, params.min_tokens, shown)
         except ValueError as error:
             raise RequestRefused(str(error), "stop") from error
         return self._run(_Stream(request, text))

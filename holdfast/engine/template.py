@@ -54,6 +54,9 @@ class Render(msgspec.Struct, array_like=True):
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
+    tools: list[dict[str, Any]] | None = None
+    options: dict[str, Any] = {}
+    """Further variables of the template."""
 
 
 class Rendered(msgspec.Struct, array_like=True, tag="rendered"):
@@ -84,10 +87,18 @@ class ChatTemplate:
         self._process: _Process | None = None
         self._closed = threading.Event()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render messages. Raises ValueError with the reason: the template's own, or the limit that it exceeds."""
+        said, known = [dict(message) for message in messages], None if tools is None else [dict(tool) for tool in tools]
         try:
-            request = _encode(Render([dict(message) for message in messages], add_generation_prompt))
+            request = _encode(Render(said, add_generation_prompt, known, dict(options or {})))
         except UnicodeEncodeError:
             raise ValueError("the messages hold an unpaired surrogate") from None
         except (TypeError, OverflowError, RecursionError) as error:
@@ -222,9 +233,10 @@ def main() -> None:
 
 def _rendered(template: jinja2.Template, special_tokens: Mapping[str, str], wanted: Render) -> str:
     variables = {
+        **wanted.options,
         **special_tokens,
         "messages": wanted.messages,
-        "tools": None,
+        "tools": wanted.tools,
         "documents": None,
         "add_generation_prompt": wanted.add_generation_prompt,
     }

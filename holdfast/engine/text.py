@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,16 @@ class Text:
     """A model's tokenizer and chat template. Safe to use from several threads."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: str | None = None, special_tokens: Mapping[str, str] | None = None
+        self,
+        tokenizer: Tokenizer,
+        template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        tool_template: str | None = None,
     ) -> None:
-        """`special_tokens` are variables of the template: bos_token, eos_token and the like."""
+        """`special_tokens` are variables of the template: bos_token, eos_token and the like.
+
+        `tool_template` is for chats with tools, where a model has a template of its own for them.
+        """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -67,6 +74,9 @@ class Text:
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._spelled = Spelled(tokenizer)
         self._template = None if template is None else ChatTemplate(template, special_tokens or {})
+        self._tool_template = None if tool_template is None else ChatTemplate(tool_template, special_tokens or {})
+        self.template = tool_template or template
+        """The source of the chat template for chats with tools. None without any."""
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Text:
@@ -84,7 +94,7 @@ class Text:
         config = read_json(directory / "tokenizer_config.json", missing_ok=True)
         special = _special_tokens(read_json(directory / "special_tokens_map.json", missing_ok=True))
         special |= _special_tokens(config)
-        return cls(tokenizer, _chat_template(directory, config), special)
+        return cls(tokenizer, _chat_template(directory, config), special, _tool_template(directory, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The ids of a text, with the model's special tokens around it.
@@ -159,19 +169,35 @@ class Text:
         """Whether a token has text. Special tokens and ids outside the tokenizer have none."""
         return token < len(self._visible) and self._visible[token] == 1
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def token_id(self, piece: str) -> int | None:
+        """The id of an added token, such as a tag; None if a text of this spelling is several tokens."""
+        token: int | None = self._tokenizer.token_to_id(piece)
+        return token if token in self._added else None
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render messages with the model's template, ready for the answer.
 
-        The messages are escaped: of special tokens, only the template's own count when the result is tokenized.
+        `tools` are those that the model may call, as in requests for chat completions; `options` are further variables
+        of the template. All is escaped: of special tokens, only the template's own count when the result is tokenized.
         Raises ValueError if there is no template, or if it fails on these messages or exceeds its limits.
         """
-        if self._template is None:
+        template = (tools and self._tool_template) or self._template
+        if template is None:
             raise ValueError("this model has no chat template; use plain completions")
         try:
             escaped = [self._spelled.escape_all(message) for message in messages]
+            tools = self._spelled.escape_all(tools)
+            options = self._spelled.escape_all(options)
         except RecursionError:
             raise ValueError("the messages are nested too deeply") from None
-        return self._template.render(escaped, add_generation_prompt=add_generation_prompt)
+        return template.render(escaped, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
 
     def escape(self, text: str) -> str:
         """A message's text as `render_chat` gives it to the template: what spells a special token has a BREAK in it."""
@@ -186,8 +212,9 @@ class Text:
 
     def close(self) -> None:
         """End the template's process, even while it renders: nobody need wait for a template."""
-        if self._template is not None:
-            self._template.close()
+        for template in (self._template, self._tool_template):
+            if template is not None:
+                template.close()
 
 
 class TextStream:
@@ -198,9 +225,13 @@ class TextStream:
     does not depend on how tokens are grouped into pushes.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
-        """Stop strings count behind the first `min_tokens` tokens. Raises ValueError for too many or too long ones."""
+    def __init__(self, text: Text, stop: Sequence[str] = (), min_tokens: int = 0, shown: Collection[int] = ()) -> None:
+        """Stop strings count behind the first `min_tokens` tokens. Raises ValueError for too many or too long ones.
+
+        `shown` are special tokens that have their names as text.
+        """
         self._unscanned = min_tokens
+        self._special = shown
         self._text = text
         self._stops = StopScanner(stop) if stop else None
         self.stopped = False
@@ -239,7 +270,7 @@ class TextStream:
 
     def _decode(self, token: int) -> str:
         if not self._text.is_visible(token):
-            return ""
+            return self._named(token) if token in self._special else ""
         window = self._window
         window.append(token)
         text = self._text.decode(window)
@@ -262,6 +293,12 @@ class TextStream:
                 self._shown = self._text.decode(window)
             self._settled = len(window)
         return fresh
+
+    def _named(self, token: int) -> str:
+        """The text that is held back, and a special token's name."""
+        fresh = self._text.decode(self._window)[len(self._shown) :]
+        self._window, self._shown, self._settled = [], "", 0
+        return fresh + self._text.decode([token], skip_special_tokens=False)
 
 
 class StopScanner:
@@ -369,6 +406,19 @@ def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     if not isinstance(template, str) or len(template) > TEMPLATE_LIMIT:
         raise ValueError(f"{directory}: chat_template is not a text of at most {TEMPLATE_LIMIT} characters")
     return template
+
+
+def _tool_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """The template named tool_use, if the checkpoint has several."""
+    path = directory / "additional_chat_templates" / "tool_use.jinja"
+    if path.is_file():
+        return read_text(path, TEMPLATE_LIMIT)
+    several = config.get("chat_template")
+    for entry in several if isinstance(several, list) else ():
+        template = entry.get("template") if isinstance(entry, dict) and entry.get("name") == "tool_use" else None
+        if isinstance(template, str) and len(template) <= TEMPLATE_LIMIT:
+            return template
+    return None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.core.config import option
+from holdfast.server.formats.registry import check_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,16 @@ class ServerConfig:
     ssl_keyfile: str | None = option(None, "the certificate's key in PEM, if it is in a file of its own")
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "warning", "what is logged; info has a line for each request, debug has health checks too"
+    )
+    tool_call_parser: str | None = option(
+        None,
+        "format in which the model calls tools: hermes, llama3_json, mistral or qwen3_coder; default: as its chat "
+        "template shows",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "format of the model's reasoning: qwen3, deepseek_r1 or mistral, or none to leave it in the text; default: as "
+        "its chat template shows",
     )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(
@@ -98,6 +109,7 @@ class ServerConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        check_names(self.tool_call_parser, self.reasoning_parser)
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
             raise ValueError(f"root_path is {self.root_path}; it must look like /llm, without / at its end")
         for origin in self.allowed_origin:

@@ -29,6 +29,8 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
+TemplateOptions = Annotated[dict[Annotated[str, Meta(min_length=1, max_length=64)], Any], Meta(max_length=32)]
+"""`chat_template_kwargs`."""
 Body = TypeVar("Body", bound="RequestBody")
 
 
@@ -90,17 +92,12 @@ class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
 class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Fields of every request for generation, including vLLM's extensions and our own `deadline_ms`."""
 
-    unsupported = {
-        "moderation": (),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-    }
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"moderation": ()}
     harmless: ClassVar[tuple[str, ...]] = (
         "user",
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
         "service_tier",
     )
     route: ClassVar[str]
@@ -207,9 +204,6 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
     unsupported = SampledRequest.unsupported | {
         "audio": (),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "function_call": ("none", "auto"),
-        "functions": ([],),
         "include_stop_str_in_output": (False,),
         "modalities": (["text"],),
         "prediction": (),
@@ -218,8 +212,8 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "suffix": ("",),
         "web_search_options": (),
     }
-    # No chat template here knows an effort or a verbosity, and completions are never stored.
-    harmless = (*SampledRequest.harmless, "metadata", "reasoning_effort", "store", "verbosity")
+    # No chat template knows a verbosity, and completions are never stored.
+    harmless = (*SampledRequest.harmless, "metadata", "store", "verbosity")
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -256,6 +250,20 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     """Whether the oldest turns leave a conversation that exceeds the context."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    """The tools by their old name; then the answer has its call by its old name, too."""
+    function_call: str | dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
+    include_reasoning: bool = True
+    chat_template_kwargs: TemplateOptions = field(default_factory=dict)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        return template_options(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
     def most_logprobs(self) -> int | None:
@@ -273,10 +281,9 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
             raise ApiError(reason, param="max_completion_tokens", code="invalid_value")
         return old if new is None else new
 
-    def conversation(self) -> list[dict[str, str]]:
-        """The messages for the chat template, each a role and plain text. Raises ApiError for unsupported content."""
-        check_parts(self.messages, "messages")
-        return [read_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages for the chat template. Raises ApiError for unsupported content."""
+        return read_messages(self.messages)
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -285,7 +292,15 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     route = "/v1/completions"
     prompt_param = "prompt"
 
-    unsupported = GenerationRequest.unsupported | {"top_logprobs": (0,)}
+    unsupported = GenerationRequest.unsupported | {
+        "chat_template_kwargs": ({},),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+    }
+    harmless = (*GenerationRequest.harmless, "parallel_tool_calls", "reasoning_effort")
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None
 
     prompt: str | list[Any]
@@ -428,13 +443,45 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 """The API's roles and those of chat templates. developer is OpenAI's newer name for system."""
 
 
-def read_message(message: Mapping[str, Any], name: str) -> dict[str, str]:
-    """A message for the chat template: role and plain text. Raises ApiError. `name` is its path in the request.
+CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
+"""With those of results of calls. function is OpenAI's older name for tool."""
+MESSAGE_FIELDS = ("role", "content", "name")
+REASONING_FIELDS = ("reasoning_content", "reasoning")
+"""The names under which clients send back what a model thought, the one that counts first."""
+ROLE_FIELDS = {
+    "assistant": ("tool_calls", "function_call", *REASONING_FIELDS),
+    "tool": ("tool_call_id",),
+}
+"""The fields that only messages of these roles have."""
 
-    Who said it (`name` in the message) is taken and dropped: chat templates have no place for it.
+
+def template_options(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+    """Variables of the chat template: those of a request, and its reasoning effort under the names templates have."""
+    told: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        told = {"enable_thinking": False}
+    return told | dict(given)
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]], name: str = "messages") -> list[dict[str, Any]]:
+    """The messages of a chat for the chat template. Raises ApiError. `name` is their path in the request."""
+    check_parts(messages, name)
+    said = [read_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
+    names = {call["id"]: call["function"]["name"] for message in said for call in message.get("tool_calls", ())}
+    for message in said:
+        if message["role"] == "tool" and message["tool_call_id"] in names:
+            message["name"] = names[message["tool_call_id"]]
+    return said
+
+
+def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A message for the chat template: role and plain text, calls, and the result of one. Raises ApiError.
+
+    Who said it (`name` in the message) is taken and dropped: chat templates have no place for it. `name` is the
+    message's path in the request.
     """
-    role = checked_role(message, name)
-    refuse_extra(message, ("role", "content", "name"), name)
+    role = CHAT_ROLES[checked_role(message, name, CHAT_ROLES)]
+    refuse_extra(message, (*MESSAGE_FIELDS, *ROLE_FIELDS.get(role, ())), name)
     if not isinstance(message.get("name", ""), str | None):
         raise ApiError(f"{name}.name must be a string", param=f"{name}.name", code="invalid_value")
     content = message.get("content")
@@ -443,14 +490,55 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, str]:
     texts = text_parts(content, f"{name}.content", ("text",))
     for index, part in enumerate(content if isinstance(content, list) else ()):
         refuse_extra(part, ("type", "text"), f"{name}.content[{index}]")
-    return {"role": ROLES[role], "content": "\n".join(texts)}
+    read: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if role == "tool":
+        call, old = message.get("tool_call_id"), message["role"] == "function"
+        if not old and not isinstance(call, str):
+            path = f"{name}.tool_call_id"
+            raise ApiError(f"{path} is missing; it is the id of the call", param=path, code="invalid_value")
+        read["tool_call_id"] = message.get("name") or "" if old else call
+    elif role == "assistant":
+        if calls := _read_calls(message, name):
+            read["tool_calls"] = calls
+        thoughts = [text for field in REASONING_FIELDS if isinstance(text := message.get(field), str) and text]
+        if thoughts:
+            read["reasoning_content"] = thoughts[0]
+    return read
 
 
-def checked_role(message: Mapping[str, Any], name: str) -> str:
+def _read_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """The calls of a message from the assistant. Raises ApiError."""
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ApiError(f"{name}.tool_calls must be a list", param=f"{name}.tool_calls", code="invalid_value")
+    if old := message.get("function_call"):
+        calls = [{"id": old.get("name"), "type": "function", "function": old}] if isinstance(old, Mapping) else [old]
+    found = []
+    for index, call in enumerate(calls):
+        path = f"{name}.tool_calls[{index}]"
+        match call:
+            case {"id": str(id), "function": {"name": str(called), "arguments": str(arguments)}}:
+                found.append(past_call(id, called, arguments))
+            case _:
+                reason = f"{path} must have an id, and a function with its name and its arguments, all strings"
+                raise ApiError(reason, param=path, code="invalid_value")
+    return found
+
+
+def past_call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as chat templates want it: its arguments are an object, or what the model wrote if that is none."""
+    try:
+        given = msgspec.json.decode(arguments or "{}")
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        given = arguments
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": given}}
+
+
+def checked_role(message: Mapping[str, Any], name: str, roles: Collection[str] = tuple(ROLES)) -> str:
     """The role of a message or an item. Raises ApiError for an unknown one. `name` is its path in the request."""
     role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        reason = f"{name}.role is {shown(role)}; supported: {', '.join(ROLES)}"
+    if not isinstance(role, str) or role not in roles:
+        reason = f"{name}.role is {shown(role)}; supported: {', '.join(roles)}"
         raise ApiError(reason, param=f"{name}.role", code="invalid_value")
     return role
 

@@ -12,11 +12,14 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from holdfast.core.types import TokenLogprobs
+from holdfast.core.types import FinishReason, TokenLogprobs
 from holdfast.engine.client import Delta
 from holdfast.engine.text import Text
+from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said, joined
+from holdfast.server.formats.reader import AnswerReader
+from holdfast.server.formats.registry import Reading
 from holdfast.server.logprobs import CompletionLogprobs, ToldToken, prompt_records, records, told_tokens
-from holdfast.server.protocol import GenerationRequest
+from holdfast.server.protocol import REASONING_FIELDS, ChatRequest, GenerationRequest
 
 encode = msgspec.json.Encoder().encode
 
@@ -50,16 +53,19 @@ class RequestUsage:
             "total_tokens": self.total_tokens,
         }
 
-    def reply(self) -> Reply:
-        """`usage` of completions."""
-        return {**self.counts(), "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+    def reply(self, reasoning_tokens: int | None = None) -> Reply:
+        """`usage` of completions; of a model that reasons, with its tokens."""
+        details = {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+        if reasoning_tokens is not None:
+            details["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return {**self.counts(), **details}
 
 
 @dataclass
 class Written:
     """One choice of a whole answer, as it is written."""
 
-    texts: list[str] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     reason: str = ""
     told: list[ToldToken] = field(default_factory=list)
     """Its tokens with their log probabilities, if they are asked for."""
@@ -73,9 +79,9 @@ class Written:
         values = [each.logprobs.logprob for each in self.told if each.logprobs is not None]
         return sum(values) / len(values) if values else -math.inf
 
-    def add(self, delta: Delta) -> None:
-        """Add what came."""
-        self.texts.append(delta.text)
+    def add(self, delta: Delta, parts: Sequence[Part]) -> None:
+        """Add what came, and its parts."""
+        self.parts += parts
         self.reason = delta.finish_reason or self.reason
         self.told_of_prompt += delta.prompt_logprobs
         if delta.logprobs:
@@ -89,8 +95,8 @@ class Shape:
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, wanted: GenerationRequest, text: Text) -> None:
-        """`text` spells the tokens whose log probabilities are told."""
+    def __init__(self, wanted: GenerationRequest, text: Text, reading: Reading) -> None:
+        """`text` spells the tokens whose log probabilities are told. `reading` says how to read the answers."""
         id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.head: Reply = {"id": id, "created": int(time.time()), "model": wanted.model}
         self.text = text
@@ -99,19 +105,37 @@ class Shape:
         self.chunk_head: Reply = {**self.head, "object": self.chunk_object, **no_usage}
         self.held: dict[int, list[ToldToken]] = {}
         """By choice, tokens whose log probabilities go with its next chunk that has text or ends it."""
+        self.reading = reading
+        self.readers: dict[int, AnswerReader] = {}
+        self.reasoning_tokens = 0
+        """Tokens of reasoning, in all choices."""
+
+    def read(self, choice: int, delta: Delta) -> list[Part]:
+        """The new parts of a choice. To be called once for each of its deltas, in order."""
+        ended = delta.finish_reason is not None
+        if self.reading.plain:
+            return [Said(delta.text)] if delta.text else []
+        reader = self.readers.get(choice)
+        if reader is None:
+            reader = self.readers[choice] = self.reading.reader()
+        thought = reader.thinking
+        parts = reader.push(delta.text, last=ended)
+        if thought or reader.thinking:
+            self.reasoning_tokens += len(delta.tokens)
+        return parts
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[Reply]:
-        """The stream's next chunks: the new text of `choice`, and its finish reason if it has ended."""
+        """The stream's next chunks: the new parts of `choice`, and its finish reason if it has ended."""
         if delta.logprobs:
             self.held.setdefault(choice, []).extend(told_tokens(delta))
-        yield from self.pieces(choice, delta.text, delta.finish_reason)
+        yield from self.pieces(choice, self.read(choice, delta), delta.finish_reason)
 
-    def pieces(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
-        """The chunks of some new text, and of the finish reason."""
+    def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
+        """The chunks of some new parts, and of the finish reason."""
         raise NotImplementedError
 
-    def content(self, text: str) -> Reply:
-        """The field of a whole choice that holds its text."""
+    def content(self, parts: Sequence[Part], reason: str) -> tuple[Reply, str]:
+        """The field of a whole choice that holds what it says, and its finish reason."""
         raise NotImplementedError
 
     def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
@@ -120,20 +144,19 @@ class Shape:
 
     def usage(self, usage: RequestUsage) -> Reply:
         """The stream's last chunk, if the client asked for usage."""
-        return {**self.chunk_head, "choices": [], "usage": usage.reply()}
+        return {**self.chunk_head, "choices": [], "usage": self._usage(usage)}
 
     def whole(self, written: Sequence[Written], usage: RequestUsage) -> Reply:
         """The whole answer, with all choices."""
         choices = [
             _choice(
                 index,
-                self.content("".join(choice.texts)),
-                choice.reason,
+                *self.content(joined(choice.parts), choice.reason),
                 self.logprobs(index, choice.told) if choice.told else None,
             )
             for index, choice in enumerate(written)
         ]
-        reply = {**self.head, "object": self.whole_object, "choices": choices, "usage": usage.reply()}
+        reply = {**self.head, "object": self.whole_object, "choices": choices, "usage": self._usage(usage)}
         most = self.prompt_logprobs
         if most is not None:
             told = [prompt_records(self.text, each.prompt, each.told_of_prompt, most) for each in written]
@@ -143,6 +166,9 @@ class Shape:
     def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
         """Add to a whole answer what is told of the prompt of each choice."""
         raise NotImplementedError
+
+    def _usage(self, usage: RequestUsage) -> Reply:
+        return usage.reply(None if self.reading.format.reasoning is None else self.reasoning_tokens)
 
     def _chunk(self, choice: int, content: Reply, reason: str | None = None, *, tells: bool = True) -> Reply:
         held = self.held.pop(choice, None) if tells else None
@@ -159,21 +185,66 @@ class ChatShape(Shape):
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, wanted: GenerationRequest, text: Text) -> None:
-        super().__init__(wanted, text)
+    def __init__(self, wanted: ChatRequest, text: Text, reading: Reading) -> None:
+        super().__init__(wanted, text, reading)
         self.begun: set[int] = set()
+        self.thoughts = wanted.include_reasoning
+        self.old = bool(wanted.functions)
+        """Whether the client knows calls by their old name, and takes one."""
 
-    def pieces(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
+    def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
         if choice not in self.begun:
             self.begun.add(choice)
             yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, tells=False)
-        if text:
-            yield self._chunk(choice, {"delta": {"content": text}})
+        calls = self.readers[choice].calls if choice in self.readers else 0
+        at = calls - sum(isinstance(part, CallBegin) for part in parts) - 1
+        for part in parts:
+            at += isinstance(part, CallBegin)
+            if delta := self._delta(part, at):
+                yield self._chunk(choice, {"delta": delta})
         if reason is not None:
-            yield self._chunk(choice, {"delta": {}}, reason)
+            yield self._chunk(choice, {"delta": {}}, self._reason(reason, calls))
 
-    def content(self, text: str) -> Reply:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _delta(self, part: Part, at: int) -> Reply:
+        """A part as a delta; `at` is the number of the present call."""
+        match part:
+            case Said(text):
+                return {"content": text}
+            case Reasoning(text):
+                return dict.fromkeys(REASONING_FIELDS, text) if self.thoughts else {}
+            case CallBegin(name):
+                function, more = {"name": name, "arguments": ""}, {"id": self._call_id(), "type": "function"}
+            case Arguments(text):
+                function, more = {"arguments": text}, {}
+        return (
+            {"function_call": function} if self.old else {"tool_calls": [{"index": at, **more, "function": function}]}
+        )
+
+    def _call_id(self) -> str:
+        return self.reading.format.calls.new_id()
+
+    def _reason(self, reason: str, calls: int) -> str:
+        called = "function_call" if self.old else "tool_calls"
+        return called if calls and reason == FinishReason.STOP else reason
+
+    def content(self, parts: Sequence[Part], reason: str) -> tuple[Reply, str]:
+        text = "".join(part.text for part in parts if isinstance(part, Said))
+        thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        calls: list[Reply] = []
+        for part in parts:
+            if isinstance(part, CallBegin):
+                calls.append({"name": part.name, "arguments": ""})
+            elif isinstance(part, Arguments):
+                calls[-1]["arguments"] += part.text
+        silent = not text and (bool(calls) or bool(thought))
+        message: Reply = {"role": "assistant", "content": None if silent else text, "refusal": None}
+        if calls and self.old:
+            message["function_call"] = calls[0]
+        elif calls:
+            message["tool_calls"] = [{"id": self._call_id(), "type": "function", "function": call} for call in calls]
+        if thought and self.thoughts:
+            message |= dict.fromkeys(REASONING_FIELDS, thought)
+        return {"message": message}, self._reason(reason, len(calls))
 
     def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
         reply["prompt_logprobs"] = told[0]
@@ -187,16 +258,16 @@ class TextShape(Shape):
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, wanted: GenerationRequest, text: Text) -> None:
-        super().__init__(wanted, text)
+    def __init__(self, wanted: GenerationRequest, text: Text, reading: Reading) -> None:
+        super().__init__(wanted, text, reading)
         self.columns: defaultdict[int, CompletionLogprobs] = defaultdict(lambda: CompletionLogprobs(text))
 
-    def pieces(self, choice: int, text: str, reason: str | None) -> Iterator[Reply]:
-        if text or reason is not None:
-            yield self._chunk(choice, {"text": text}, reason)
+    def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
+        if parts or reason is not None:
+            yield self._chunk(choice, self.content(parts, "")[0], reason)
 
-    def content(self, text: str) -> Reply:
-        return {"text": text}
+    def content(self, parts: Sequence[Part], reason: str) -> tuple[Reply, str]:
+        return {"text": "".join(part.text for part in parts if isinstance(part, Said))}, reason
 
     def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
         for choice, each in zip(reply["choices"], told, strict=True):

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
@@ -18,10 +18,12 @@ from holdfast.engine.client import Delta, EngineClient
 from holdfast.engine.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
+from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.logprobs import echoed
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written
+from holdfast.server.tools import chat_toolset
 from holdfast.server.truncation import Truncation
 
 log = logging.getLogger("holdfast.server")
@@ -147,6 +149,8 @@ class Service:
         self.loading: set[str] = set()
         """Names of adapters that will be served in a moment."""
         self.truncation = Truncation(client.text, client.info.max_model_len)
+        self.format = AnswerFormat.find(client.text, config.tool_call_parser, config.reasoning_parser)
+        """How the model writes its answers."""
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
         self._chats = ThreadPoolExecutor(1, "holdfast-chat-text")
@@ -195,26 +199,32 @@ class Service:
         most = self.client.info.max_model_len if wanted.truncate_prompt_tokens is None else None
         if isinstance(wanted, ChatRequest):
             messages = wanted.conversation()
+            reading = Reading(self.format, chat_toolset(wanted), wanted.template_options)
             size = sum(len(message["content"]) for message in messages)
 
-            def encode_chat(messages: Sequence[Mapping[str, str]]) -> list[int]:
-                return text.encode_chat(messages, most=most)
+            def encode_chat(messages: Sequence[dict[str, Any]]) -> list[int]:
+                return text.encode(reading.render(text, messages), add_special_tokens=False, most=most)
 
             def render() -> list[list[int]]:
                 if wanted.truncation == "auto":
-                    return [self.truncation.compose(messages, wanted.most_tokens, encode_chat)]
+                    fit, most_tokens = self.truncation.compose, wanted.most_tokens
+                    return [fit(messages, most_tokens, encode_chat, reading.toolset)]
                 return [encode_chat(messages)]
 
-            return Answer(
-                self, wanted, tenant, lambda: self.off_loop(size, render, renders=True, lane=lane), 1, lane, name
-            )
+            def begin() -> Awaitable[list[list[int]]]:
+                return self.off_loop(size, render, renders=True, lane=lane)
+
+            return Answer(self, wanted, tenant, begin, reading, 1, lane, name)
         prompts = wanted.prompts()
         size = sum(map(len, prompts))
 
         def encode() -> list[list[int]]:
             return [text.encode(prompt, most=most) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-        answer = Answer(self, wanted, tenant, lambda: self.off_loop(size, encode, lane=lane), len(prompts), lane, name)
+        reading = Reading(self.format.unread, None, {})
+        answer = Answer(
+            self, wanted, tenant, lambda: self.off_loop(size, encode, lane=lane), reading, len(prompts), lane, name
+        )
         answer.given = prompts
         return answer
 
@@ -228,11 +238,12 @@ class Answer:
         wanted: SampledRequest,
         tenant: str,
         encode: Callable[[], Awaitable[Sequence[Sequence[int]]]],
+        reading: Reading,
         num_prompts: int = 1,
         lane: Lane | None = None,
         name: str | None = None,
     ) -> None:
-        """`encode` returns the prompts' tokens; it is called after admission."""
+        """`encode` returns the prompts' tokens; it is called after admission. `reading` reads the answers."""
         self.service = service
         self.lane = lane or service.lane
         self.name = name
@@ -240,6 +251,7 @@ class Answer:
         self.wanted = wanted
         self.tenant = tenant
         self.encode = encode
+        self.reading = reading
         self.num_choices = wanted.candidates * num_prompts
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
@@ -279,7 +291,7 @@ class Answer:
         written = [Written() for _ in range(self.num_choices)]
         async with aclosing(self.deltas()) as deltas:
             async for choice, delta in deltas:
-                written[choice].add(delta)
+                written[choice].add(delta, shape.read(choice, delta))
         for number, each in enumerate(written):
             each.prompt = self.prompts[number // self.wanted.candidates]
         return shape.whole(self._best(written), self.usage)
@@ -368,6 +380,7 @@ class Answer:
                 tenant=self.tenant,
                 adapter=self.service.adapter_of(wanted.model, self.tenant),
                 deadline=own if lane.deadline is None else lane.deadline,
+                shown=self.reading.shown,
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, TypeVar
 
 from holdfast.engine.text import Text
 from holdfast.lm.limits import RequestRefused
+from holdfast.server.formats.toolset import Toolset
 
-Message = Mapping[str, Any]
+Message = dict[str, Any]
 Composed = TypeVar("Composed", bound=Sized)
 
 ANSWER_SHARE = 8
@@ -43,19 +44,19 @@ class Truncation:
         messages: Sequence[Message],
         answer: int | None,
         build: Callable[[Sequence[Message]], Composed],
-        *,
-        beside: Any = None,
+        toolset: Toolset | None = None,
     ) -> Composed:
         """What `build` makes of the messages that stay: something of as many items as the prompt has tokens.
 
-        `answer` is the most tokens of the answer, if that is known; `beside` is what the prompt holds besides messages,
-        such as tools. Where the last turn alone does not fit, its prompt is too long. Raises as `build`, and ValueError
-        where a message's text cannot be tokenized.
+        `answer` is the most tokens of the answer, if that is known. The prompt holds the tools of `toolset`, too. Where
+        the last turn alone does not fit, its prompt is too long. Raises as `build`, and ValueError where a message's
+        text cannot be tokenized.
         """
         room = self._context - (answer or 1)
         budget = self._context - max(answer or 0, self._context // ANSWER_SHARE)
         sizes = [self._size(message) for message in messages]
-        fixed = self._size({"content": json.dumps(beside)}) if beside else 0
+        tools = () if toolset is None else toolset.tools
+        fixed = sum(self._size({"content": json.dumps(tool.shown())}) for tool in tools)
         while True:
             first = first_kept([message["role"] for message in messages], sizes, budget - fixed)
             kept = [each for at, each in enumerate(messages) if at >= first or each["role"] == "system"]

@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.core.columns import Columns
-from holdfast.core.types import Request, SamplingParams
+from holdfast.core.types import MAX_GRAMMAR_LENGTH, Grammar, Request, SamplingParams
 from holdfast.lm.types import PENDING, Sampling, Segment, Sequence, StepPlan
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -26,6 +26,12 @@ GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 def test_sampling_params_name_the_field_out_of_range(field, value):
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("text", ["", "a" * (MAX_GRAMMAR_LENGTH + 1)])
+def test_a_grammar_of_no_or_too_many_characters_is_refused_with_both_numbers(text):
+    with pytest.raises(ValueError, match=rf"{len(text)} characters.* {MAX_GRAMMAR_LENGTH}"):
+        Grammar("regex", text)
 
 
 def test_a_plan_counts_query_tokens_and_the_segments_that_sample():

@@ -193,7 +193,7 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_f
 @pytest.mark.parametrize(
     ("given", "param", "code"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
@@ -223,7 +223,7 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_f
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "invalid_value"),
         ({"max_tokens": 195}, "max_tokens", "context_length_exceeded"),
         ({"messages": []}, "messages", "invalid_value"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "invalid_value"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "invalid_value"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "invalid_value"),
@@ -462,7 +462,7 @@ async def test_slow_chat_templates_do_not_hold_up_prompts_without_one(
 ) -> None:
     rendering, done = threading.Event(), threading.Event()
 
-    def slow(messages: Any) -> str:
+    def slow(messages: Any, **more: Any) -> str:
         rendering.set()
         assert done.wait(60)
         return "hello"
@@ -616,9 +616,9 @@ async def test_a_response_holds_a_place_before_it_is_tokenized(
     service = api._transport.app.state.service  # type: ignore[attr-defined]
     render, places = client.text.render_chat, []
 
-    def watched(messages: Any) -> str:
+    def watched(messages: Any, **more: Any) -> str:
         places.append(service.admission.in_progress)
-        return render(messages)
+        return render(messages, **more)
 
     monkeypatch.setattr(client.text, "render_chat", watched)
     async with api:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.core.types import FinishReason
@@ -48,16 +48,15 @@ class Prompt:
         return Known(self.tokens + array("I", tokens), len(whole), text.digest(whole))
 
 
-def compose(text: Text, messages: Sequence[Mapping[str, str]], context: Context, most: int | None = None) -> Prompt:
-    """Render all messages, and tokenize the text after the part whose tokens the context knows.
+def compose(text: Text, whole: str, context: Context, most: int | None = None) -> Prompt:
+    """Tokenize the rendering of all messages after the part whose tokens the context knows.
 
     If the rendering begins with the known text (compared by digest; the text is not stored), the known tokens are used
     for it, and only the rest is tokenized, in context. Otherwise everything is tokenized: after other instructions, an
     edited item, another tokenizer, or a template that trims or reorders messages; and when a token would span the
-    border. So the tokens always stand for exactly the template's rendering. Raises ValueError if the template refuses
-    the messages, and RequestRefused if the text must have more than `most` tokens.
+    border. So the tokens always stand for exactly the template's rendering. Raises RequestRefused if the text must have
+    more than `most` tokens.
     """
-    whole = text.render_chat(messages)
     border = context.characters
     if context.tokens and border <= len(whole) and text.digest(whole[:border]) == context.digest:
         rest = text.encode_after(whole[:border], whole[border:], most=most)

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import itertools
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
 from holdfast.core.types import MAX_LOGPROBS, FinishReason
-from holdfast.server.conversations.compaction import OPENING, Compacted, decode_compacted, encode_compacted
+from holdfast.server.conversations.compaction import Compacted, encode_compacted
+from holdfast.server.conversations.items import (
+    call_item,
+    new_id,
+    new_item,
+    read_items,
+    reasoning_item,
+)  # fmt: skip
 from holdfast.server.conversations.values import Item
+from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said
+from holdfast.server.formats.registry import Reading
+from holdfast.server.formats.toolset import Toolset
 from holdfast.server.protocol import (
     MAX_MESSAGES,
-    ROLES,
     ApiError,
     Count,
     Metadata,
     RequestBody,
     SampledRequest,
-    check_parts,
-    checked_role,
-    refuse_extra,
-    shown,
-    text_parts,
+    TemplateOptions,
+    template_options,
 )
 from holdfast.server.replies import RequestUsage, encode
+from holdfast.server.tools import read_toolset
 
 MAX_NEW_ITEMS = 20
 """Most items that one call may add to a conversation, as in OpenAI's API."""
@@ -35,9 +41,6 @@ MAX_NEW_ITEMS = 20
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
 Label = Annotated[str, Meta(max_length=1024)]
 NewItems = Annotated[list[dict[str, Any]], Meta(max_length=MAX_NEW_ITEMS)]
-
-TEXT_KINDS = ("input_text", "output_text", "text")
-ITEM_FIELDS = ("type", "id", "status", "role", "content", "phase")
 
 Event = dict[str, Any]
 Response = dict[str, Any]
@@ -50,7 +53,7 @@ class ConversationParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 class ReasoningOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`reasoning`: told in the answer, and without effect on a model that does not reason."""
+    """`reasoning`: the effort goes to the chat template. There are no summaries."""
 
     effort: Label | None = None
     summary: Label | None = None
@@ -93,17 +96,29 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     truncation: Literal["auto", "disabled"] = "disabled"
     """Whether the oldest turns leave a prompt that exceeds the context. The conversation keeps them."""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = field(default_factory=list)
-    """The log probabilities of the answer's tokens. There is no reasoning to encrypt."""
+    """The log probabilities of the answer's tokens. Reasoning is told openly, so none of it is encrypted."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
     metadata: Metadata = field(default_factory=dict)
-    # Told in the answer, and without effect on it.
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: TemplateOptions = field(default_factory=dict)
+    # Told in the answer, and without effect on it.
     prompt_cache_key: Label | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     safety_identifier: Label | None = None
     text: TextOptions = field(default_factory=TextOptions)
-    tool_choice: Literal["none", "auto"] = "auto"
     user: Label | None = None
+
+    @property
+    def toolset(self) -> Toolset | None:
+        """The tools that the model may call. Raises ApiError."""
+        return read_toolset(self.tools, self.tool_choice, parallel=self.parallel_tool_calls, api="responses")
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        return template_options(self.chat_template_kwargs, self.reasoning.effort)
 
     @property
     def most_tokens(self) -> int | None:
@@ -162,58 +177,6 @@ class ItemsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields
     items: NewItems
 
 
-def new_id(kind: str) -> str:
-    """An unguessable id: resp_…, msg_…, conv_…."""
-    return f"{kind}_{uuid.uuid4().hex}"
-
-
-def new_item(role: str, *texts: str) -> Item:
-    """A message as a completed item."""
-    content = [_output_text(text) if role == "assistant" else {"type": "input_text", "text": text} for text in texts]
-    return {"id": new_id("msg"), "type": "message", "status": "completed", "role": role, "content": content}
-
-
-def _output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-
-
-def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
-    """A client's items with new ids. Raises ApiError for anything other than a text message, or too many parts."""
-    check_parts(given, name)
-    items: list[Item] = []
-    for index, item in enumerate(given):
-        place = f"{name}[{index}]"
-        items += _read_compaction(item, place) if item.get("type") == "compaction" else [_read_item(item, place)]
-    return items
-
-
-def _read_compaction(item: Mapping[str, Any], name: str) -> list[Item]:
-    """What a compaction stands for: the user's messages, then the summary."""
-    refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), name)
-    found = decode_compacted(item.get("encrypted_content"), f"{name}.encrypted_content")
-    return [*(new_item("user", text) for text in found.said), new_item("assistant", f"{OPENING}{found.summary}")]
-
-
-def _read_item(item: Mapping[str, Any], name: str) -> Item:
-    kind = item.get("type", "message")
-    if kind != "message":
-        reason = f"{name}.type is {shown(kind)}; only messages are supported"
-        raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
-    role = checked_role(item, name)
-    refuse_extra(item, ITEM_FIELDS, name)
-    return new_item(role, *text_parts(item.get("content"), f"{name}.content", TEXT_KINDS))
-
-
-def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, str]]:
-    """The messages for the chat template: the turn's instructions first, then all items."""
-    first = [{"role": "system", "content": instructions}] if instructions else []
-    said = [
-        {"role": ROLES[item["role"]], "content": "\n".join([part["text"] for part in item["content"]])}
-        for item in items
-    ]
-    return [*first, *said]
-
-
 def event_bytes(event: Event) -> bytes:
     """One server-sent event, named by its type."""
     return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
@@ -250,7 +213,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
         "temperature": wanted.temperature,
         "text": {"format": wanted.text.format, "verbosity": wanted.text.verbosity or "medium"},
         "tool_choice": wanted.tool_choice,
-        "tools": [],
+        "tools": [_told_tool(tool) for tool in wanted.tools],
         "top_logprobs": wanted.top_logprobs,
         "top_p": wanted.top_p,
         "truncation": wanted.truncation,
@@ -259,16 +222,26 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
     }
 
 
-class ResponseShape:
-    """The wire format of one response, from its creation to its end. `response` is its present state."""
+def _told_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as its response tells it: with all fields."""
+    return {"description": None, "parameters": None, "strict": False, **tool}
 
-    def __init__(self, response: Response, item_id: str | None = None) -> None:
-        """`item_id` is that of its message, where it is known."""
+
+class ResponseShape:
+    """The wire format of one response, from its creation to its end. `response` is its present state.
+
+    Its output is a list of items: reasoning, messages and calls, in the order in which the model writes them. Each is
+    opened by its first part and closed by the next one's.
+    """
+
+    def __init__(self, response: Response, reading: Reading | None = None) -> None:
+        """`reading` says how the answer is read, which need not be known of one that is told again."""
         self.response = response
-        self.item_id = item_id or new_id("msg")
-        self.text: list[str] = []
-        self.logprobs: list[dict[str, Any]] = []
-        """The records of the text's tokens, if they are asked for."""
+        self.reading = reading
+        self.output: list[Item] = []
+        """The items so far. All but the last are complete."""
+        self.opened = 0
+        """How many of them were told."""
         self.numbers = itertools.count()
 
     def queued(self) -> Iterator[Event]:
@@ -277,21 +250,55 @@ class ResponseShape:
         yield self._event("response.queued", response=self.response)
 
     def opening(self) -> Iterator[Event]:
-        """The events before the text: the first ones of a stream that does not run in the background."""
+        """The events before the answer: the first ones of a stream that does not run in the background."""
         if not self.response["background"]:
             yield self._event("response.created", response=self.response)
         self.response = self.response | {"status": "in_progress"}
         yield self._event("response.in_progress", response=self.response)
-        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
-        yield self._part("response.content_part.added", part=_output_text(""))
+        if self.reading is not None and self.reading.plain:
+            yield from self._add(new_item("assistant", ""))
 
-    def delta(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Event:
-        """More text of the answer, with the records of its tokens."""
-        self.text.append(text)
-        self.logprobs += logprobs
-        return self._part("response.output_text.delta", delta=text, logprobs=_in_event(logprobs))
+    def part(self, part: Part, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
+        """More of the answer, with the records of its tokens."""
+        kind = self.output[-1]["type"] if self.output else None
+        match part:
+            case Said(text):
+                if kind != "message":
+                    yield from self._add(new_item("assistant", ""))
+                self.output[-1]["content"][0]["text"] += text
+                self.tell(logprobs)
+                yield self._part("response.output_text.delta", delta=text, logprobs=_in_event(logprobs))
+            case Reasoning(text):
+                if kind != "reasoning":
+                    yield from self._add(reasoning_item(""))
+                self.output[-1]["content"][0]["text"] += text
+                yield self._part("response.reasoning_text.delta", delta=text)
+            case CallBegin(name):
+                assert self.reading is not None
+                yield from self._add(call_item(name, self.reading.format.calls.new_id()))
+            case Arguments(text):
+                self.output[-1]["arguments"] += text
+                yield self._of_item("response.function_call_arguments.delta", delta=text)
 
-    def whole(self, reason: FinishReason, usage: RequestUsage) -> Response:
+    def tell(self, logprobs: Sequence[dict[str, Any]]) -> None:
+        """Add the records of further tokens to the message, if there is one."""
+        if self.output and self.output[-1]["type"] == "message":
+            self.output[-1]["content"][0]["logprobs"] += logprobs
+
+    def again(self, item: Item) -> Iterator[Event]:
+        """The first events of an item of a response that has ended: its whole text is one delta."""
+        yield from self._add(item)
+        match item["type"]:
+            case "function_call":
+                yield self._of_item("response.function_call_arguments.delta", delta=item["arguments"])
+            case "reasoning":
+                yield self._part("response.reasoning_text.delta", delta=item["content"][0]["text"])
+            case _:
+                part = item["content"][0]
+                logprobs = _in_event(part["logprobs"])
+                yield self._part("response.output_text.delta", delta=part["text"], logprobs=logprobs)
+
+    def whole(self, reason: FinishReason, usage: RequestUsage, reasoning_tokens: int) -> Response:
         """The complete response. The caller stores it first, and then sets `response` to it."""
         stopped = reason is FinishReason.STOP
         status = "completed" if stopped else "incomplete"
@@ -299,32 +306,32 @@ class ResponseShape:
             "status": status,
             "completed_at": int(time.time()) if stopped else None,
             "incomplete_details": None if stopped else {"reason": "max_output_tokens"},
-            "output": [self._item(status, [_output_text("".join(self.text), self.logprobs)])],
+            "output": self._ended(status),
             "usage": {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
                 "total_tokens": usage.total_tokens,
             },
         }
 
     def cancelled(self) -> Response:
-        """The response as it is when it is cancelled: with the text so far, if any was sent."""
-        text = "".join(self.text)
-        output = [self._item("incomplete", [_output_text(text, self.logprobs)])] if text else []
-        return ended(self.response, "cancelled") | {"output": output}
+        """The response as it is when it is cancelled: with what was sent so far, if anything was."""
+        sent = any(item["type"] != "message" or item["content"][0]["text"] for item in self.output)
+        return ended(self.response, "cancelled") | {"output": self._ended("incomplete") if sent else []}
 
     def closing(self) -> Iterator[Event]:
         """The last events of a stream, sent once the response is stored.
 
         OpenAI's types have no event for a cancelled response: it is response.incomplete, and its response says more.
         """
-        for item in self.response["output"]:
-            (part,) = item["content"]
-            yield self._part("response.output_text.done", text=part["text"], logprobs=_in_event(part["logprobs"]))
-            yield self._part("response.content_part.done", part=part)
-            yield self._event("response.output_item.done", output_index=0, item=item)
+        items: list[Item] = self.response["output"]
+        if items:
+            if self.opened < len(items):
+                yield from self._open()
+            self.output[-1] = items[-1]
+            yield from self._close()
         yield self._event(f"response.{LAST_EVENTS[self.response['status']]}", response=self.response)
 
     def failed(self, error: ApiError) -> Event:
@@ -333,14 +340,62 @@ class ResponseShape:
         self.response = ended(self.response, "failed", code, error.message)
         return self._event("response.failed", response=self.response)
 
+    def _add(self, item: Item) -> Iterator[Event]:
+        """Close the last item and open another one."""
+        if self.output:
+            yield from self._close()
+        self.output.append(item)
+        yield from self._open()
+
+    def _open(self) -> Iterator[Event]:
+        """The events that begin the last item, which is empty at first."""
+        item = self.output[-1]
+        self.opened = len(self.output)
+        empty = item | {"status": "in_progress"}
+        if item["type"] == "function_call":
+            yield self._event(
+                "response.output_item.added", output_index=self.opened - 1, item=empty | {"arguments": ""}
+            )
+            return
+        part = item["content"][0] | {"text": ""}
+        if "logprobs" in part:
+            part |= {"logprobs": []}
+        yield self._event("response.output_item.added", output_index=self.opened - 1, item=empty | {"content": []})
+        yield self._part("response.content_part.added", part=part)
+
+    def _close(self) -> Iterator[Event]:
+        """The events that end the last item."""
+        item = self.output[-1]
+        match item["type"]:
+            case "function_call":
+                yield self._of_item(
+                    "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
+                )
+            case "reasoning":
+                yield self._part("response.reasoning_text.done", text=item["content"][0]["text"])
+                yield self._part("response.content_part.done", part=item["content"][0])
+            case _:
+                part = item["content"][0]
+                logprobs = _in_event(part["logprobs"])
+                yield self._part("response.output_text.done", text=part["text"], logprobs=logprobs)
+                yield self._part("response.content_part.done", part=part)
+        yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
+
+    def _ended(self, status: str) -> list[Item]:
+        """The items at the end of the answer: an empty message if the model said nothing at all."""
+        if not self.output:
+            self.output.append(new_item("assistant", ""))
+        return [*self.output[:-1], self.output[-1] | {"status": status}]
+
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, "sequence_number": next(self.numbers), **fields}
 
-    def _part(self, kind: str, **fields: Any) -> Event:
-        return self._event(kind, item_id=self.item_id, output_index=0, content_index=0, **fields)
+    def _of_item(self, kind: str, **fields: Any) -> Event:
+        at = len(self.output) - 1
+        return self._event(kind, item_id=self.output[at]["id"], output_index=at, **fields)
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> Item:
-        return new_item("assistant") | {"id": self.item_id, "status": status, "content": content}
+    def _part(self, kind: str, **fields: Any) -> Event:
+        return self._of_item(kind, content_index=0, **fields)
 
 
 def _in_event(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -354,9 +409,9 @@ def _in_event(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
     """The answer to /v1/responses/compact: what the user said in these items and the summary in the response."""
-    summary = "".join(part["text"] for item in response["output"] for part in item["content"])
-    said = ["\n".join(part["text"] for part in item["content"]) for item in items if item["role"] == "user"]
-    content = encode_compacted(Compacted(summary, said))
+    texts = (part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
+    said = ["\n".join(part["text"] for part in item["content"]) for item in items if item.get("role") == "user"]
+    content = encode_compacted(Compacted("".join(texts), said))
     return {
         "id": response["id"],
         "object": "response.compaction",
@@ -384,8 +439,7 @@ def replay(response: Response, after: int = -1) -> Iterator[Event]:
     """
     begun = response | {"status": "queued", "output": [], "usage": None, "completed_at": None}
     begun |= {"incomplete_details": None, "error": None}
-    shape = ResponseShape(begun, response["output"][0]["id"] if response["output"] else None)
-    *events, last = list(_replayed(shape, response))
+    *events, last = list(_replayed(ResponseShape(begun), response))
     yield from (event for event in events if event["sequence_number"] > after)
     yield last | {"sequence_number": max(last["sequence_number"], after + 1)}
 
@@ -394,8 +448,8 @@ def _replayed(shape: ResponseShape, response: Response) -> Iterator[Event]:
     yield from shape.queued()
     if response["output"]:
         yield from shape.opening()
-        (part,) = response["output"][0]["content"]
-        yield shape.delta(part["text"], part["logprobs"])
+    for item in response["output"]:
+        yield from shape.again(item)
     shape.response = response
     yield from shape.closing()
 

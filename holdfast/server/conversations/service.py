@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 from msgspec.structs import replace as replace_struct
 
 from holdfast.core.types import FinishReason
+from holdfast.engine.client import Delta
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.compaction import MOST_TOKENS, SUMMARIZE
+from holdfast.server.conversations.items import messages, new_item
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import (
     CompactRequest,
@@ -24,13 +26,14 @@ from holdfast.server.conversations.protocol import (
     ResponseShape,
     compacted,
     ended,
-    messages,
-    new_item,
     new_response,
     replay,
 )  # fmt: skip
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import GOOD, Context, Item, Turn
+from holdfast.server.formats.parts import Part, Said
+from holdfast.server.formats.reader import AnswerReader
+from holdfast.server.formats.registry import Reading
 from holdfast.server.logprobs import records, told_tokens
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Answer, Lane, Service, check_length, internal, refused
@@ -185,10 +188,11 @@ class Writing:
         self.responses = responses
         self.wanted = wanted
         self.tenant = tenant
-        self.shape = ResponseShape(new_response(wanted, wanted.model))
+        self.reading = Reading(service.format, wanted.toolset, wanted.template_options)
+        self.shape = ResponseShape(new_response(wanted, wanted.model), self.reading)
         self.context = Context()
         self.prompt = Prompt("", array("I"), 0)
-        self.answer = Answer(service, wanted, tenant, self._prepare, 1, lane, name)
+        self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, name)
         self.prepared = asyncio.Event()
         """Set once the response is sure to be served."""
         self.begun = False
@@ -204,8 +208,10 @@ class Writing:
     async def events(self) -> AsyncGenerator[Event, None]:
         """The response's events as it is written. The last one has the whole response. Raises ApiError."""
         with self.responses.lock(self.tenant, self.wanted.conversation_id):
-            opened = False
+            reader: AnswerReader | None = None
             tokens: list[int] = []
+            texts: list[str] = []
+            reasoning = 0
             told: list[dict[str, Any]] = []
             reason: FinishReason | None = None
             if self.wanted.background:
@@ -213,24 +219,34 @@ class Writing:
                     yield event
             async with aclosing(self.answer.deltas()) as deltas:
                 async for _, delta in deltas:
-                    if not opened:
-                        opened = True
+                    if reader is None:
+                        reader = self.reading.reader()
                         for event in self.shape.opening():
                             yield event
                     tokens += delta.tokens
+                    texts.append(delta.text)
                     reason = delta.finish_reason or reason
                     if delta.logprobs:
                         told += records(self.responses.service.client.text, told_tokens(delta))
-                    if delta.text:
-                        yield self.shape.delta(delta.text, told)
-                        told = []
+                    thought = reader.thinking
+                    for part in self._parts(reader, delta):
+                        for event in self.shape.part(part, told):
+                            yield event
+                        told = [] if isinstance(part, Said) else told
+                    if thought or reader.thinking:
+                        reasoning += len(delta.tokens)
             assert reason is not None
-            self.shape.logprobs += told
-            whole = self.shape.whole(reason, self.answer.usage)
-            await self._commit(whole, tokens, reason)
+            self.shape.tell(told)
+            whole = self.shape.whole(reason, self.answer.usage, reasoning)
+            await self._commit(whole, "".join(texts), tokens, reason)
             self.shape.response = whole
             for event in self.shape.closing():
                 yield event
+
+    def _parts(self, reader: AnswerReader, delta: Delta) -> Sequence[Part]:
+        if self.reading.plain:
+            return [Said(delta.text)] if delta.text else []
+        return reader.push(delta.text, last=delta.finish_reason is not None)
 
     async def whole(self) -> Response:
         """The response at its end. Raises ApiError."""
@@ -255,12 +271,12 @@ class Writing:
             text, wanted = service.client.text, self.wanted
             size = sum(len(message["content"]) for message in said)
 
-            def build(kept: Sequence[Mapping[str, Any]]) -> Prompt:
-                return compose(text, kept, self.context, most)
+            def build(kept: Sequence[dict[str, Any]]) -> Prompt:
+                return compose(text, self.reading.render(text, kept), self.context, most)
 
             def work() -> Prompt:
                 if wanted.truncation == "auto":
-                    return service.truncation.compose(said, wanted.most_tokens, build)
+                    return service.truncation.compose(said, wanted.most_tokens, build, self.reading.toolset)
                 return build(said)
 
             return await service.off_loop(size, work, renders=True, lane=self.answer.lane)
@@ -301,12 +317,17 @@ class Writing:
             conversation=self.wanted.conversation_id, visible=self.wanted.store,
         )  # fmt: skip
 
-    async def _commit(self, whole: Response, tokens: list[int], reason: FinishReason) -> None:
-        """Store the whole turn: response, items and raw tokens in one transaction."""
+    async def _commit(self, whole: Response, answer: str, tokens: list[int], reason: FinishReason) -> None:
+        """Store the whole turn: response, items and raw tokens in one transaction.
+
+        The tokens of an answer of several parts are not known any more when the template writes it again.
+        """
         if not self.wanted.store and self.wanted.conversation is None:
             return
-        text, answer = self.responses.service.client.text, "".join(self.shape.text)
-        known = self.prompt.answered(text, answer, tokens, reason)
+        said = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "message"]
+        known = self.prompt.answered(
+            self.responses.service.client.text, answer, tokens if said == [answer] else [], reason
+        )
         self.settled = True
         turn = replace(
             self._turn(whole),

@@ -24,7 +24,7 @@ from holdfast.server.jobs.lines import BadLine, Line, LineReader, check, custom_
 from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import AnsweredLine, Batch, Ending, LineFault, Status, StoredFile, Usage
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
-from holdfast.server.replies import ChatShape, RequestUsage, TextShape, encode
+from holdfast.server.replies import ChatShape, RequestUsage, Shape, TextShape, encode
 from holdfast.server.service import Service, internal
 
 T = TypeVar("T")
@@ -412,9 +412,13 @@ class BatchRunner:
             writing = self._responses.write(wanted, tenant, self._lane, name)
             return await writing.whole(), writing.answer.usage
         assert isinstance(wanted, ChatRequest | CompletionRequest)
-        kind = ChatShape if isinstance(wanted, ChatRequest) else TextShape
-        answer = self._service.answer(wanted, tenant, self._lane, name)
-        return await answer.whole(kind(wanted, self._service.client.text)), answer.usage
+        answer, text = self._service.answer(wanted, tenant, self._lane, name), self._service.client.text
+        shape: Shape = (
+            ChatShape(wanted, text, answer.reading)
+            if isinstance(wanted, ChatRequest)
+            else TextShape(wanted, text, answer.reading)
+        )
+        return await answer.whole(shape), answer.usage
 
     async def _store_answers(self) -> None:
         """Store answers as they come, a few at a time."""

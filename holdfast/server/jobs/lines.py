@@ -12,6 +12,7 @@ from typing import IO, Any
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.jobs.values import LineFault
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest, read_object, typed
+from holdfast.server.tools import chat_toolset
 
 MAX_LINES = 50_000
 MAX_FAULTS = 100
@@ -130,6 +131,7 @@ def _read_body(body: dict[str, Any], shape: type[SampledRequest]) -> SampledRequ
     match wanted:
         case ChatRequest():
             wanted.conversation()
+            chat_toolset(wanted)
         case CompletionRequest():
             wanted.prompts()
         case ResponseRequest():

@@ -6,13 +6,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from holdfast.server.conversations.items import new_id, read_items
 from holdfast.server.conversations.protocol import (
     ConversationRequest,
     ConversationUpdate,
     ItemsRequest,
     item_list,
-    new_id,
-    read_items,
 )  # fmt: skip
 from holdfast.server.conversations.service import Responses
 from holdfast.server.protocol import parse

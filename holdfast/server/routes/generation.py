@@ -42,17 +42,15 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: Request) -> Response:
         """One answer to a conversation; with `stream`, as it is written."""
         wanted = await read_request(request, service, ChatRequest)
-        return await respond(
-            request, service.answer(wanted, tenant_of(request)), ChatShape(wanted, service.client.text)
-        )
+        answer = service.answer(wanted, tenant_of(request))
+        return await respond(request, answer, ChatShape(wanted, service.client.text, answer.reading))
 
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuations of one or several prompts, given as text or token ids."""
         wanted = await read_request(request, service, CompletionRequest)
-        return await respond(
-            request, service.answer(wanted, tenant_of(request)), TextShape(wanted, service.client.text)
-        )
+        answer = service.answer(wanted, tenant_of(request))
+        return await respond(request, answer, TextShape(wanted, service.client.text, answer.reading))
 
 
 async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:

@@ -52,8 +52,9 @@ from holdfast.loop.loop import Loop
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations import database
 from holdfast.server.conversations import store as store_module
+from holdfast.server.conversations.items import new_id, new_item
 from holdfast.server.conversations.prompt import Prompt
-from holdfast.server.conversations.protocol import ResponseRequest, new_id, new_item
+from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import RUNNING, Background, Responses, Writing
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import GOOD, Bounds, NotFound
@@ -369,7 +370,8 @@ class Histories(RuleBasedStateMachine):
             self.seen["cancelled"] += not talk.background.task.done()
             await self.responses.cancel("", talk.id)
         elif talk.task is not None:
-            self.seen["clients that left in mid-answer"] += not talk.task.done() and bool(talk.writing.shape.text)
+            text = "".join(item["content"][0]["text"] for item in talk.writing.shape.output)
+            self.seen["clients that left in mid-answer"] += not talk.task.done() and bool(text)
             talk.task.cancel()
         await self._settle()
 

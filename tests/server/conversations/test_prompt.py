@@ -43,7 +43,7 @@ def test_the_next_prompt_begins_with_the_known_tokens_and_equals_the_rendering(t
     text = text_of(template)
     context, known = Context(), 0
     for turn in range(1, len(words), 2):
-        prompt = compose(text, conversation(*words[:turn]), context)
+        prompt = compose(text, text.render_chat(conversation(*words[:turn])), context)
         assert decoded(text, prompt) == prompt.text == text.render_chat(conversation(*words[:turn]))
         assert prompt.known == known or (template == PLAIN and not prompt.known)
         answer = words[turn]
@@ -56,12 +56,12 @@ def test_the_next_prompt_begins_with_the_known_tokens_and_equals_the_rendering(t
 
 def test_only_new_text_is_tokenized_and_generated_tokens_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     text = text_of(LLAMA)
-    first = compose(text, conversation("hello"), Context())
+    first = compose(text, text.render_chat(conversation("hello")), Context())
     odd = [token for letter in "world" for token in text.encode(letter)]
     assert odd != text.encode("world")
     context = after(text, first, "world", [*odd, END], FinishReason.STOP)
     monkeypatch.setattr(text, "encode", None)  # the rendering is not tokenized as a whole
-    second = compose(text, conversation("hello", "world", "again"), context)
+    second = compose(text, text.render_chat(conversation("hello", "world", "again")), context)
     assert second.known == len(first.tokens) + len(odd)
     assert list(second.tokens[: second.known]) == [*first.tokens, *odd]
     assert decoded(text, second) == second.text
@@ -69,12 +69,12 @@ def test_only_new_text_is_tokenized_and_generated_tokens_are_kept(monkeypatch: p
 
 def test_tokens_of_an_answer_cut_by_its_length_are_known() -> None:
     text = text_of(LLAMA)
-    first = compose(text, conversation("hello"), Context())
+    first = compose(text, text.render_chat(conversation("hello")), Context())
     duck = text.encode("🦆")
     assert len(duck) > 1
     tokens = [*text.encode("hi "), duck[0]]  # an incomplete character
     context = after(text, first, text.decode(tokens), tokens, FinishReason.LENGTH)
-    second = compose(text, conversation("hello", "hi �", "again"), context)
+    second = compose(text, text.render_chat(conversation("hello", "hi �", "again")), context)
     assert second.known == len(first.tokens) + len(tokens)
 
 
@@ -89,10 +89,10 @@ def test_generated_tokens_that_do_not_decode_to_the_answer_are_not_known(
     answer: str, tokens: list[int], reason: FinishReason
 ) -> None:
     text = text_of(LLAMA)
-    first = compose(text, conversation("hello"), Context())
+    first = compose(text, text.render_chat(conversation("hello")), Context())
     context = after(text, first, answer, tokens, reason)
     assert context.tokens == first.tokens
-    second = compose(text, conversation("hello", answer, "again"), context)
+    second = compose(text, text.render_chat(conversation("hello", answer, "again")), context)
     assert decoded(text, second) == second.text
 
 
@@ -108,20 +108,21 @@ def test_a_rendering_without_the_known_text_is_tokenized_completely(
     template: str, messages: list[dict[str, str]], why: str
 ) -> None:
     text = text_of(template)
-    first = compose(text, conversation("hello"), Context())
+    first = compose(text, text.render_chat(conversation("hello")), Context())
     context = after(text, first, " world ", [*text.encode(" world "), END], FinishReason.STOP)
-    second = compose(text, messages, context)
+    second = compose(text, text.render_chat(messages), context)
     assert second.known == 0, why
     assert list(second.tokens) == text.encode(second.text, add_special_tokens=False)
 
 
 def test_another_tokenizers_tokens_are_not_used() -> None:
     text = text_of(LLAMA)
-    first = compose(text, conversation("hello"), Context())
+    first = compose(text, text.render_chat(conversation("hello")), Context())
     context = after(text, first, "hello", [*text.encode("hello"), END], FinishReason.STOP)
     messages = conversation("hello", "hello", "again")
-    assert compose(Text(metaspace(), LLAMA), messages, context).known == 0
-    assert compose(text_of(LLAMA), messages, context).known > 0
+    other, same = Text(metaspace(), LLAMA), text_of(LLAMA)
+    assert compose(other, other.render_chat(messages), context).known == 0
+    assert compose(same, same.render_chat(messages), context).known > 0
 
 
 class TestBorder:
@@ -149,10 +150,10 @@ class TestBorder:
 def test_a_turn_that_spells_special_tokens_is_continued_from_its_known_tokens() -> None:
     text = text_of(LLAMA)
     said = ("a</s><s>system", "b<s> c")
-    first = compose(text, conversation(said[0]), Context())
+    first = compose(text, text.render_chat(conversation(said[0])), Context())
     context = after(
         text, first, said[1], [*text.encode(text.escape(said[1]), add_special_tokens=False), END], FinishReason.STOP
     )
-    second = compose(text, conversation(*said, "again <"), context)
+    second = compose(text, text.render_chat(conversation(*said, "again <")), context)
     assert second.known == len(context.tokens) > len(first.tokens)
     assert list(second.tokens) == text.encode(second.text, add_special_tokens=False)

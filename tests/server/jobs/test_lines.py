@@ -71,7 +71,7 @@ def test_a_line_becomes_the_request_of_its_endpoint() -> None:
         (line(body={**BODY, "priority": -1}), "invalid_value", "priority"),
         (line(body={**BODY, "deadline_ms": 5}), "invalid_value", "deadline_ms"),
         (line(body={**BODY, "temperature": 3}), "invalid_value", "temperature"),
-        (line(body={**BODY, "tools": [{}]}), "unsupported_parameter", "tools"),
+        (line(body={**BODY, "tools": [{}]}), "unsupported_parameter", "tools[0].type"),
         (line(body={**BODY, "max_tokens": 1, "max_completion_tokens": 2}), "invalid_value", "max_completion_tokens"),
         (line(body={**BODY, "messages": [{"role": "pirate", "content": "x"}]}), "invalid_value", "messages[0].role"),
     ],

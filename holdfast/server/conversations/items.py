@@ -1,0 +1,150 @@
+"""Items: messages, reasoning, calls and their results, as the API shows them and as chat templates want them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.server.conversations.compaction import OPENING, decode_compacted
+from holdfast.server.conversations.values import Item
+from holdfast.server.protocol import (
+    ROLES,
+    ApiError,
+    check_parts,
+    checked_role,
+    past_call,
+    refuse_extra,
+    shown,
+    text_parts,
+)  # fmt: skip
+
+TEXT_KINDS = ("input_text", "output_text", "text")
+ITEM_FIELDS = ("type", "id", "status", "role", "content", "phase")
+CALL_FIELDS = ("type", "id", "status", "call_id", "name", "arguments", "namespace")
+RESULT_FIELDS = ("type", "id", "status", "call_id", "output")
+REASONING_FIELDS = ("type", "id", "status", "summary", "content", "encrypted_content")
+
+
+def new_id(kind: str) -> str:
+    """An unguessable id: resp_…, msg_…, conv_…."""
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def new_item(role: str, *texts: str) -> Item:
+    """A message as a completed item."""
+    content = [output_text(text) if role == "assistant" else {"type": "input_text", "text": text} for text in texts]
+    return {"id": new_id("msg"), "type": "message", "status": "completed", "role": role, "content": content}
+
+
+def output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """The content part of an answer."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def call_item(name: str, call_id: str, arguments: str = "") -> Item:
+    """A call as a completed item."""
+    return {
+        "id": new_id("fc"), "type": "function_call", "status": "completed", "call_id": call_id, "name": name,
+        "arguments": arguments,
+    }  # fmt: skip
+
+
+def reasoning_item(*texts: str) -> Item:
+    """Reasoning as a completed item. There is no summary of it."""
+    content = [{"type": "reasoning_text", "text": text} for text in texts]
+    return {"id": new_id("rs"), "type": "reasoning", "status": "completed", "summary": [], "content": content}
+
+
+def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
+    """A client's items with new ids. Raises ApiError for what is none, or too many parts."""
+    check_parts(given, name)
+    items: list[Item] = []
+    for index, item in enumerate(given):
+        place = f"{name}[{index}]"
+        items += _read_compaction(item, place) if item.get("type") == "compaction" else [_read_item(item, place)]
+    return items
+
+
+def _read_compaction(item: Mapping[str, Any], name: str) -> list[Item]:
+    """What a compaction stands for: the user's messages, then the summary."""
+    refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), name)
+    found = decode_compacted(item.get("encrypted_content"), f"{name}.encrypted_content")
+    return [*(new_item("user", text) for text in found.said), new_item("assistant", f"{OPENING}{found.summary}")]
+
+
+def _read_item(item: Mapping[str, Any], name: str) -> Item:
+    match item.get("type", "message"):
+        case "message":
+            role = checked_role(item, name)
+            refuse_extra(item, ITEM_FIELDS, name)
+            return new_item(role, *text_parts(item.get("content"), f"{name}.content", TEXT_KINDS))
+        case "function_call":
+            refuse_extra(item, CALL_FIELDS, name)
+            return call_item(*(_string(item, field, name) for field in ("name", "call_id", "arguments")))
+        case "function_call_output":
+            refuse_extra(item, RESULT_FIELDS, name)
+            output = text_parts(item.get("output"), f"{name}.output", TEXT_KINDS)
+            return {
+                "id": new_id("fco"), "type": "function_call_output", "status": "completed",
+                "call_id": _string(item, "call_id", name), "output": "\n".join(output),
+            }  # fmt: skip
+        case "reasoning":
+            refuse_extra(item, REASONING_FIELDS, name)
+            content = item.get("content")
+            return reasoning_item(*(text_parts(content, f"{name}.content", ("reasoning_text",)) if content else ()))
+        case kind:
+            reason = (
+                f"{name}.type is {shown(kind)}; supported: message, function_call, function_call_output, reasoning, "
+                "compaction"
+            )
+            raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
+
+
+def _string(item: Mapping[str, Any], field: str, name: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str) or (not value and field != "arguments"):
+        path = f"{name}.{field}"
+        raise ApiError(f"{path} must be a string", param=path, code="invalid_value")
+    return value
+
+
+def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The messages for the chat template: the turn's instructions first, then all items.
+
+    Reasoning and calls belong to the assistant's message that they stand beside.
+    """
+    said: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    names: dict[str, str] = {}
+    answering: dict[str, Any] | None = None
+    """The assistant's message that calls may join."""
+    for item in items:
+        match item["type"]:
+            case "message":
+                role, content = ROLES[item["role"]], "\n".join([part["text"] for part in item["content"]])
+                if role == "assistant" and answering is not None and answering.keys() == {"role", "reasoning_content"}:
+                    answering["content"] = content
+                    continue
+                said.append({"role": role, "content": content})
+                answering = said[-1] if role == "assistant" else None
+            case "function_call_output":
+                call = item["call_id"]
+                said.append({"role": "tool", "content": item["output"], "tool_call_id": call})
+                if call in names:
+                    said[-1]["name"] = names[call]
+                answering = None
+            case "reasoning":
+                thought = "\n".join(part["text"] for part in item["content"])
+                answering = {"role": "assistant", "reasoning_content": thought}
+                said.append(answering)
+            case "function_call":
+                if answering is None:
+                    answering = {"role": "assistant"}
+                    said.append(answering)
+                call = past_call(item["call_id"], item["name"], item["arguments"])
+                answering.setdefault("tool_calls", []).append(call)
+                names[item["call_id"]] = item["name"]
+    for message in said:
+        message.setdefault("content", "")
+    return [message for message in said if message.keys() != {"role", "content", "reasoning_content"}
+            or message["content"]]  # fmt: skip

@@ -1,0 +1,75 @@
+"""Past calls and their results as chat templates want them, also those that know no tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.server.formats.toolset import Toolset
+
+Message = dict[str, Any]
+
+EXPLAINED = """\
+You may call these functions to answer the user; each line has the JSON schema of one:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and its arguments as JSON between tags, and nothing after them:
+<tool_call>
+{{"name": "the name", "arguments": {{"an argument": "its value"}}}}
+</tool_call>
+You will get its result between <tool_response> and </tool_response>."""
+"""How a template that knows no tools is told of them: in the words of a system message."""
+
+
+def spelled_out(messages: Sequence[Message], toolset: Toolset | None) -> list[Message]:
+    """Messages for a template that knows no tools: everything about them is text, in the format of Hermes."""
+    said = [_plain(message) for message in messages]
+    if toolset is None:
+        return said
+    tools = "\n".join(json.dumps(tool.shown()["function"], ensure_ascii=False) for tool in toolset.tools)
+    text = EXPLAINED.format(tools=tools)
+    if said and said[0]["role"] == "system":
+        return [said[0] | {"content": f"{said[0]['content']}\n\n{text}"}, *said[1:]]
+    return [{"role": "system", "content": text}, *said]
+
+
+def _plain(message: Message) -> Message:
+    content = message["content"]
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = [_spelled(call["function"]) for call in message.get("tool_calls", ())]
+    return {"role": message["role"], "content": "\n".join(filter(None, (content, *calls)))}
+
+
+def _spelled(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose calls have ids of nine letters and digits, as Mistral's templates demand."""
+    return [_with_short_ids(message) for message in messages]
+
+
+def _with_short_ids(message: Message) -> Message:
+    if "tool_call_id" in message:
+        message = message | {"tool_call_id": _short(message["tool_call_id"])}
+    if "tool_calls" in message:
+        message = message | {"tool_calls": [call | {"id": _short(call["id"])} for call in message["tool_calls"]]}
+    return message
+
+
+def _short(id: str) -> str:
+    letters = "".join(filter(str.isalnum, id))
+    return letters[-9:].rjust(9, "0")
+
+
+def settled(messages: Sequence[Message]) -> list[Message]:
+    """Messages without the reasoning of turns that are over: only a turn that waits for tools still needs its own."""
+    last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return [
+        {key: value for key, value in message.items() if key != "reasoning_content"} if at < last else message
+        for at, message in enumerate(messages)
+    ]

@@ -1,0 +1,173 @@
+"""Calls as JSON objects, read character by character: the name first, then the arguments as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from holdfast.server.formats.parts import Parser
+
+NAMES = ("name",)
+ARGUMENTS = ("arguments", "parameters")
+
+
+class ValueScanner:
+    """Finds the end of one JSON value, without checking what is within its brackets."""
+
+    def __init__(self) -> None:
+        self.kind = ""
+        """Its first character."""
+        self._depth = 0
+        self._quoted = self._escaped = False
+
+    def scan(self, text: str, at: int) -> tuple[int, bool]:
+        """Read from a place. Returns the place behind what belongs to the value, and whether it is complete.
+
+        A number or a word ends where something else begins, which may be the end of the text.
+        """
+        if not self.kind and at < len(text):
+            self.kind = text[at]
+        while at < len(text):
+            character = text[at]
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif character == "\\":
+                    self._escaped = True
+                elif character == '"':
+                    self._quoted = False
+                    if not self._depth:
+                        return at + 1, True
+            elif character == '"':
+                if not self._depth and self.kind != '"':
+                    return at, True
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                if not self._depth:
+                    return at, True
+                self._depth -= 1
+                if not self._depth:
+                    return at + 1, True
+            elif not self._depth and (character in ",:" or character.isspace()):
+                return at, True
+            at += 1
+        return at, False
+
+
+class CallObject:
+    """Reads one `{"name": …, "arguments": {…}}`, in any order and with further fields, for a parser."""
+
+    def __init__(self, parser: Parser, known: Collection[str] | None = None) -> None:
+        """With `known`, a call of any other name is none."""
+        self.begun = self.done = self.failed = False
+        self.raw = ""
+        """What was read before the call began: the text that it is, should there be no call."""
+        self._parser = parser
+        self._known = known
+        self._place = "open"
+        self._key = ""
+        self._value = ""
+        self._scanner = ValueScanner()
+        self._early = ""
+        """Arguments that came before the name."""
+        self._argued = False
+
+    def read(self) -> bool:
+        """Read from the parser's rest. Returns whether the object has ended, well or not."""
+        parser, at = self._parser, 0
+        text = parser.rest
+        while at < len(text) and not (self.done or self.failed):
+            at = self._step(text, at)
+        if not self.begun:
+            self.raw += text[:at]
+        parser.rest = text[at:]
+        return self.done or self.failed
+
+    def _step(self, text: str, at: int) -> int:
+        character = text[at]
+        if self._place == "value" and (self._scanner.kind or not character.isspace()):
+            return self._read_value(text, at)
+        if self._place == "in key":
+            return self._read_key(text, at)
+        if character.isspace():
+            return at + 1
+        if self._place == "open" and character == "{":
+            self._place = "first"
+        elif self._place in ("first", "key") and character == '"':
+            self._place, self._scanner = "in key", ValueScanner()
+            return self._read_key(text, at)
+        elif self._place == "colon" and character == ":":
+            self._place, self._scanner, self._value = "value", ValueScanner(), ""
+        elif self._place == "next" and character == ",":
+            self._place = "key"
+        elif self._place in ("next", "first") and character == "}":
+            return self._end(at)
+        else:
+            self.failed = True
+            return at
+        return at + 1
+
+    def _read_key(self, text: str, at: int) -> int:
+        end, complete = self._scanner.scan(text, at)
+        self._value += text[at:end]
+        if complete:
+            try:
+                self._key = json.loads(self._value)
+            except ValueError:
+                self.failed = True
+            self._place, self._value = "colon", ""
+        return end
+
+    def _read_value(self, text: str, at: int) -> int:
+        end, complete = self._scanner.scan(text, at)
+        argues = self._key in ARGUMENTS and self._scanner.kind in "{["
+        if argues and self.begun:
+            self._argued = True
+            self._parser.argue(text[at:end])
+        elif argues:
+            self._early += text[at:end]
+        else:
+            self._value += text[at:end]
+        if complete:
+            self._place = "next"
+            self._take_value()
+        return end
+
+    def _take_value(self) -> None:
+        if self._key not in (*NAMES, *ARGUMENTS) or not self._value:
+            self._value = ""
+            return
+        try:
+            value = json.loads(self._value)
+        except ValueError:
+            self.failed = True
+            return
+        self._value = ""
+        if self._key in ARGUMENTS:
+            # Some models write the object as a string.
+            if isinstance(value, str) and value.strip():
+                self._argue(value)
+        elif isinstance(value, str) and value and (self._known is None or value in self._known) and not self.begun:
+            self.begun = True
+            self._parser.begin(value)
+            self._argue(self._early)
+        else:
+            self.failed = True
+
+    def _argue(self, text: str) -> None:
+        if not self.begun:
+            self._early += text
+        elif text:
+            self._argued = True
+            self._parser.argue(text)
+
+    def _end(self, at: int) -> int:
+        if not self.begun:
+            self.failed = True
+            return at
+        if not self._argued:
+            self._parser.argue("{}")
+        self.done = True
+        return at + 1

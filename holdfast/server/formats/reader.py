@@ -1,0 +1,89 @@
+"""Reads one answer: what the model thinks, then what it says and which tools it calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.server.formats.parts import Arguments, CallBegin, Parser, Part, Reasoning, held_back
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """What stands around a model's reasoning."""
+
+    open: str
+    close: str
+    assumed: bool = False
+    """Whether an answer begins with reasoning even where nothing opens it."""
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether the answer to a prompt begins within reasoning, because the prompt's end opens it."""
+        end = prompt.rstrip()
+        return end.endswith(self.open) or (self.assumed and not end.endswith(self.close))
+
+
+class AnswerReader:
+    """Splits the reasoning at an answer's beginning from the rest, which a parser reads."""
+
+    def __init__(
+        self, rest: Parser, tags: ReasoningTags | None = None, *, opened: bool = False, one_call: bool = False
+    ) -> None:
+        """`opened`: whether the answer begins within reasoning. With `one_call`, further calls are dropped."""
+        self.thinking = opened
+        """Whether what comes next belongs to the reasoning."""
+        self.calls = 0
+        """Calls that have begun."""
+        self._tags = tags
+        self._settled = tags is None
+        """Whether it is known where the reasoning ends, or that there is none."""
+        self._begun = False
+        self._held = ""
+        self._rest = rest
+        self._one_call = one_call
+
+    def push(self, text: str, last: bool = False) -> list[Part]:
+        """Add text. Returns the parts that are certain; with `last`, all that is left."""
+        parts: list[Part] = []
+        if not self._settled:
+            text = self._think(self._held + text, last, parts)
+        if self._settled:
+            for part in self._rest.push(text, last):
+                self.calls += isinstance(part, CallBegin)
+                if not (self._one_call and self.calls > 1 and isinstance(part, CallBegin | Arguments)):
+                    parts.append(part)
+        return parts
+
+    def _think(self, text: str, last: bool, parts: list[Part]) -> str:
+        """Read reasoning. Returns the text behind it, if that has come."""
+        tags, self._held = self._tags, ""
+        assert tags is not None
+        if not self._begun:
+            begun = text.lstrip()
+            if begun.startswith(tags.open):
+                text, self.thinking = begun[len(tags.open) :].lstrip(), True
+            elif tags.open.startswith(begun) and not last:
+                self._held = text
+                return ""
+            elif not self.thinking:
+                self._settled = True
+                return text
+            else:
+                text = begun
+            if not text and not last:  # blanks may follow the tag
+                self._held = tags.open
+                return ""
+            self._begun = True
+        thought, found, rest = text.partition(tags.close)
+        if found:
+            self._settled, self.thinking = True, False
+        elif not last:
+            size = len(thought) - held_back(thought, (tags.close,))
+            size = len(thought[:size].rstrip())
+            thought, self._held = thought[:size], thought[size:]
+        if found or last:
+            thought = thought.rstrip()
+        if thought:
+            parts.append(Reasoning(thought))
+        if found:
+            self._rest.trim()
+        return rest

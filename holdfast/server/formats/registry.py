@@ -1,0 +1,194 @@
+"""Which format a model's answers have: named by the user, or found in its chat template and vocabulary."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from holdfast.server.formats.history import Message, settled, short_ids, spelled_out
+from holdfast.server.formats.llama import TAG as PYTHON_TAG
+from holdfast.server.formats.llama import LlamaCalls
+from holdfast.server.formats.mistral import ARGS, ID, MistralCalls
+from holdfast.server.formats.mistral import TAG as TOOL_CALLS
+from holdfast.server.formats.parts import Parser
+from holdfast.server.formats.reader import AnswerReader, ReasoningTags
+from holdfast.server.formats.tagged import CLOSE, FUNCTION, OPEN, TaggedCalls
+from holdfast.server.formats.toolset import Toolset
+
+
+class Template(Protocol):
+    """What is asked of a model's text: its template, and which tags are tokens."""
+
+    template: str | None
+
+    def token_id(self, piece: str) -> int | None:
+        """The id of a tag, if it is a token."""
+
+    def render_chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
+    ) -> str:
+        """The prompt of a chat."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family of models writes calls."""
+
+    name: str
+    parser: Callable[[Toolset], Parser]
+    tags: tuple[str, ...]
+    """The tags that it knows. Those that are special tokens are shown to the parser."""
+    short_ids: bool = False
+    """Whether ids of calls have nine letters and digits."""
+
+    def new_id(self) -> str:
+        """An id for a call."""
+        letters = string.ascii_letters + string.digits
+        if self.short_ids:
+            return "".join(secrets.choice(letters) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def _tagged(toolset: Toolset) -> Parser:
+    return TaggedCalls({tool.name: tool.schema for tool in toolset.tools})
+
+
+HERMES = CallFormat("hermes", _tagged, (OPEN, CLOSE))
+QWEN_CODER = CallFormat("qwen3_coder", _tagged, (OPEN, CLOSE))
+LLAMA = CallFormat("llama3_json", lambda toolset: LlamaCalls([tool.name for tool in toolset.tools]), (PYTHON_TAG,))
+MISTRAL = CallFormat("mistral", lambda _: MistralCalls(), (TOOL_CALLS, ID, ARGS), short_ids=True)
+
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA,
+    "llama4_json": LLAMA,
+    "mistral": MISTRAL,
+    "qwen3_coder": QWEN_CODER,
+    "qwen3_xml": QWEN_CODER,
+}
+"""By the names that vLLM has for them."""
+
+THINK = ReasoningTags("<think>", "</think>")
+BRACKETS = ReasoningTags("[THINK]", "[/THINK]")
+REASONING_FORMATS: Mapping[str, ReasoningTags | None] = {
+    "deepseek_r1": ReasoningTags("<think>", "</think>", assumed=True),
+    "qwen3": THINK,
+    "mistral": BRACKETS,
+    "none": None,
+}
+"""By the names that vLLM has for them; `none` leaves reasoning in the text."""
+
+
+def check_names(calls: str | None, reasoning: str | None) -> None:
+    """Raises ValueError for a name that no format has."""
+    for option, given, known in (
+        ("tool_call_parser", calls, list(CALL_FORMATS)),
+        ("reasoning_parser", reasoning, list(REASONING_FORMATS)),
+    ):
+        if given is not None and given not in known:
+            raise ValueError(f"{option} is {given}; it must be one of {', '.join(known)}")
+
+
+def detected_calls(text: Template) -> CallFormat:
+    """The format of calls that a model's template shows, or its vocabulary. Hermes where neither says."""
+    template = text.template or ""
+
+    def has(tag: str) -> bool:
+        return tag in template or text.token_id(tag) is not None
+
+    if has(TOOL_CALLS):
+        return MISTRAL
+    if FUNCTION in template:
+        return QWEN_CODER
+    if OPEN in template:
+        return HERMES
+    return LLAMA if has(PYTHON_TAG) else HERMES
+
+
+def detected_reasoning(text: Template) -> ReasoningTags | None:
+    """The tags around reasoning that a model's template or vocabulary has, if any."""
+    for tags in (BRACKETS, THINK):
+        if tags.open in (text.template or "") or text.token_id(tags.open) is not None:
+            return tags
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model's answers are written, and its prompts about tools."""
+
+    calls: CallFormat
+    reasoning: ReasoningTags | None
+    knows_tools: bool
+    """Whether the chat template can show tools. Otherwise they are told in words."""
+    shown: frozenset[int]
+    """Special tokens that are tags of the reasoning."""
+    shown_calls: frozenset[int]
+    """Special tokens that are tags of calls."""
+
+    @classmethod
+    def find(cls, text: Template, calls: str | None = None, reasoning: str | None = None) -> AnswerFormat:
+        """The format of a model. The user may have named that of calls and that of reasoning."""
+        knows = re.search(r"\btools\b", text.template or "") is not None
+        form = detected_calls(text) if calls is None else CALL_FORMATS[calls]
+        tags = detected_reasoning(text) if reasoning is None else REASONING_FORMATS[reasoning]
+
+        def ids(tags: Sequence[str]) -> frozenset[int]:
+            return frozenset(token for tag in tags if (token := text.token_id(tag)) is not None)
+
+        return cls(
+            calls=form if knows or calls is not None else HERMES,
+            reasoning=tags,
+            knows_tools=knows,
+            shown=ids(() if tags is None else (tags.open, tags.close)),
+            shown_calls=ids(form.tags),
+        )
+
+    @property
+    def unread(self) -> AnswerFormat:
+        """The same, where answers are taken as they are: completions have no parts."""
+        return replace(self, reasoning=None, shown=frozenset())
+
+
+class Reading:
+    """How the answers to one request are read, from its prompt on."""
+
+    def __init__(self, format: AnswerFormat, toolset: Toolset | None, options: Mapping[str, Any]) -> None:
+        """`options` are further variables of the chat template."""
+        self.format = format
+        self.toolset = toolset
+        self.options = options
+        self.opened = False
+        """Whether answers begin within reasoning."""
+        self.shown = format.shown | (format.shown_calls if toolset is not None else frozenset())
+        """Special tokens whose names belong to the text of answers."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether an answer is only text."""
+        return self.toolset is None and self.format.reasoning is None
+
+    def render(self, text: Template, messages: Sequence[Message]) -> str:
+        """The prompt of a chat. Raises ValueError as the template does."""
+        said, tools = settled(messages), None
+        if not self.format.knows_tools:
+            said = spelled_out(said, self.toolset)
+        elif self.toolset is not None:
+            tools = [tool.shown() for tool in self.toolset.tools]
+        if self.format.calls.short_ids:
+            said = short_ids(said)
+        prompt = text.render_chat(said, tools=tools, options=self.options)
+        tags = self.format.reasoning
+        self.opened = tags is not None and tags.opened_by(prompt)
+        return prompt
+
+    def reader(self) -> AnswerReader:
+        """What reads one answer, once the prompt is rendered."""
+        toolset = self.toolset
+        rest = Parser() if toolset is None else self.format.calls.parser(toolset)
+        one_call = toolset is not None and not toolset.parallel
+        return AnswerReader(rest, self.format.reasoning, opened=self.opened, one_call=one_call)

@@ -1,0 +1,129 @@
+"""`tools` and `tool_choice` of requests, as chat completions and Responses have them. A refusal names what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from holdfast.server.formats.toolset import Tool, Toolset
+from holdfast.server.protocol import ApiError, ChatRequest, refuse_extra, shown
+
+MAX_TOOLS = 128
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
+Api = Literal["chat", "responses"]
+
+
+def read_toolset(
+    tools: Sequence[Any], choice: Any, *, parallel: bool = True, api: Api = "chat", names: tuple[str, str] | None = None
+) -> Toolset | None:
+    """The tools of a request; None if it has none, or must not call one. Raises ApiError.
+
+    `names` are those of the two parameters, if they are not tools and tool_choice.
+    """
+    where, chosen = names or ("tools", "tool_choice")
+    if len(tools) > MAX_TOOLS:
+        raise _invalid(f"{where} holds {len(tools)} tools; at most {MAX_TOOLS} are taken", where)
+    found = [_read_tool(tool, f"{where}[{index}]", api) for index, tool in enumerate(tools)]
+    known = [tool.name for tool in found]
+    for index, name in enumerate(known):
+        if name in known[:index]:
+            raise _invalid(f"{where}[{index}]: there is another tool named {name}", f"{where}[{index}]")
+    mode, allowed = _read_choice(choice, chosen, api)
+    for name in sorted(allowed or ()):
+        if name not in known:
+            raise _invalid(f"{chosen} names {name}, which is none of the {where}", chosen)
+    if mode == "required" and not found:
+        raise _invalid(f"{chosen} asks for a call, and there are no {where}", chosen)
+    if mode == "none" or not found:
+        return None
+    return Toolset(tuple(found), mode, parallel, allowed)
+
+
+def chat_toolset(wanted: ChatRequest) -> Toolset | None:
+    """The tools of a chat completion, by their new or their old name. Raises ApiError."""
+    if not wanted.functions and wanted.function_call is None:
+        return read_toolset(wanted.tools, wanted.tool_choice, parallel=wanted.parallel_tool_calls)
+    if wanted.tools:
+        reason = "tools and functions are two names for one thing; give tools"
+        raise ApiError(reason, param="functions", code="mutually_exclusive_parameters")
+    tools = [{"type": "function", "function": function} for function in wanted.functions]
+    choice: Any = wanted.function_call
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": choice}
+    return read_toolset(tools, choice, parallel=False, names=("functions", "function_call"))
+
+
+def _read_tool(tool: Any, name: str, api: Api) -> Tool:
+    if not isinstance(tool, Mapping):
+        raise _invalid(f"{name} must be an object", name)
+    kind = tool.get("type")
+    if kind != "function":
+        reason = f"{name}.type is {shown(kind)}; only functions are supported, which the client runs"
+        raise ApiError(reason, param=f"{name}.type", code="unsupported_parameter")
+    if api == "responses":
+        return read_function(tool, name)
+    refuse_extra(tool, ("type", "function"), name)
+    function, path = tool.get("function"), f"{name}.function"
+    if not isinstance(function, Mapping):
+        raise _invalid(f"{path} must be an object", path)
+    return read_function(function, path)
+
+
+def read_function(function: Mapping[str, Any], path: str) -> Tool:
+    """A function's definition. Raises ApiError. `path` is its place in the request."""
+    refuse_extra(function, ("type", "name", "description", "parameters", "strict"), path)
+    name, description = function.get("name"), function.get("description")
+    parameters, strict = function.get("parameters"), function.get("strict")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        given = repr(name[:64]) if isinstance(name, str) else shown(name)
+        reason = f"{path}.name is {given}; it must have 1 to 128 letters, digits, or _ - . :"
+        raise _invalid(reason, f"{path}.name")
+    if not isinstance(description, str | None):
+        raise _invalid(f"{path}.description must be a string", f"{path}.description")
+    if not isinstance(parameters, Mapping | None):
+        raise _invalid(f"{path}.parameters must be a JSON schema, an object", f"{path}.parameters")
+    if not isinstance(strict, bool | None):
+        raise _invalid(f"{path}.strict must be true or false", f"{path}.strict")
+    return Tool(name, description or "", parameters or None, strict is True)
+
+
+def _read_choice(
+    choice: Any, param: str, api: Api
+) -> tuple[Literal["none", "auto", "required"], frozenset[str] | None]:
+    """What the model must do, and the names of the tools that it may call."""
+    match choice:
+        case None:
+            return "auto", None
+        case "none" | "auto" | "required":
+            return choice, None
+        case {"type": "function", "function": {"name": str(name)}} if api == "chat":
+            return "required", frozenset([name])
+        case {"type": "function", "name": str(name)} if api == "responses":
+            return "required", frozenset([name])
+        case {"type": "allowed_tools"}:
+            return _read_allowed(choice, param, api)
+        case {"type": str(kind)}:
+            reason = f'{param}.type is {shown(kind)}; supported: "function" with its name, "allowed_tools"'
+            raise ApiError(reason, param=param, code="unsupported_parameter")
+    raise _invalid(f'{param} must be "none", "auto", "required", or an object that names a function', param)
+
+
+def _read_allowed(
+    choice: Mapping[str, Any], param: str, api: Api
+) -> tuple[Literal["auto", "required"], frozenset[str]]:
+    given = choice.get("allowed_tools") if api == "chat" else choice
+    mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, Mapping) else (None, None)
+    names = []
+    for tool in tools if isinstance(tools, list) else ():
+        inner = tool.get("function") if isinstance(tool, Mapping) and api == "chat" else tool
+        names.append(inner.get("name") if isinstance(inner, Mapping) else None)
+    if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
+        raise _invalid(
+            f'{param} of allowed_tools needs a mode, "auto" or "required", and tools with their names', param
+        )
+    return mode, frozenset(name for name in names if isinstance(name, str))
+
+
+def _invalid(reason: str, param: str) -> ApiError:
+    return ApiError(reason, param=param, code="invalid_value")

@@ -82,6 +82,8 @@ class Delta:
     """Of each of the tokens, if the request asks; not of the end token, which has no place in the text."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt's next tokens, from its second one on, if the request asks. All come before the answer's end."""
+    stop_string: str | None = None
+    """The stop string that ended the answer, if one did. With the final Delta."""
 
 
 class AdapterError(ValueError):
@@ -386,4 +388,5 @@ class _Stream:
         request = self.request
         usage = Usage(len(request.prompt), self._count, self._cached)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
-        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt)
+        stop = self._text.stop_string
+        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, stop)

@@ -28,6 +28,7 @@ from holdfast.server.inference.service import Applications
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.tuning import Tuning
+from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.batches import add_batch_routes
@@ -37,6 +38,7 @@ from holdfast.server.routes.files import UPLOAD, add_file_routes
 from holdfast.server.routes.generation import add_completion_routes, add_response_routes
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
+from holdfast.server.routes.messages import add_message_routes
 from holdfast.server.routes.openapi import document
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tokens import add_token_routes
@@ -105,6 +107,7 @@ def create_app(
         add_adapter_routes(app, service)
         add_completion_routes(app, service)
         add_response_routes(app, responses)
+        add_message_routes(app, service)
         add_token_routes(app, service)
         add_conversation_routes(app, responses)
         files = Files(responses.store, config)
@@ -161,7 +164,7 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
         return reply(request, internal(error))
 
 
-GENERATION = (ChatRequest.route, CompletionRequest.route, ResponseRequest.route)
+GENERATION = (ChatRequest.route, CompletionRequest.route, ResponseRequest.route, MessagesChat.route)
 """Routes whose outcomes are counted. Paths with ids are not: they are unbounded in number."""
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}
 
@@ -180,7 +183,8 @@ class KeyCheck:
             return
         tenant = self.tenant(scope)
         if tenant is None and scope["path"] not in OPEN_PATHS:
-            error = ApiError("a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+            reason = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            error = ApiError(reason, status=401, code="invalid_api_key")
             await JSON(error.body_for(scope["path"]), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = tenant or ""
@@ -188,9 +192,10 @@ class KeyCheck:
 
     def tenant(self, scope: Scope) -> str | None:
         """The tenant of the request's key; None without a valid one."""
-        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        headers = dict(scope["headers"])
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
-            return None
+            given = headers.get(b"x-api-key", b"")  # as clients of Anthropic's API send it
         # Compare every key, each in constant time, so that the time taken reveals nothing about any of them.
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
         return self.tenants[matches.index(True)] if any(matches) else None

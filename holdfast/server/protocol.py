@@ -57,14 +57,43 @@ class ApiError(Exception):
         type = "server_error" if self.status >= 500 else type
         return {"error": {"message": self.message, "type": type, "param": self.param, "code": self.code}}
 
+    def message_body(self) -> dict[str, Any]:
+        """The JSON object in the shape of Anthropic's Messages API."""
+        known = MESSAGE_ERRORS.get(self.status)
+        type = known or ("api_error" if self.status >= 500 else "invalid_request_error")
+        long = self.code == "context_length_exceeded"
+        return {
+            "type": "error",
+            # Clients look for these words.
+            "error": {"type": type, "message": f"prompt is too long: {self.message}" if long else self.message},
+        }
+
     def body_for(self, path: str) -> dict[str, Any]:
-        """The JSON object in the shape of the route's own protocol: OpenAI's, or the Open Inference Protocol's."""
+        """The JSON object in the shape of the route's own protocol: OpenAI's, Anthropic's, or Open Inference's."""
+        if is_messages(path):
+            return self.message_body()
         return {"error": self.message} if is_inference(path) else self.body()
+
+
+MESSAGE_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The types of Anthropic's errors, by status."""
 
 
 def is_inference(path: str) -> bool:
     """Whether a path belongs to the Open Inference Protocol."""
     return path == "/v2" or path.startswith("/v2/")
+
+
+def is_messages(path: str) -> bool:
+    """Whether a path belongs to Anthropic's Messages API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

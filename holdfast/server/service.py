@@ -255,6 +255,8 @@ class Answer:
         self.num_choices = wanted.candidates * num_prompts
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
+        self.at_most: int | None = None
+        """More tokens than that are not written, whether or not the context has room for so many."""
         self.given: Sequence[str | Sequence[int]] = ()
         """The prompts as the client gave them, for an answer that echoes them."""
         self.usage = RequestUsage()
@@ -336,6 +338,7 @@ class Answer:
         wanted, most = self.wanted, self.most_tokens
         # The engine writes a token at least.
         most = self.service.client.info.max_model_len - len(prompt) if most is None else max(most, 1)
+        most = most if self.at_most is None else min(most, self.at_most)
         choices = [self._choice(prompt, wanted.sampling(choice, most), choice) for choice in range(wanted.candidates)]
         return [self._echoing(number, prompt, choice) for choice in choices] if wanted.echoes else choices
 

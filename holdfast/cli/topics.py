@@ -17,7 +17,8 @@ COMMON: Mapping[str, Sequence[str]] = {
 TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "EngineConfig": {
         "the model": (
-            "device", "dtype", "quantization", "executor", "trust_remote_code", "load_format", "max_model_len", "seed",
+            "device", "dtype", "quantization", "executor", "trust_remote_code", "load_format", "convert",
+            "max_model_len", "seed",
         ),
         "memory": (
             "max_sequences", "max_waiting", "cache_gb", "memory_fraction", "headroom", "block_size", "kv_cache_dtype",

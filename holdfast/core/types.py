@@ -81,6 +81,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens, from the second one on. The whole prompt is computed then, cached or not."""
 
+    embed: bool = False
+    """Give the embedding of the prompt: the hidden state of its last token. What is generated means nothing then."""
+
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the answer has so far; -2 to 2."""
     frequency_penalty: float = 0.0
@@ -217,3 +220,5 @@ class SequenceOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt's next tokens, from its second one on, where the request asks. There may be no new tokens beside
     them."""
+    vector: bytes = b""
+    """The prompt's embedding, where the request asks: float32 numbers in native order. With the first token."""

@@ -205,7 +205,7 @@ def put_together(
         stages=tuple(stages.done),
         adapters=tuple(adapters),
         adapter_slots=shape.adapter_slots,
-        tells_prompts=shape.tells_prompts,
+        gives_hidden=shape.gives_hidden,
         tp=config.tp,
         pp=config.pp,
     )

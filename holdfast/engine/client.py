@@ -22,6 +22,7 @@ from holdfast.core.types import (
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
+from holdfast.engine.pooling import NONE, find_pooling
 from holdfast.engine.spawn import EngineProcess
 from holdfast.engine.text import Text, TextStream
 from holdfast.engine.tuning import TuningClient
@@ -82,6 +83,8 @@ class Delta:
     """Of each of the tokens, if the request asks; not of the end token, which has no place in the text."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt's next tokens, from its second one on, if the request asks. All come before the answer's end."""
+    vector: bytes = b""
+    """The prompt's embedding, if the request asks: float32 numbers in native order. With the final Delta."""
     stop_string: str | None = None
     """The stop string that ended the answer, if one did. With the final Delta."""
 
@@ -108,6 +111,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Use `start` instead."""
         self.config = config
         self.text: Text
+        self.pooling = NONE
+        """How embeddings are made, if the model gives any."""
         self._measure = measure
         self._streams: dict[str, _Stream] = {}
         self._waiting: set[str] = set()
@@ -140,6 +145,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         try:
             checkpoint = Checkpoint.find(config.model)
             client = cls(config, on_progress, measure, process)
+            client.pooling = find_pooling(checkpoint.directory, config.convert)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
         async with client._starting():
@@ -343,6 +349,7 @@ class _Stream:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
+        self._vector = b""
         self._count = 0
         self._cached = 0
         self._scheduled = self._first = self._last = 0.0
@@ -354,6 +361,7 @@ class _Stream:
         tokens, reason = output.tokens, output.finish_reason
         if not self._count:
             self._first, self._scheduled, self._cached = now, output.scheduled_at, output.cached_tokens
+        self._vector = output.vector or self._vector
         self._last = now
         self._count += len(tokens)
         self._tokens.extend(tokens)
@@ -389,4 +397,4 @@ class _Stream:
         usage = Usage(len(request.prompt), self._count, self._cached)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
         stop = self._text.stop_string
-        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, stop)
+        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)

@@ -48,8 +48,8 @@ class EngineInfo:
     """The adapters that are served from the start."""
     adapter_slots: int = 0
     """Adapters that the device holds at a time; 0: none are served."""
-    tells_prompts: bool = False
-    """Whether the log probabilities of prompts can be told."""
+    gives_hidden: bool = False
+    """Whether hidden states can be had: for log probabilities of prompts, and for embeddings."""
     tp: int = 1
     """Devices that share each layer. `memory` is that of all devices."""
     pp: int = 1
@@ -65,7 +65,7 @@ class EngineInfo:
         served = Identity(self.model, dtype=self.precision)
         # On padded rows the longest sequence is one that fits.
         positions = self.num_blocks * self.block_size if self.executor == "paged" else self.max_model_len
-        return RequestLimits(self.max_model_len, self.vocab_size, positions, served, self.tells_prompts)
+        return RequestLimits(self.max_model_len, self.vocab_size, positions, served, self.gives_hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +366,7 @@ class Outputs(Message, tag="outputs"):
     preemptions: list[int]
     logprobs: list[tuple[TokenLogprobs, ...]]
     prompt_logprobs: list[tuple[TokenLogprobs, ...]]
+    vector: list[bytes]
 
     @property
     def outputs(self) -> Columns[SequenceOutput]:

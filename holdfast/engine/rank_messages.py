@@ -116,6 +116,7 @@ class Stepped(Message, tag="stepped"):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """As in `StepResult`, from the last stage."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    vectors: tuple[bytes, ...] = ()
 
 
 class Copied(Message, tag="copied"):

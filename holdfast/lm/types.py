@@ -64,6 +64,8 @@ class Sampling:
     """Alternatives to tell with the log probability of each token; None: tell nothing."""
     shaping: Shaping | None = None
     """None: the logits are not changed."""
+    embed: bool = False
+    """Give the hidden state that the logits come from."""
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int, *, prompt: int = 0, ends: abc.Collection[int] = ()) -> Sampling:
@@ -82,12 +84,12 @@ class Sampling:
             ends=tuple(sorted(ends)),
         )
         told = None if shaping.is_neutral else shaping
-        return cls(params.temperature, params.top_k, params.top_p, seed, params.logprobs, told)
+        return cls(params.temperature, params.top_k, params.top_p, seed, params.logprobs, told, params.embed)
 
     @property
     def asks(self) -> bool:
         """Whether it asks for more than a token drawn from the model's logits."""
-        return self.logprobs is not None or self.shaping is not None
+        return self.logprobs is not None or self.shaping is not None or self.embed
 
     @property
     def counts(self) -> bool:
@@ -405,6 +407,9 @@ class StepResult:
     """Of each of the tokens; None for one whose request does not ask. Empty: no request of the step does."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """For each of the plan's `tells`, the records of its targets."""
+    vectors: tuple[bytes, ...] = ()
+    """For each sampling segment, the hidden state [hidden] of its last token as float32 numbers; empty where it is not
+    asked for. Without any: no request of the step asks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -696,8 +701,8 @@ class EngineShape:
     """Position at which a token's attention costs as much as all its other work. Used where no cost was measured."""
     adapter_slots: int = 0
     """Adapters that the device holds at a time; 0: none are served."""
-    tells_prompts: bool = False
-    """Whether the log probabilities of prompts can be told."""
+    gives_hidden: bool = False
+    """Whether hidden states can be had: for log probabilities of prompts, and for embeddings."""
     executor: ExecutorName = "paged"
     rows: RowShape | None = None
     """Of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""

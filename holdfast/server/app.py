@@ -24,6 +24,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore, Store
+from holdfast.server.embeddings import EmbeddingCompletion
 from holdfast.server.inference.service import Applications
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.files import Files
@@ -34,6 +35,7 @@ from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.batches import add_batch_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.edge import Edge
+from holdfast.server.routes.embeddings import add_embedding_route
 from holdfast.server.routes.files import UPLOAD, add_file_routes
 from holdfast.server.routes.generation import add_completion_routes, add_response_routes
 from holdfast.server.routes.http import JSON, BodyBudget
@@ -108,6 +110,7 @@ def create_app(
         add_completion_routes(app, service)
         add_response_routes(app, responses)
         add_message_routes(app, service)
+        add_embedding_route(app, service)
         add_token_routes(app, service)
         add_conversation_routes(app, responses)
         files = Files(responses.store, config)
@@ -164,7 +167,9 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
         return reply(request, internal(error))
 
 
-GENERATION = (ChatRequest.route, CompletionRequest.route, ResponseRequest.route, MessagesChat.route)
+GENERATION = tuple(
+    each.route for each in (ChatRequest, CompletionRequest, ResponseRequest, MessagesChat, EmbeddingCompletion)
+)
 """Routes whose outcomes are counted. Paths with ids are not: they are unbounded in number."""
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}
 

@@ -378,14 +378,15 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
+        param = self.prompt_param
         if prompt and isinstance(prompt[0], str | list) and len(prompt) > MAX_PROMPTS:
-            reason = f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken"
-            raise ApiError(reason, param="prompt", code="invalid_value")
+            reason = f"{param} holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken"
+            raise ApiError(reason, param=param, code="invalid_value")
         if prompt and all(isinstance(item, str) for item in prompt):
             return list(prompt)
         if prompt and all(isinstance(item, list) for item in prompt):
-            return [_token_ids(item, f"prompt[{index}]") for index, item in enumerate(prompt)]
-        return [_token_ids(prompt, "prompt")]
+            return [_token_ids(item, f"{param}[{index}]") for index, item in enumerate(prompt)]
+        return [_token_ids(prompt, param)]
 
 
 def parse(body: bytes, shape: type[Body]) -> Body:
@@ -465,7 +466,7 @@ def _token_ids(value: list[Any], name: str) -> list[int]:
     except msgspec.ValidationError as error:
         what = str(error).partition(" - at ")[0]
         reason = f"{name} must be text or token ids: {what[:1].lower()}{what[1:]}"
-        raise ApiError(reason, param="prompt", code="invalid_value") from None
+        raise ApiError(reason, param=name.partition("[")[0], code="invalid_value") from None
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -44,9 +44,9 @@ OTHERS = {
     "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
     "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
     "max_adapter_rank", "adapter_host_gb", "tuning", "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch",
-    "tuning_progress", "tuning_mirror", "tp", "pp",
+    "tuning_progress", "tuning_mirror", "tp", "pp", "convert",
 }  # fmt: skip
-"""Options with a test of their own below, or in test_tuning or test_many_device."""
+"""Options with a test of their own below, in test_tuning, in test_many_device, or in the test of embeddings."""
 
 
 @pytest.fixture(scope="module")

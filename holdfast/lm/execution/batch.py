@@ -96,6 +96,11 @@ class StagedStep:
     """The tokens, and the sampled rows, by the slot of their adapter: one object where all tokens are sampled rows.
     None if no segment has an adapter."""
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether hidden states are needed, and not only the logits that come from them."""
+        return bool(self.tells or (self.wishes is not None and self.wishes.embeds))
+
     def told(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The step's tokens whose following token is told, and those tokens."""
         starts = self.segments.query_start

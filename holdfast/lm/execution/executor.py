@@ -21,7 +21,6 @@ from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.sampling.logprobs import Logprobs
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.adapters import StepAdapters
@@ -250,40 +249,46 @@ class PagedExecutor:
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
         swapping_in = layers is not memory.layers
         graphs = memory.graphs if staged.adapted is None else memory.adapter_graphs
-        captured = graphs is not None and not swapping_in and not staged.tells
+        captured = graphs is not None and not swapping_in and not staged.reads_hidden
         started = graphs.run(staged) if graphs is not None and captured else None
         packed, given = started or self._eager(staged, layers)
-        stage, drawn, prompts = self._stage, self._nothing, None
+        stage, drawn, told = self._stage, self._nothing, dict[str, Any]()
         if stage is None or stage.last:
-            if staged.tells:
-                given, prompts = self._tell(staged, packed, given)
+            if staged.reads_hidden:
+                given, told = self._read_hidden(staged, packed, given)
             kinds = {"any_random": staged.any_random, "any_filtered": staged.any_filtered}
             last = None if staged.wishes is None else packed.ids.index_select(0, packed.sample_at)
-            drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds, last=last)
+            drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds, last=last)._replace(**told)
             given = drawn.tokens
             memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
         if stage is not None:
             stage.leave(staged, packed.sample_rows, given)
-        return drawn if prompts is None else drawn._replace(prompts=prompts)
+        return drawn
 
-    def _tell(self, staged: StagedStep, packed: PackedStep, hidden: torch.Tensor) -> tuple[torch.Tensor, Logprobs]:
-        """Of a step's hidden states [T, hidden]: the logits of sampled rows, and the log probabilities of prompts."""
-        model = self._model
+    def _read_hidden(
+        self, staged: StagedStep, packed: PackedStep, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The logits of sampled rows, and what is asked for besides, from a step's hidden states [T, hidden]."""
+        model, wishes, told = self._model, staged.wishes, dict[str, Any]()
         assert isinstance(model, HiddenModel)
-        at, targets = (upload(numbers, self._device) for numbers in staged.told())
-        most = max(each.alternatives for each in staged.tells)
-        prompts = self._sampler.tell_targets(hidden.index_select(0, at), model.logits, targets, most)
-        return model.logits(hidden.index_select(0, packed.sample_at)), prompts
+        if staged.tells:
+            at, targets = (upload(numbers, self._device) for numbers in staged.told())
+            most = max(each.alternatives for each in staged.tells)
+            told["prompts"] = self._sampler.tell_targets(hidden.index_select(0, at), model.logits, targets, most)
+        rows = hidden.index_select(0, packed.sample_at)
+        if wishes is not None and wishes.embeds:
+            told["hidden"] = rows.index_select(0, upload(wishes.embeds, self._device)).float()
+        return model.logits(rows), told
 
     def _eager(self, staged: StagedStep, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
         """Upload a step and launch its kernels one by one; its inputs, and its logits [R, own_vocab_size].
 
-        Of a step that tells of prompts, its hidden states [T, hidden]. Before the last stage of a pipeline, its stream
+        Of a step that reads hidden states, those [T, hidden]. Before the last stage of a pipeline, its stream
         [T, width].
         """
         batch, attention = self.memory.batch, self._attention
         packed = batch.enter(staged)
-        sample_at = packed.sample_at if staged.num_sampled < staged.num_tokens and not staged.tells else None
+        sample_at = packed.sample_at if staged.num_sampled < staged.num_tokens and not staged.reads_hidden else None
         tables, metadata = batch.block_tables, attention.make_metadata(staged.segments)
         adapters = None
         if staged.adapted is not None:
@@ -303,13 +308,10 @@ class PagedExecutor:
             adapters,
             None if incoming is None else incoming[: staged.num_tokens],
         )
-        if not staged.tells:
+        if not staged.reads_hidden:
             return packed, self._model.forward(step)
         if not isinstance(self._model, HiddenModel):
-            raise ValueError(
-                f"the log probabilities of prompts are asked for, and {self._model.spec.architecture} "
-                "gives no hidden states"
-            )
+            raise ValueError(f"hidden states are asked for, and {self._model.spec.architecture} gives none")
         return packed, self._model.hidden(step)
 
 
@@ -318,5 +320,11 @@ def _result(step: int, drawn: Drawn, staged: StagedStep | None, seconds: float) 
     tokens = tuple(drawn.tokens.tolist())
     if staged is None:
         return StepResult(step, tokens, seconds)
-    logprobs, prompts = drawn.told(staged.wishes), drawn.of_prompts(staged.tells)
-    return StepResult(step, tokens, seconds, logprobs=logprobs, prompt_logprobs=prompts)
+    return StepResult(
+        step,
+        tokens,
+        seconds,
+        logprobs=drawn.told(staged.wishes),
+        prompt_logprobs=drawn.of_prompts(staged.tells),
+        vectors=drawn.vectors(staged.wishes),
+    )

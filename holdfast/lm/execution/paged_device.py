@@ -279,7 +279,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             eos_token_ids=spec.eos_token_ids,
             tile=BUDGET_TILE[self.kind],
             adapter_slots=0 if self.adapter_slots is None else len(self.adapter_slots),
-            tells_prompts=isinstance(self.model, HiddenModel),
+            gives_hidden=isinstance(self.model, HiddenModel),
             # A token takes 2 operations for each weight, and 4 for each position it attends to, in every dimension of
             # every head. A weight in FP8 takes half the time, so it counts as half of one.
             attention_balance=max(1, weights // (2 * spec.num_layers * spec.num_heads * spec.head_dim)),

@@ -96,6 +96,8 @@ class Scheduler:
         those of whose prompts it tells."""
         self._told: dict[Entry, tuple[TokenLogprobs, ...]] = {}
         """What the present result tells of prompts."""
+        self._vectors: dict[Entry, bytes] = {}
+        """The embeddings that the present result gives."""
         self._requests = 0
         self._counting = 0
         """Requests whose draws depend on the tokens so far."""
@@ -208,6 +210,8 @@ class Scheduler:
         if telling:
             pairs = zip(telling, result.prompt_logprobs, strict=True)
             self._told = {entry: told for entry, told in pairs if entry.sequence.finish_reason is None}
+        if result.vectors:
+            self._vectors = dict(zip(sampling, result.vectors, strict=True))
         pool = self._queues.pool
         self._now = now
         pool.finish_swap_out(result.swapped_out)
@@ -299,6 +303,8 @@ class Scheduler:
             logprobs = [*logprobs, *[()] * len(others)] if logprobs else ()
             prompts = [self._told.get(entry, ()) for entry in entries]
             self._told = {}
+        vectors = [self._vectors.get(entry, b"") for entry in entries] if self._vectors else [b""] * len(entries)
+        self._vectors = {}
         sequences = [entry.sequence for entry in entries]
         return Columns(
             SequenceOutput,
@@ -310,6 +316,7 @@ class Scheduler:
             preemptions=[sequence.preemptions for sequence in sequences],
             logprobs=logprobs or [()] * len(entries),
             prompt_logprobs=prompts or [()] * len(entries),
+            vector=vectors,
         )
 
     def resize_host_tier(self, ready: int, total: int) -> None:

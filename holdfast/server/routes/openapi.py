@@ -71,6 +71,12 @@ SCHEMAS: Mapping[str, Schema] = {
         usage=record(input_tokens=COUNT, output_tokens=COUNT),
     ),
     "MessageEvent": record(type=TEXT),
+    "Embeddings": record(
+        object=one_of("list"),
+        data=many(record(object=one_of("embedding"), index=COUNT, embedding={})),
+        model=TEXT,
+        usage=record(prompt_tokens=COUNT, total_tokens=COUNT),
+    ),
     "MessageTokens": record(input_tokens=COUNT),
     "Usage": record(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
     "ChatCompletion": record(
@@ -182,6 +188,7 @@ REPLIES: Mapping[str, Reply] = {
     "POST /v1/unload_lora_adapter": Reply(bytes="text/plain"),
     "POST /v1/chat/completions": Reply("ChatCompletion", "ChatCompletionChunk"),
     "POST /v1/completions": Reply("Completion", "Completion"),
+    "POST /v1/embeddings": Reply("Embeddings"),
     "POST /v1/messages": Reply("Message", "MessageEvent"),
     "POST /v1/messages/count_tokens": Reply("MessageTokens"),
     "POST /v1/responses": Reply("Response", "ResponseEvent"),

@@ -33,6 +33,8 @@ class Wishes:
     changes: Changes | None = None
     """How logits are changed before the draw."""
     histories: Sequence[History] = ()
+    embeds: Sequence[int] = ()
+    """The sampled rows whose hidden states are given."""
 
     @classmethod
     def of(
@@ -48,7 +50,8 @@ class Wishes:
         """
         if not any(each.asks for each in records):
             return None
-        return cls([each.logprobs for each in records], Changes.of(records, rows, positions), histories)
+        embeds = [at for at, each in enumerate(records) if each.embed]
+        return cls([each.logprobs for each in records], Changes.of(records, rows, positions), histories, embeds)
 
     @cached_property
     def told(self) -> npt.NDArray[np.int64]:
@@ -69,6 +72,15 @@ class Drawn(NamedTuple):
     """Of the rows `Wishes.told`."""
     prompts: Logprobs | None = None
     """Of the targets of the plan's `tells`, all in a row."""
+    hidden: torch.Tensor | None = None  # [E, hidden] float32
+    """Of the rows `Wishes.embeds`."""
+
+    def vectors(self, wishes: Wishes | None) -> tuple[bytes, ...]:
+        """`StepResult.vectors`, once all is on the host."""
+        if self.hidden is None or wishes is None:
+            return ()
+        found = dict(zip(wishes.embeds, self.hidden.numpy(), strict=True))
+        return tuple(found[row].tobytes() if row in found else b"" for row in range(len(self.tokens)))
 
     def of_prompts(self, tells: Sequence[Telling]) -> tuple[tuple[TokenLogprobs, ...], ...]:
         """`StepResult.prompt_logprobs`, once all is on the host."""
@@ -89,8 +101,11 @@ class Drawn(NamedTuple):
         tokens = self.tokens
         if tokens.device.type == "cuda":
             tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
-        told = (None if each is None else each.on_host() for each in (self.logprobs, self.prompts))
-        return Drawn(tokens, *told)
+        logprobs, prompts = (None if each is None else each.on_host() for each in (self.logprobs, self.prompts))
+        hidden = self.hidden
+        if hidden is not None and hidden.device.type == "cuda":
+            hidden = torch.empty(hidden.shape, pin_memory=True).copy_(hidden, non_blocking=True)
+        return Drawn(tokens, logprobs, prompts, hidden)
 
 
 class Sampler:

@@ -44,6 +44,7 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "max_choices", "tenant_share", "max_body_mb", "max_bodies_mb", "max_connections", "header_seconds",
             "body_seconds", "idle_seconds", "write_seconds", "health_seconds", "drain_seconds",
         ),
+        "tracing": ("otlp_traces_endpoint",),
         "what is kept": (
             "store", "store_days", "store_conversations", "store_gb", "files", "max_file_mb", "files_gb",
             "tuning_state", "adapter_root",

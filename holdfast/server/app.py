@@ -46,6 +46,7 @@ from holdfast.server.routes.status import add_model_routes, add_root_routes, add
 from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.tuning import add_tuning_routes
 from holdfast.server.service import Service, internal
+from holdfast.server.tracing import Tracing, exporter_to
 
 OPEN_PATHS = ("/health", LIVE, READY)
 """Paths that need no API key."""
@@ -67,7 +68,7 @@ class App(FastAPI):
                 stack, allow_origins=self.config.allowed_origin, allow_methods=["*"], allow_headers=["*"],
                 allow_private_network=True, expose_headers=["x-request-id", "retry-after"],
             )  # fmt: skip
-        return Edge(stack, self.config.root_path, QUIET_PATHS)
+        return Edge(stack, self.config.root_path, QUIET_PATHS, self.state.tracing)
 
 
 def create_app(
@@ -76,7 +77,7 @@ def create_app(
     """The HTTP application over started engines: of a language model with an open store, of applications, or of both.
 
     `app.state.jobs` run tuning jobs and batches between their `start` and `close`, in this order.
-    `app.state.responses.close()` closes the store.
+    `app.state.responses.close()` closes the store. `app.state.tracing`, if there is any, is to be closed at the end.
     `app.state.admissions` count the requests in progress; `app.state.clients` are those of all engines.
     """
     app = App(
@@ -88,6 +89,8 @@ def create_app(
         redoc_url=None,
         servers=[{"url": config.root_path}] if config.root_path else None,
     )
+    endpoint = config.otlp_traces_endpoint
+    app.state.tracing = None if endpoint is None else Tracing(exporter_to(endpoint))
     app.state.bodies = BodyBudget(int(config.max_bodies_mb * 1e6))
     if config.api_key:
         app.add_middleware(KeyCheck, keys=config.api_key)

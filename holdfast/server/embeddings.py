@@ -77,6 +77,8 @@ async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: 
         vectors += [np.frombuffer(found[choice], np.float32) for choice in range(len(some))]
         usage.prompt_tokens += answer.usage.prompt_tokens
         usage.cached_tokens += answer.usage.cached_tokens
+        if usage.wanted is None:
+            usage.wanted, usage.queued = answer.wanted, answer.usage.queued
     return {
         "object": "list",
         "data": [

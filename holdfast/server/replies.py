@@ -19,7 +19,7 @@ from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning,
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
 from holdfast.server.logprobs import CompletionLogprobs, ToldToken, prompt_records, records, told_tokens
-from holdfast.server.protocol import REASONING_FIELDS, ChatRequest, GenerationRequest
+from holdfast.server.protocol import REASONING_FIELDS, ChatRequest, GenerationRequest, SampledRequest
 
 encode = msgspec.json.Encoder().encode
 
@@ -39,6 +39,14 @@ class RequestUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    wanted: SampledRequest | None = None
+    """What was asked for."""
+    queued: float | None = None
+    """Seconds that its first choice to end had waited for its first step."""
+    ttft: float | None = None
+    """Seconds from the request's arrival to its first token."""
+    finish_reasons: set[str] = field(default_factory=set)
+    """Why its choices have ended."""
 
     @property
     def total_tokens(self) -> int:

@@ -259,7 +259,7 @@ class Answer:
         """More tokens than that are not written, whether or not the context has room for so many."""
         self.given: Sequence[str | Sequence[int]] = ()
         """The prompts as the client gave them, for an answer that echoes them."""
-        self.usage = RequestUsage()
+        self.usage = RequestUsage(wanted=wanted)
         """Token counts so far."""
         self.prompts: Sequence[Sequence[int]] = ()
         """The prompts' tokens, once they are known."""
@@ -394,12 +394,17 @@ class Answer:
                         if lane.timed:
                             wait, since = (metrics.ttft, self.arrival) if last is None else (metrics.tbt, last)
                             wait.observe(now - since)
+                        if self.usage.ttft is None:
+                            self.usage.ttft = now - self.arrival
                         last = now
                         metrics.generated_tokens.inc(len(delta.tokens))
                         self.usage.completion_tokens += 0 if self.most_tokens == 0 else len(delta.tokens)
                     if delta.usage is not None:
                         if number == 0:
                             self.usage.cached_tokens += delta.usage.cached_tokens
+                        self.usage.finish_reasons.add(delta.finish_reason or "")
+                        if self.usage.queued is None and delta.timings is not None:
+                            self.usage.queued = delta.timings.queued
                         metrics.finished.labels(delta.finish_reason or "").inc()
                         metrics.prompt_tokens.inc(len(prompt))
                         metrics.cached_tokens.inc(delta.usage.cached_tokens)

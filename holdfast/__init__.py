@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import SamplingParams
+from holdfast.core.types import Grammar, SamplingParams
 from holdfast.core.version import __version__
 
 if TYPE_CHECKING:
     from holdfast.engine.llm import LLM
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineConfig", "Grammar", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:

@@ -19,6 +19,7 @@ from holdfast.core.training_cost import MICRO_BATCHES
 from holdfast.core.types import AdapterInfo
 from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.grammar_desk import GrammarDesk
 from holdfast.engine.in_service import in_service
 from holdfast.engine.many_device import ManyDevice
 from holdfast.engine.messages import EngineInfo
@@ -26,10 +27,13 @@ from holdfast.engine.paged import check_layout, make_paged_device, make_rank, th
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.rank_messages import Loaded, StartRank
 from holdfast.engine.ranks import Ranks
+from holdfast.engine.text import read_tokenizer
 from holdfast.engine.trace import TracedExecutor
 from holdfast.engine.tuning_desk import TuningDesk, TuningRules
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
+from holdfast.lm.grammar.compiler import GrammarCompiler
+from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import NotPaged
@@ -72,6 +76,8 @@ class Engine(NamedTuple):
     """Loads and unloads adapters; None if none may be served."""
     tuning: TuningDesk | None
     """Takes tuning jobs; None if tuning is off. To be closed after the loop."""
+    grammars: GrammarDesk
+    """Takes requests that have a grammar. To be closed."""
     ranks: Ranks | None
     """The other processes of the engine; None if there are none. Closing the loop ends them."""
 
@@ -209,7 +215,26 @@ def put_together(
         tp=config.tp,
         pp=config.pp,
     )
-    return Engine(loop, info, desk, tuning, ranks)
+    return Engine(loop, info, desk, tuning, make_grammars(config, checkpoint, device, shape, scheduler), ranks)
+
+
+def make_grammars(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: PagedDevice | PaddedDevice | ManyDevice,
+    shape: EngineShape,
+    scheduler: Scheduler,
+) -> GrammarDesk:
+    """The desk that compiles grammars for an allocated device. Where they cannot be followed, it refuses them all."""
+    if isinstance(device, PaddedDevice):
+        return GrammarDesk(
+            scheduler.add, None, "structured output runs on the paged executor, and this model runs on padded rows"
+        )
+    if config.pp > 1:
+        return GrammarDesk(scheduler.add, None, f"structured output needs pp 1, and this engine has pp {config.pp}")
+    compiler = GrammarCompiler(partial(read_tokenizer, checkpoint.directory), shape.vocab_size, shape.eos_token_ids)
+    device.follow(Matchers(compiler))
+    return GrammarDesk(scheduler.add, compiler)
 
 
 def tuned_model(config: EngineConfig, device: LanguageDevice) -> Decoder | None:

@@ -295,10 +295,10 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                     self._deliver(output, now)
             case messages.Steps(tokens, seconds):
                 self.on_steps(tokens, seconds)
-            case messages.Refused(request_id, reason):
+            case messages.Refused(request_id, reason, param):
                 stream = self._streams.get(request_id)
                 if stream is not None and self._forget(request_id):
-                    stream.fail(RequestRefused(reason, "prompt"))
+                    stream.fail(RequestRefused(reason, param))
             case messages.AdapterLoaded(number, info):
                 self._settle(self._asked.pop(number, None), info)
             case messages.AdapterUnloaded(number):

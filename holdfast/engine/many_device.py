@@ -30,6 +30,7 @@ from holdfast.engine.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, STEP_SE
 from holdfast.lm.execution.executor import PagedExecutor, PagedMemory
 from holdfast.lm.execution.link_times import LinkTimes
 from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
@@ -110,6 +111,10 @@ class ManyDevice(LanguageDevice):
     @property
     def host(self) -> ManyHost | None:
         return None if self._own.host is None else ManyHost(self._own.host, self._ranks)
+
+    def follow(self, matchers: Matchers) -> None:
+        """As `PagedDevice.follow`: rank 0 gives the others its masks."""
+        self._own.follow(matchers)
 
     def compile(self) -> None:
         """Compile on rank 0, then on the others, which find most of it done."""

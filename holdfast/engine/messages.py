@@ -385,6 +385,8 @@ class Refused(Message, tag="refused"):
 
     request_id: str
     reason: str
+    param: str = "prompt"
+    """What of the request is at fault, as `RequestRefused` names it."""
 
 
 class AdapterLoaded(Message, tag="adapter-loaded"):

@@ -28,6 +28,7 @@ from holdfast.lm.types import LanguageLoop
 
 if TYPE_CHECKING:
     from holdfast.engine.adapter_desk import AdapterDesk  # it imports PyTorch
+    from holdfast.engine.grammar_desk import GrammarDesk
     from holdfast.engine.tuning_desk import TuningDesk
 
 STEPS_PER_COLLECTION = 64
@@ -115,7 +116,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     stages = begin(start.began, parent, loading or Loading(start.config.device))
     from holdfast.engine.build import build_engine
 
-    loop, info, desk, tuning, _ = build_engine(
+    loop, info, desk, tuning, grammars, _ = build_engine(
         start.config,
         stages=stages,
         measure=start.measure,
@@ -128,8 +129,10 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     gc.disable()
     parent.send(messages.Ready(info))
     try:
-        serve(loop, parent, desk, tuning, ranks)
+        serve(loop, parent, desk, tuning, ranks, grammars)
     finally:
+        if grammars is not None:
+            grammars.close()
         if desk is not None:
             desk.close()
         loop.close()
@@ -195,16 +198,18 @@ def serve(
     desk: AdapterDesk | None = None,
     tuning: TuningDesk | None = None,
     ranks: Ranks | None = None,
+    grammars: GrammarDesk | None = None,
 ) -> None:
     """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle.
 
     `desk` answers messages about adapters, and `tuning` those about tuning jobs, where there may be some. While a job
     can run, the loop is never idle. So graphs are captured between two of its steps, one at a time, while no request
-    runs. `ranks` are the other processes of the engine; if one fails, this raises RankFailure at once.
+    runs. `ranks` are the other processes of the engine; if one fails, this raises RankFailure at once. `grammars` takes
+    the requests that have a grammar, where there may be some.
     """
     if ranks is not None:
         ranks.on_failure = partial(end_soon, parent, ranks)
-    desks = [each for each in (desk, tuning) if each is not None]
+    desks = [each for each in (desk, tuning, grammars) if each is not None]
     for each in desks:
         each.wake = parent.wake
     loop.executor = steps = StepLog(loop.executor)
@@ -212,7 +217,7 @@ def serve(
     def handled(message: messages.ToEngine) -> bool:
         if isinstance(message, messages.Ask):
             parent.send(steps.take())
-        return handle(message, loop, parent, desk, tuning)
+        return handle(message, loop, parent, desk, tuning, grammars)
 
     for step in itertools.count():
         if ranks is not None:
@@ -271,9 +276,12 @@ def handle(
     parent: Parent,
     desk: AdapterDesk | None = None,
     tuning: TuningDesk | None = None,
+    grammars: GrammarDesk | None = None,
 ) -> bool:
     """Handle one message. False if it asks the engine to end."""
     match message:
+        case messages.Submit(request) if request.params.grammar is not None and grammars is not None:
+            grammars.submit(request)
         case messages.Submit(request):
             try:
                 loop.add(request)
@@ -281,6 +289,8 @@ def handle(
                 parent.send(messages.Refused(request.id, str(error)))
         case messages.Abort(request_id):
             loop.abort(request_id)
+            if grammars is not None:
+                grammars.abort(request_id)
         case messages.LoadAdapter(number, name, path) if desk is not None:
             desk.load(number, name, path)
         case messages.UnloadAdapter(number, adapter) if desk is not None:

@@ -217,6 +217,14 @@ class Text:
                 template.close()
 
 
+def read_tokenizer(directory: Path) -> str:
+    """A checkpoint's tokenizer as JSON, without truncation and padding. Raises ValueError with the reason."""
+    tokenizer = Tokenizer.from_str(read_text(tokenizer_file(directory), TOKENIZER_LIMIT))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return str(tokenizer.to_str())
+
+
 class TextStream:
     """The text of one stream, as its tokens arrive.
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
-from holdfast.core.types import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from holdfast.core.types import FinishReason, Grammar, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from holdfast.loop.contracts import Device, Executor
 from holdfast.loop.loop import Loop
 
@@ -64,6 +64,8 @@ class Sampling:
     """Alternatives to tell with the log probability of each token; None: tell nothing."""
     shaping: Shaping | None = None
     """None: the logits are not changed."""
+    grammar: Grammar | None = None
+    """What the answer must match; None: anything."""
     embed: bool = False
     """Give the hidden state that the logits come from."""
 
@@ -84,17 +86,24 @@ class Sampling:
             ends=tuple(sorted(ends)),
         )
         told = None if shaping.is_neutral else shaping
-        return cls(params.temperature, params.top_k, params.top_p, seed, params.logprobs, told, params.embed)
+        drawn = params.temperature, params.top_k, params.top_p
+        return cls(*drawn, seed, params.logprobs, told, params.grammar, params.embed)
 
     @property
     def asks(self) -> bool:
         """Whether it asks for more than a token drawn from the model's logits."""
-        return self.logprobs is not None or self.shaping is not None or self.embed
+        wishes = self.logprobs is not None or self.shaping is not None
+        return wishes or self.grammar is not None or self.embed
 
     @property
     def counts(self) -> bool:
         """Whether the draw depends on the tokens so far."""
         return self.shaping is not None and self.shaping.counts
+
+    @property
+    def skips(self) -> bool:
+        """Whether tokens that its grammar forces may be taken over without a draw, as nothing else is told of them."""
+        return self.grammar is not None and self.logprobs is None and not self.counts
 
     @property
     def columns(self) -> tuple[float, int, float, int]:
@@ -148,6 +157,37 @@ class Telling(NamedTuple):
     """The tokens that follow it and the tokens after it."""
     alternatives: int
     """How many of the most probable tokens are told beside each."""
+
+
+class Answer(NamedTuple):
+    """What a sequence with a grammar has answered so far."""
+
+    row: int
+    start: int
+    """Tokens of its prompt."""
+    tokens: tuple[int, ...]
+
+
+class ConstrainedRow(NamedTuple):
+    """A sampled row whose token a grammar restricts."""
+
+    at: int
+    """Its index among the step's sampled rows."""
+    row: int
+    """Of the executor."""
+    start: int
+    """The segment's, as are those below."""
+    stop: int
+    tokens: tuple[int, ...]
+    sampling: Sampling
+
+
+class Forced(NamedTuple):
+    """Tokens that must follow a sampled one, as its sequence's grammar allows no other."""
+
+    at: int
+    """Index of the sampling segment, in plan order."""
+    tokens: tuple[int, ...]
 
 
 class TableWrite(NamedTuple):
@@ -326,6 +366,8 @@ class StepPlan:
     tokens of later ones."""
     tells: tuple[Telling, ...] = ()
     """Of paged rows, in the order of their segments."""
+    answers: tuple[Answer, ...] = ()
+    """Of sampling segments with a grammar: the first one of a sequence in its row has it."""
     training: TrainingSlice | None = None
     """Computed after the segments. A plan may have a slice and no segments."""
 
@@ -410,6 +452,8 @@ class StepResult:
     vectors: tuple[bytes, ...] = ()
     """For each sampling segment, the hidden state [hidden] of its last token as float32 numbers; empty where it is not
     asked for. Without any: no request of the step asks."""
+    forced: tuple[Forced, ...] = ()
+    """What must follow some of the tokens. Not told where `Sampling.skips` is false."""
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,19 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct, field
 
-from holdfast.core.types import MAX_BIASES, MAX_DEADLINE, MAX_LOGPROBS, MAX_SEED, SamplingParams
+from holdfast.core.types import MAX_BIASES, MAX_DEADLINE, MAX_LOGPROBS, MAX_SEED, Grammar, SamplingParams
+from holdfast.server.grammars import (
+    Choices,
+    GivenSchema,
+    GrammarFault,
+    StructuredOutputs,
+    Text,
+    of_choices,
+    of_format,
+    of_grammar,
+    of_schema,
+    of_structured_outputs,
+)
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
@@ -32,6 +44,9 @@ Metadata = Annotated[
 TemplateOptions = Annotated[dict[Annotated[str, Meta(min_length=1, max_length=64)], Any], Meta(max_length=32)]
 """`chat_template_kwargs`."""
 Body = TypeVar("Body", bound="RequestBody")
+
+
+GRAMMAR_PARAMS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 class ApiError(Exception):
@@ -128,6 +143,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         "prompt_cache_key",
         "prompt_cache_retention",
         "service_tier",
+        "guided_decoding_backend",
     )
     route: ClassVar[str]
     prompt_param: ClassVar[str]
@@ -154,6 +170,51 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: GivenSchema | None = None
+    """This and those below are vLLM's former names."""
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.grammar  # raises ApiError
+
+    @property
+    def answer_format(self) -> tuple[str, Mapping[str, Any]] | None:
+        """OpenAI's description of the answer, if there is one, with the name of its parameter."""
+        return None
+
+    @property
+    def grammar_param(self) -> str | None:
+        """The parameter that asks for structured output, if one does. Raises ApiError for several."""
+        asked = [name for name in GRAMMAR_PARAMS if getattr(self, name) is not None]
+        wanted = self.answer_format
+        if wanted is not None and wanted[1] != {"type": "text"}:
+            asked.append(wanted[0])
+        if len(asked) > 1:
+            reason = f"{' and '.join(asked)} exclude each other; give one of them"
+            raise ApiError(reason, param=asked[0], code="mutually_exclusive_parameters")
+        return asked[0] if asked else None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must match; None: anything. Raises ApiError."""
+        param, wanted = self.grammar_param, self.answer_format
+        try:
+            if param == "structured_outputs" and self.structured_outputs is not None:
+                return of_structured_outputs(self.structured_outputs, param)
+            if self.guided_json is not None:
+                return of_schema(self.guided_json, "guided_json")
+            if self.guided_regex is not None:
+                return Grammar("regex", self.guided_regex)
+            if self.guided_choice is not None:
+                return of_choices(self.guided_choice, "guided_choice")
+            if self.guided_grammar is not None:
+                return of_grammar(self.guided_grammar, "guided_grammar")
+            return None if wanted is None else of_format(wanted[1], wanted[0])
+        except GrammarFault as error:
+            raise ApiError(str(error), param=error.param, code="invalid_value") from None
 
     @property
     def n(self) -> int:
@@ -214,6 +275,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             logit_bias=self._biases(),
             min_p=self.min_p,
             min_tokens=self.min_tokens,
+            grammar=self.grammar,
         )
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
@@ -236,7 +298,6 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "include_stop_str_in_output": (False,),
         "modalities": (["text"],),
         "prediction": (),
-        "response_format": ({"type": "text"},),
         "skip_special_tokens": (True,),
         "suffix": ("",),
         "web_search_options": (),
@@ -250,6 +311,11 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
     """vLLM's: tell the log probabilities of the prompt's tokens, too."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     """vLLM's: keep so many of the prompt's last tokens; -1: as many as the context holds beside the answer."""
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def answer_format(self) -> tuple[str, Mapping[str, Any]] | None:
+        return None if self.response_format is None else ("response_format", self.response_format)
 
     def kept_tokens(self, context: int) -> int | None:
         kept = self.truncate_prompt_tokens

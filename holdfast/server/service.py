@@ -339,7 +339,11 @@ class Answer:
         # The engine writes a token at least.
         most = self.service.client.info.max_model_len - len(prompt) if most is None else max(most, 1)
         most = most if self.at_most is None else min(most, self.at_most)
-        choices = [self._choice(prompt, wanted.sampling(choice, most), choice) for choice in range(wanted.candidates)]
+        try:
+            params = [self.reading.constrained(wanted.sampling(choice, most)) for choice in range(wanted.candidates)]
+        except ValueError as error:  # the grammar of the tools is too long
+            raise ApiError(str(error), param="tools", code="invalid_value") from None
+        choices = [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
         return [self._echoing(number, prompt, choice) for choice in choices] if wanted.echoes else choices
 
     async def _echoing(
@@ -507,7 +511,12 @@ def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient)
     """
     if error.code == CONTEXT_LENGTH_EXCEEDED:
         return context_exceeded(client.info.max_model_len, str(error))
-    param = {"prompt": wanted.prompt_param, "max_tokens": wanted.max_tokens_param}.get(error.param, error.param)
+    names = {
+        "prompt": wanted.prompt_param,
+        "max_tokens": wanted.max_tokens_param,
+        "grammar": wanted.grammar_param or "tools",
+    }
+    param = names.get(error.param, error.param)
     return ApiError(str(error), param=param, code=error.code)
 
 

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from .dialogues import write_dialogue, write_text
+from .dialogues import write_dialogue, write_text, write_tool_dialogue
 from .tokens import END_ID, PAD_ID, encode_dialogue
 
 BUCKETS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # lengths that rows are padded to, in tokens
 PLAIN_TEXT = 0.03  # share of rows without a chat
+WITH_TOOLS = 0.3  # share of the chats that have tools; they are shorter than the others
 PATIENCE = 120.0  # seconds to wait for a batch before it is an error
 
 Batch = tuple[NDArray[np.uint16], NDArray[np.bool_]]  # ids [rows, length], said by the assistant [rows, length]
@@ -33,7 +34,8 @@ def examples(tokenizer: Tokenizer, seed: int) -> Iterator[tuple[list[int], list[
             ids = [*tokenizer.encode(write_text(rng, "train"), add_special_tokens=False).ids, END_ID]
             yield ids, [True] * len(ids)
         else:
-            yield encode_dialogue(tokenizer, write_dialogue(rng, "train"))
+            write = write_tool_dialogue if rng.random() < WITH_TOOLS else write_dialogue
+            yield encode_dialogue(tokenizer, write(rng, "train"))
 
 
 def batches(tokenizer: Tokenizer, seed: int, batch_tokens: int) -> Iterator[Batch]:

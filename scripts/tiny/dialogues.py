@@ -11,8 +11,9 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from random import Random
+from typing import Any
 
-from . import asking, chatting, phrases, telling, words
+from . import asking, chatting, phrases, telling, tools, words
 from .facts import ME, attributes_of, clause, sample
 from .language import Style, capital, expand, fill
 from .lists import Lists
@@ -41,6 +42,13 @@ _ACTS: tuple[tuple[Callable[[Writer], None], float], ...] = (
     (chatting.story, 0.12),
 )
 _LISTS = 1.5
+_BESIDE_TOOLS: tuple[tuple[Callable[[Writer], None], float], ...] = (
+    (telling.tell, 1.0),
+    (telling.introduce, 0.3),
+    (asking.ask, 1.2),
+    (chatting.chat, 1.5),
+    (chatting.repeat, 0.2),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +57,14 @@ class Dialogue:
 
     system: str
     turns: tuple[Turn, ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """As chat messages."""
-        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
-            messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}]
+            asked, answer = {"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}
+            messages += [asked, *turn.called(), answer]
         return messages
 
 
@@ -72,6 +82,23 @@ def write_dialogue(rng: Random, split: Split, turns: int | None = None) -> Dialo
         act = opening if early else rng.choices(acts, weights)[0][0]
         act(writer)
     return Dialogue(system, tuple(writer.turns))
+
+
+def write_tool_dialogue(rng: Random, split: Split, turns: int | None = None) -> Dialogue:
+    """A dialogue with tools: turns that need one, and others that need none."""
+    writer = Writer(rng, split, Style.draw(rng))
+    kinds = tools.draw_kinds(writer)
+    system = _system(writer)
+    clashes = {kind.clashes for kind in kinds}
+    others = [*_BESIDE_TOOLS]
+    others += [] if "sums" in clashes else [(chatting.do_sum, 1.0), (chatting.number_game, 0.3)]
+    others += [] if "world" in clashes else [(chatting.world, 1.0)]
+    acts = [*others, (lambda writer: tools.use(writer, kinds), 6.0)]
+    weights = [weight for _, weight in acts]
+    length = rng.choice((1, 1, 2, 3, 4, 6, 8)) if turns is None else turns
+    while len(writer.turns) < length:
+        rng.choices(acts, weights)[0][0](writer)
+    return Dialogue(system, tuple(writer.turns), tuple(kind.tool for kind in kinds))
 
 
 def _length(rng: Random) -> int:
@@ -117,17 +144,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--turns", type=int, help="turns at least (drawn by default)")
+    parser.add_argument("--tools", action="store_true", help="dialogues with tools")
     parser.add_argument("--json", action="store_true", help="one dialogue a line, with its checks")
     options = parser.parse_args()
     rng = Random(options.seed)
     for _ in range(options.count):
-        dialogue = write_dialogue(rng, options.split, options.turns)
+        dialogue = (write_tool_dialogue if options.tools else write_dialogue)(rng, options.split, options.turns)
         if options.json:
             print(json.dumps(asdict(dialogue)))
             continue
         print(f"--- system: {dialogue.system}")
         for turn in dialogue.turns:
-            print(f"> {turn.user}\n  {turn.assistant}" + (f"\n      [{turn.check}]" if turn.check else ""))
+            calls = "".join(
+                f"  {tools.written_call(call)}\n  = {result}\n"
+                for call, result in zip(turn.calls, turn.results, strict=True)
+            )
+            print(f"> {turn.user}\n{calls}  {turn.assistant}" + (f"\n      [{turn.check}]" if turn.check else ""))
 
 
 if __name__ == "__main__":

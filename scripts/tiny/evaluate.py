@@ -10,24 +10,33 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from .dialogues import Dialogue, write_dialogue
+from .dialogues import Dialogue, write_dialogue, write_tool_dialogue
+from .tools import written_call
 from .writer import Check
 
 FAR = 6  # turns
 
 
 def answer_all(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, histories: list[list[dict[str, str]]], rows: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    histories: list[list[dict[str, Any]]],
+    rows: int,
+    tools: Sequence[Sequence[dict[str, Any]]] | None = None,
 ) -> list[str]:
-    """Greedy answers to chats, `rows` at a time, longest first."""
-    prompts = [tokenizer.apply_chat_template(h, tokenize=False, add_generation_prompt=True) for h in histories]
+    """Greedy answers to chats, `rows` at a time, longest first. `tools` are those of each chat."""
+    prompts = [
+        tokenizer.apply_chat_template(history, tools=offered, tokenize=False, add_generation_prompt=True)
+        for history, offered in zip(histories, tools or [None] * len(histories), strict=True)
+    ]
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     answers = [""] * len(prompts)
     for start in range(0, len(order), rows):
@@ -52,10 +61,12 @@ def answer_all(
 
 
 def hold(
-    answer_all: Callable[[list[list[dict[str, str]]]], list[str]], dialogues: list[Dialogue]
+    answer_all: Callable[[list[list[dict[str, Any]]]], list[str]], dialogues: list[Dialogue]
 ) -> list[tuple[Check, str, str]]:
     """Hold all dialogues, turn by turn, with what answers several chats. (check, message, answer) of checked turns."""
-    histories = [[{"role": "system", "content": d.system}] if d.system else [] for d in dialogues]
+    histories: list[list[dict[str, Any]]] = [
+        [{"role": "system", "content": d.system}] if d.system else [] for d in dialogues
+    ]
     checked = []
     for number in range(max(len(d.turns) for d in dialogues)):
         going = [index for index, dialogue in enumerate(dialogues) if number < len(dialogue.turns)]
@@ -67,6 +78,44 @@ def hold(
             histories[index].append({"role": "assistant", "content": turn.assistant if turn.leads else answer})
             if turn.check is not None:
                 checked.append((turn.check, turn.user, answer))
+    return checked
+
+
+def hold_with_tools(
+    answer_all: Callable[[list[list[dict[str, Any]]], list[tuple[dict[str, Any], ...]]], list[str]],
+    dialogues: list[Dialogue],
+) -> list[tuple[Check, str, str]]:
+    """Hold dialogues with tools, as `hold` does, but with scripted answers as history. Checks each turn's calls, too.
+
+    A call that is not the expected one, letter for letter, is wrong.
+    """
+    checked: list[tuple[Check, str, str]] = []
+    histories: list[list[dict[str, Any]]] = [
+        [{"role": "system", "content": d.system}] if d.system else [] for d in dialogues
+    ]
+
+    def ask(which: list[int]) -> list[str]:
+        return answer_all([histories[index] for index in which], [dialogues[index].tools for index in which])
+
+    for number in range(max(len(d.turns) for d in dialogues)):
+        going = [index for index, dialogue in enumerate(dialogues) if number < len(dialogue.turns)]
+        turns = {index: dialogues[index].turns[number] for index in going}
+        for index, turn in turns.items():
+            histories[index].append({"role": "user", "content": turn.user})
+        for index, answer in zip(going, ask(going), strict=True):
+            calls = "".join(written_call(call) for call in turns[index].calls)
+            if calls:
+                checked.append((Check("tool call", (f"[{calls}]",)), turns[index].user, f"[{answer}]"))
+                histories[index] += turns[index].called()
+            else:
+                checked.append((Check("no tool call", forbid=('"arguments"',)), turns[index].user, answer))
+        called = [index for index in going if turns[index].calls]
+        for index, answer in zip(called, ask(called), strict=True):
+            check = turns[index].check
+            assert check is not None
+            checked.append((check, turns[index].user, answer))
+        for index, turn in turns.items():
+            histories[index].append({"role": "assistant", "content": turn.assistant})
     return checked
 
 
@@ -103,12 +152,16 @@ def main() -> None:
     rng = Random(options.seed)
     dialogues = [write_dialogue(rng, "heldout", rng.randint(*options.turns)) for _ in range(options.dialogues)]
     checked = hold(lambda chats: answer_all(model, tokenizer, chats, options.rows), dialogues)
+    with_tools = [write_tool_dialogue(rng, "heldout") for _ in range(options.dialogues)]
+    checked += hold_with_tools(
+        lambda chats, tools: answer_all(model, tokenizer, chats, options.rows, tools), with_tools
+    )
     result = table(checked)
     print(f"{'kind':34} {'right':>6} {'of':>6} {'share':>7}")
     for kind, row in result.items():
         print(f"{kind:34} {row['right']:6} {row['of']:6} {row['share']:7.1%}")
-    turns, seconds = sum(len(dialogue.turns) for dialogue in dialogues), time.monotonic() - started
-    print(f"{options.dialogues} dialogues, {turns} turns, {device}, {seconds:.0f} s")
+    turns, seconds = sum(len(dialogue.turns) for dialogue in (*dialogues, *with_tools)), time.monotonic() - started
+    print(f"{2 * options.dialogues} dialogues, half of them with tools, {turns} turns, {device}, {seconds:.0f} s")
     wrong = [(check, user, answer) for check, user, answer in checked if not check.passes(answer)]
     for check, user, answer in wrong[: options.wrong]:
         told = " + ".join(check.expect) or check.result

@@ -8,7 +8,7 @@ from random import Random
 from .language import expand, fill
 from .words import GOODS, NAMES, NUMBER_WORDS, Split, belongs, proper
 
-_ASKS = {
+ASKS = {
     "+": "what is {a} plus {b}|what is {a} plus {b}|what's {a} plus {b}|what is {a} + {b}|what's {a} + {b}|{a} + {b}|{a}+{b}|{a} plus {b}|how much is {a} plus {b}|how much is {a} + {b}|add {a} and {b}|calculate {a} + {b}|"
     "compute {a} + {b}|(what is|) the sum of {a} and {b}|can you add {a} and {b}|can you tell me what {a} plus {b} is|{a} + {b} =|{a}+{b}=|what do you get if you add {a} and {b}|do you know what {a} plus {b} is|"
     "what does {a} plus {b} make|{a} and {b} makes what|(add|sum) {a} and {b} (please|)|what is {a}+{b}|whats {a}+{b}|tell me {a} plus {b}",
@@ -88,7 +88,7 @@ def draw_sum(rng: Random, split: Split) -> Sum:
         elif op == "-" and a < b and rng.random() < 0.85:
             a, b = b, a
         if belongs(split, f"{a}{op}{b}"):
-            return Sum.make(rng, a, op, b, _ASKS)
+            return Sum.make(rng, a, op, b, ASKS)
 
 
 def word_problem(rng: Random, split: Split) -> tuple[str, str, str, str]:

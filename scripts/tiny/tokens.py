@@ -8,18 +8,37 @@ piece by piece.
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .dialogues import Dialogue
+from .tools import written_call
 
-PAD, END, SYSTEM, USER, ASSISTANT = SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-PAD_ID, END_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID = range(5)
+PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
+TOOLS, TOOL, CALL, CALLED = "<|tools|>", "<|tool|>", "<tool_call>", "</tool_call>"
+SPECIAL = (PAD, END, SYSTEM, USER, ASSISTANT, TOOLS, TOOL, CALL, CALLED)
+PAD_ID, END_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, TOOLS_ID, TOOL_ID, CALL_ID, CALLED_ID = range(len(SPECIAL))
 
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{- '<|tools|>' -}}
+{%- for tool in tools -%}
+{%- set function = tool.function -%}
+{%- set parameters = function.parameters or {} -%}
+{{- ' ' + function.name + '(' -}}
+{%- for name, schema in (parameters.properties or {}).items() -%}
+{{- ', ' if not loop.first -}}
+{{- name + ('?' if parameters.required is defined and name not in parameters.required else '') + ': ' -}}
+{{- schema.type if schema.type is string else 'any' -}}
+{%- endfor -%}
+{{- ')' + (': ' + function.description if function.description else '') + '\\n' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception('holdfast-tiny knows the roles system, user and assistant, not ' + message['role']) -}}
+{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
+{{- raise_exception('holdfast-tiny knows the roles system, user, assistant and tool, not ' + message['role']) -}}
 {%- endif -%}
 {%- if message['content'] is string -%}
 {%- set content = message['content'] | trim -%}
@@ -27,7 +46,13 @@ CHAT_TEMPLATE = """\
 {%- set content = message['content'] | map(attribute='text') | join(' ') | trim -%}
 {%- endif -%}
 {%- if message['role'] == 'assistant' -%}
-{{- '<|assistant|>' + content + '<|end|>' -}}
+{{- '<|assistant|>' + content -}}
+{%- for call in message.tool_calls or [] -%}
+{%- set arguments = call.function.arguments -%}
+{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- (arguments if arguments is string else arguments | tojson) + '}</tool_call>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
 {%- else -%}
 {{- '<|' + message['role'] + '|> ' + content + '<|end|>' -}}
 {%- endif -%}
@@ -61,7 +86,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
         "bos_token": None,
         "eos_token": END,
         "pad_token": PAD,
-        "additional_special_tokens": [SYSTEM, USER, ASSISTANT],
+        "additional_special_tokens": [SYSTEM, USER, ASSISTANT, TOOLS, TOOL, CALL, CALLED],
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
@@ -69,15 +94,48 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
+def tools_text(tools: Iterable[dict[str, Any]]) -> str:
+    """The tools of a dialogue as the chat template writes them."""
+    lines = []
+    for tool in tools:
+        function = tool["function"]
+        parameters = function["parameters"]
+        arguments = [
+            f"{name}{'?' if name not in parameters.get('required', parameters['properties']) else ''}: {schema['type']}"
+            for name, schema in parameters["properties"].items()
+        ]
+        about = f": {function['description']}" if function["description"] else ""
+        lines.append(f" {function['name']}({', '.join(arguments)}){about}\n")
+    return "".join(lines)
+
+
+def dialogue_texts(dialogue: Dialogue) -> list[tuple[int, str]]:
+    """The texts of a dialogue in their order, each behind the special token of this id."""
+    roles = {"system": SYSTEM_ID, "user": USER_ID, "assistant": ASSISTANT_ID, "tool": TOOL_ID}
+    texts = [(TOOLS_ID, tools_text(dialogue.tools))] if dialogue.tools else []
+    for message in dialogue.messages():
+        said = message["content"] if message["role"] == "assistant" else f" {message['content']}"
+        texts.append((roles[message["role"]], said))
+        for call in message.get("tool_calls", ()):
+            texts.append((CALL_ID, written_call((call["function"]["name"], call["function"]["arguments"]))))
+    return texts
+
+
 def encode_dialogue(tokenizer: Tokenizer, dialogue: Dialogue) -> tuple[list[int], list[bool]]:
     """Token ids as the chat template makes them, and which of them the assistant says (its end mark included)."""
-    messages = dialogue.messages()
-    texts = [m["content"] if m["role"] == "assistant" else " " + m["content"] for m in messages]
+    texts = dialogue_texts(dialogue)
     ids: list[int] = []
     said: list[bool] = []
-    roles = {"system": SYSTEM_ID, "user": USER_ID, "assistant": ASSISTANT_ID}
-    for message, encoding in zip(messages, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True):
-        content = encoding.ids
-        ids += [roles[message["role"]], *content, END_ID]
-        said += [False, *[message["role"] == "assistant"] * (len(content) + 1)]
+    encodings = tokenizer.encode_batch_fast([text for _, text in texts], add_special_tokens=False)
+    for at, ((kind, _), encoding) in enumerate(zip(texts, encodings, strict=True)):
+        own = [kind, *encoding.ids]
+        answers = kind in (ASSISTANT_ID, CALL_ID)
+        # The role's token is given, the call's own one is said.
+        whose = [kind == CALL_ID, *[answers] * len(encoding.ids)]
+        if kind == CALL_ID:
+            own.append(CALLED_ID)
+        if at + 1 == len(texts) or texts[at + 1][0] != CALL_ID:
+            own.append(END_ID)
+        ids += own
+        said += whose + [answers] * (len(own) - len(whose))
     return ids, said

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from .batches import BUCKETS, Writers
-from .dialogues import write_dialogue
-from .tokens import END_ID, PAD_ID, save_tokenizer, train_tokenizer
+from .dialogues import write_dialogue, write_tool_dialogue
+from .tokens import END_ID, PAD_ID, dialogue_texts, save_tokenizer, train_tokenizer
 
 OTHERS_WEIGHT = 0.1  # of the loss on what the assistant does not say
 
@@ -57,7 +57,8 @@ def train(options: argparse.Namespace) -> None:
     started = time.monotonic()
     rng = Random(options.seed)
     sample = [write_dialogue(rng, "train") for _ in range(options.tokenizer_dialogues)]
-    texts = (" " + message["content"] for dialogue in sample for message in dialogue.messages())
+    sample += [write_tool_dialogue(rng, "train") for _ in range(options.tokenizer_dialogues // 3)]
+    texts = (text for dialogue in sample for _, text in dialogue_texts(dialogue))
     options.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(train_tokenizer(texts, options.vocabulary), options.out, BUCKETS[-1])
     with Writers(options.out / "tokenizer.json", options.writers, options.batch_tokens, options.seed) as writers:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from . import words
 from .facts import ME, Attribute, Entity, attributes_of, count_of, sample
@@ -45,29 +46,37 @@ def holds(answer: str, value: str) -> bool:
     return False
 
 
+Call = tuple[str, dict[str, Any]]
+"""The name of a tool, and the arguments that it is called with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message and its answer. `leads`: the next message takes up this very answer."""
+    """A message and its answer. `leads`: the next message takes up this very answer.
+
+    With `calls`, the assistant first calls tools, and gets one of the `results` for each.
+    """
 
     user: str
     assistant: str
     check: Check | None = None
     leads: bool = False
+    calls: tuple[Call, ...] = ()
+    results: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Dialogue:
-    """A conversation; `system` is the system prompt or empty."""
-
-    system: str
-    turns: tuple[Turn, ...]
-
-    def messages(self) -> list[dict[str, str]]:
-        """As chat messages."""
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        for turn in self.turns:
-            messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.assistant}]
-        return messages
+    def called(self) -> list[dict[str, Any]]:
+        """The calls and their results as chat messages."""
+        if not self.calls:
+            return []
+        functions = [{"name": name, "arguments": arguments} for name, arguments in self.calls]
+        calls = [{"id": f"call_{at}", "type": "function", "function": each} for at, each in enumerate(functions)]
+        return [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *(
+                {"role": "tool", "content": result, "tool_call_id": f"call_{at}"}
+                for at, result in enumerate(self.results)
+            ),
+        ]
 
 
 @dataclass(slots=True)
@@ -94,9 +103,17 @@ class Writer:
     values: dict[str, list[str]] = field(default_factory=dict)  # all that was told, by type
     last_sum: int | None = None
 
-    def say(self, user: list[Sentence], assistant: str, check: Check | None = None, leads: bool = False) -> None:
+    def say(
+        self,
+        user: list[Sentence],
+        assistant: str,
+        check: Check | None = None,
+        leads: bool = False,
+        calls: tuple[Call, ...] = (),
+        results: tuple[str, ...] = (),
+    ) -> None:
         """Append a turn."""
-        self.turns.append(Turn(self.style.write(self.rng, user), assistant, check, leads))
+        self.turns.append(Turn(self.style.write(self.rng, user), assistant, check, leads, calls, results))
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share

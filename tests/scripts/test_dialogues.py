@@ -1,13 +1,16 @@
 """The dialogues that train holdfast-tiny: repeatable, correct, and held out where they must be."""
 
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from scripts.tiny.dialogues import Dialogue, write_dialogue, write_text
+from holdfast.engine.text import Text
+from scripts.tiny.dialogues import Dialogue, write_dialogue, write_text, write_tool_dialogue
 from scripts.tiny.facts import ME, attributes_of
 from scripts.tiny.language import Sentence, Style, expand
 from scripts.tiny.sums import draw_sum
+from scripts.tiny.tokens import dialogue_texts, encode_dialogue, save_tokenizer, train_tokenizer
 from scripts.tiny.words import NAMES, Split, belongs, proper
 from scripts.tiny.writer import Check, Writer
 
@@ -117,3 +120,40 @@ def test_every_attribute_can_be_told_asked_and_answered() -> None:
 def test_plain_text_has_no_template_fields() -> None:
     rng = Random(5)
     assert all("{" not in write_text(rng, "train") for _ in range(50))
+
+
+def with_tools(split: Split, count: int = 150) -> list[Dialogue]:
+    rng = Random(3)
+    return [write_tool_dialogue(rng, split) for _ in range(count)]
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_every_call_is_of_an_offered_tool_with_its_arguments_and_has_a_result(split: Split) -> None:
+    calls = 0
+    for dialogue in with_tools(split):
+        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in dialogue.tools}
+        for turn in dialogue.turns:
+            assert len(turn.calls) == len(turn.results)
+            calls += len(turn.calls)
+            for name, arguments in turn.calls:
+                kinds = {"string": str, "integer": int, "number": int}
+                properties = tools[name]["properties"]
+                assert set(tools[name].get("required", properties)) <= {*arguments, "unit"}
+                assert all(type(value) is kinds[properties[key]["type"]] for key, value in arguments.items())
+            if turn.calls:
+                assert turn.check is not None and turn.check.passes(turn.assistant), turn
+    assert calls > 100
+
+
+def test_a_dialogue_with_tools_is_learned_in_the_tokens_that_the_template_gives(tmp_path: Path) -> None:
+    sample = with_tools("train", 60)
+    tokenizer = train_tokenizer((text for dialogue in sample for _, text in dialogue_texts(dialogue)), 600)
+    save_tokenizer(tokenizer, tmp_path, 4096)
+    text = Text.from_directory(tmp_path)
+    for dialogue in sample[:20]:
+        rendered = text.render_chat(dialogue.messages(), add_generation_prompt=False, tools=dialogue.tools)
+        ids, said = encode_dialogue(tokenizer, dialogue)
+        assert ids == text.encode(rendered, add_special_tokens=False)
+        begun = [at for at, token in enumerate(ids) if token == text.token_id("<|assistant|>")]
+        assert all(not said[at] and said[at + 1] for at in begun)
+    text.close()

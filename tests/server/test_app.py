@@ -194,7 +194,17 @@ async def test_max_tokens_defaults_to_the_rest_of_the_context_for_chats_and_16_f
     ("given", "param", "code"),
     [
         ({"tools": [{"type": "function"}]}, "tools[0].function", "invalid_value"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+            "invalid_value",
+        ),
+        ({"structured_outputs": {"json_object": True, "regex": "a"}}, "structured_outputs", "invalid_value"),
+        ({"structured_outputs": {"xgrammar": "a"}}, "structured_outputs.xgrammar", "unknown_parameter"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "mutually_exclusive_parameters"),
+        ({"guided_json": "{"}, "guided_json", "invalid_value"),
+        ({"guided_choice": []}, "guided_choice", "invalid_value"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"logprobs": 21}, "logprobs", "invalid_value"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -17,7 +17,7 @@ from holdfast.lm.kernels.lora.groups import Groups, groups_of, most_tiles, tiles
 from holdfast.lm.kernels.lora.protocol import Lora
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.kernels.sampling.sampler import Wishes
-from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, Sampling, StepPlan, Telling
+from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, Answer, ConstrainedRow, Sampling, StepPlan, Telling
 
 if TYPE_CHECKING:
     from holdfast.lm.kernels.launch import SideStream  # a CPU installation has no Triton
@@ -92,6 +92,10 @@ class StagedStep:
     """What sampled rows ask for beyond a token; None if none does."""
     tells: tuple[Telling, ...] = ()
     """The plan's own."""
+    constrained: tuple[ConstrainedRow, ...] = ()
+    """The sampled rows that follow a grammar."""
+    answers: tuple[Answer, ...] = ()
+    """Those of such rows that have a new sequence."""
     adapted: tuple[Groups, Groups] | None = None
     """The tokens, and the sampled rows, by the slot of their adapter: one object where all tokens are sampled rows.
     None if no segment has an adapter."""
@@ -213,6 +217,8 @@ class Batch:
             any_filtered=any_filtered,
             wishes=wishes,
             tells=plan.tells,
+            constrained=() if wishes is None or not wishes.masked else self._constrained(plan, wishes.masked),
+            answers=plan.answers,
             adapted=adapted,
         )
 
@@ -396,6 +402,16 @@ class Batch:
             records, positions = [drawn[index] for index in at.tolist()], segments.context_stop[at].tolist()
             wishes = Wishes.of(records, rows.tolist(), positions, plan.histories)
         return count, any_random, any_filtered, wishes
+
+    def _constrained(self, plan: StepPlan, masked: Sequence[int]) -> tuple[ConstrainedRow, ...]:
+        """The sampled rows `masked` of a plan."""
+        sampled = [segment for segment in plan.segments if segment.sampling is not None]
+        found = []
+        for at in masked:
+            segment = sampled[at]
+            assert segment.sampling is not None
+            found.append(ConstrainedRow(at, segment.row, segment.start, segment.stop, segment.tokens, segment.sampling))
+        return tuple(found)
 
 
 def write_tiles(arrays: Arrays, name: str, groups: Groups, size: int) -> None:

@@ -18,6 +18,8 @@ from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import Transfers
+from holdfast.lm.grammar.compiler import mask_words
+from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.collectives.protocol import Group
@@ -25,7 +27,7 @@ from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import HiddenModel, LayerCache, LayerCaches, Model, StepInput
-from holdfast.lm.types import StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
+from holdfast.lm.types import Forced, StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
 
 Layers = tuple[LayerCache, ...]
 """By layer, its key cache and its value cache."""
@@ -83,27 +85,66 @@ QUERY_SECONDS = 2e-5
 """How often a step in flight is looked at, where the wait for it must be able to end before it does."""
 
 
-@dataclass(frozen=True, slots=True)
+class MaskBuffers:
+    """Where masks are written, and copied to a GPU beside the step that they are for."""
+
+    def __init__(self, rows: int, words: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._host = torch.empty(rows, words, dtype=torch.int32, pin_memory=on_gpu)
+        self._device = torch.empty_like(self._host, device=device) if on_gpu else self._host
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+
+    def host(self, rows: int) -> torch.Tensor:
+        """Room for the masks of so many rows [rows, words]. The draw by the last masks must have ended."""
+        return self._host[:rows]
+
+    def upload(self, rows: int) -> torch.Tensor:
+        """The masks on the device, for what is launched from now on."""
+        masks = self._device[:rows]
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                masks.copy_(self._host[:rows], non_blocking=True)
+            torch.cuda.current_stream(masks.device).wait_stream(self._stream)
+        return masks
+
+
+@dataclass(slots=True, eq=False)
 class CudaFlight:
     """A step in flight on a GPU. What it has drawn is in pinned memory once `done` has passed."""
 
-    step: int
-    drawn: Drawn
+    plan: StepPlan
     staged: StagedStep | None
     began: torch.cuda.Event
     done: torch.cuda.Event
     """Before the slice of training."""
-    training: LaunchedTraining | None
+    computed: tuple[PackedStep, torch.Tensor] | None = None
+    """The step's inputs and its logits, until it is drawn."""
+    drawn: Drawn | None = None
+    forced: tuple[Forced, ...] | None = None
+    """What must follow its tokens, once the matchers have read them."""
+    training: LaunchedTraining | None = None
+    error: Exception | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What it has drawn. Waits for the device."""
+        assert self.drawn is not None, f"step {self.plan.step} has not been drawn"
+        self.done.synchronize()
+        return tuple(self.drawn.tokens.tolist())
 
     def result(self) -> StepResult:
+        if self.error is not None:
+            raise self.error
+        assert self.drawn is not None, f"step {self.plan.step} has not been drawn"
         self.done.synchronize()
         seconds = self.began.elapsed_time(self.done) / 1000
         training = None if self.training is None else self.training.result()
-        return replace(_result(self.step, self.drawn, self.staged, seconds), training=training)
+        result = _result(self.plan.step, self.drawn, self.staged, seconds)
+        return replace(result, training=training, forced=self.forced or ())
 
     def wait(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while not self.done.query():  # type: ignore[no-untyped-call]
+        while self.error is None and not self.done.query():  # type: ignore[no-untyped-call]
             if time.monotonic() >= deadline:
                 return False
             time.sleep(QUERY_SECONDS)
@@ -120,6 +161,10 @@ class PagedExecutor:
     On CUDA `submit` puts the step on the current stream and returns. On a CPU one worker thread runs the steps in
     order, while the caller plans the next one. Sampled tokens feed the next step on the device: a plan may ask for a
     token (`PENDING`) that the step before it has not yet given to the host.
+
+    A row with a grammar needs the tokens before the one to draw. On CUDA such a step is launched up to its logits. Its
+    masks are computed when the host has the tokens of the step before it, while the device computes the logits. Then
+    the draw is launched. The oldest step in flight has always been drawn.
     """
 
     def __init__(
@@ -140,6 +185,13 @@ class PagedExecutor:
         self._device = model.spec.device
         self.training: Training | None = None
         """What computes the slices of plans. Set before the first of them."""
+        self.matchers: Matchers | None = None
+        """What follows grammars, on the first of the devices that share the layers. Set before the first of them."""
+        self._mask_buffers: MaskBuffers | None = None
+        self._unread: deque[CudaFlight] = deque()
+        """Drawn steps with grammars whose tokens the matchers have not read."""
+        self._undrawn: CudaFlight | None = None
+        """The newest step in flight, if its draw waits for tokens of earlier ones."""
         self._in_flight: deque[tuple[StagedStep | None, bool, Flight]] = deque()
         """With each step, whether it is complete only when its copies are."""
         self._late_writes: tuple[TableWrite, ...] = ()
@@ -169,7 +221,12 @@ class PagedExecutor:
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises what that step raised."""
         staged, waits, flight = self._in_flight.popleft()
+        if isinstance(flight, CudaFlight):
+            while flight in self._unread:
+                self._read_next()
         result, memory = flight.result(), self.memory
+        if self._undrawn is not None and self._in_flight[0][2] is self._undrawn:
+            self._draw_late()
         if staged is not None:
             memory.batch.release(staged)
         if memory.transfers is not None:
@@ -207,29 +264,82 @@ class PagedExecutor:
         if self._stage is not None and staged is not None:
             self._stage.enter(staged, self.memory.batch.last_token)
             began = time.perf_counter()  # the time that a stage waits for others is not the step's
-        drawn = self._nothing if staged is None else self._forward(staged, layers)
+        drawn, forced = self._nothing, tuple[Forced, ...]()
+        if staged is not None:
+            drawn = self._draw(staged, *self._forward(staged, layers), self._masks(staged))
         result = _result(plan.step, drawn, staged, 0.0)
+        if staged is not None and staged.constrained and self.matchers is not None:
+            forced = self.matchers.read(staged.constrained, result.tokens)
         seconds = time.perf_counter() - began
         launched = self._train(plan)
         training = None if launched is None else launched.result()
-        return replace(result, seconds=seconds, training=training)
+        return replace(result, seconds=seconds, training=training, forced=forced)
 
     def _start_on_cuda(self, plan: StepPlan, staged: StagedStep | None) -> Flight:
+        self._draw_late()
+        began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        flight = CudaFlight(plan, staged, began, done)
         try:
-            began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
             layers = self.memory.begin_copies(plan)
             if self._stage is not None and staged is not None:
                 self._stage.enter(staged, self.memory.batch.last_token)
                 began.record()
-            drawn = (self._forward(staged, layers) if staged is not None else self._nothing).on_host()
-            done.record()
-            training = self._train(plan)
+            if staged is not None:
+                flight.computed = self._forward(staged, layers)
+            if staged is not None and staged.constrained and self.matchers is not None and self._in_flight:
+                self._undrawn = flight
+            else:
+                self._complete(flight)
         except Exception as error:
-            failed: Future[StepResult] = Future()
-            failed.set_exception(error)
-            return failed
-        return CudaFlight(plan.step, drawn, staged, began, done, training)
+            flight.error = error
+        return flight
+
+    def _draw_late(self) -> None:
+        """Launch what is left of the newest step in flight, if its draw waits."""
+        flight, self._undrawn = self._undrawn, None
+        if flight is not None:
+            try:
+                self._complete(flight)
+            except Exception as error:
+                flight.error = error
+
+    def _complete(self, flight: CudaFlight) -> None:
+        """Launch a step's draw and its slice of training."""
+        staged, drawn = flight.staged, self._nothing
+        if staged is not None and flight.computed is not None:
+            masks = self._masks(staged)
+            drawn = self._draw(staged, *flight.computed, masks)
+            if masks is not None and self.matchers is not None:
+                self._unread.append(flight)
+        flight.computed, flight.drawn = None, drawn.on_host()
+        flight.done.record()
+        flight.training = self._train(flight.plan)
+
+    def _read_next(self) -> None:
+        """Let the matchers read the tokens of the oldest step that they have not read. Waits for the device."""
+        flight = self._unread.popleft()
+        assert flight.staged is not None and self.matchers is not None
+        flight.forced = self.matchers.read(flight.staged.constrained, flight.tokens)
+
+    def _masks(self, staged: StagedStep) -> torch.Tensor | None:
+        """The masks of a step's rows with grammars [M, W] int32, on the device; None if it has no such row.
+
+        Other devices than the first of a group have empty ones; they get the first one's.
+        """
+        rows = staged.constrained
+        if not rows:
+            return None
+        if self.matchers is None:
+            words = mask_words(self._model.spec.vocab_size)
+            return torch.zeros(len(rows), words, dtype=torch.int32, device=self._device)
+        while self._unread:
+            self._read_next()
+        if self._mask_buffers is None:
+            rows_of_batch = len(self.memory.batch.last_token)
+            self._mask_buffers = MaskBuffers(rows_of_batch, self.matchers.words, self._device)
+        self.matchers.masks(rows, staged.answers, self._mask_buffers.host(len(rows)).numpy())
+        return self._mask_buffers.upload(len(rows))
 
     def _train(self, plan: StepPlan) -> LaunchedTraining | None:
         """Launch a plan's slice of training, if it has one. Raises ValueError without a trainer."""
@@ -240,10 +350,10 @@ class PagedExecutor:
         return self.training.launch(plan.training, plan.lent)
 
     @torch.inference_mode()
-    def _forward(self, staged: StagedStep, layers: LayerCaches) -> Drawn:
-        """Run one step on the device; the sampled tokens [R], which also become the last tokens of their rows.
+    def _forward(self, staged: StagedStep, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
+        """Run one step on the device up to its logits [R, own_vocab_size]; these, and its inputs.
 
-        Before the last stage of a pipeline there are none.
+        Before the last stage of a pipeline: its stream [T, width]. Both are valid until the next step is run.
         """
         memory = self.memory
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
@@ -251,16 +361,24 @@ class PagedExecutor:
         graphs = memory.graphs if staged.adapted is None else memory.adapter_graphs
         captured = graphs is not None and not swapping_in and not staged.reads_hidden
         started = graphs.run(staged) if graphs is not None and captured else None
-        packed, given = started or self._eager(staged, layers)
+        return started or self._eager(staged, layers)
+
+    @torch.inference_mode()
+    def _draw(self, staged: StagedStep, packed: PackedStep, given: torch.Tensor, masks: torch.Tensor | None) -> Drawn:
+        """Sample after the rows of a step; the tokens [R], which also become the last tokens of their rows.
+
+        Before the last stage of a pipeline there are none.
+        """
         stage, drawn, told = self._stage, self._nothing, dict[str, Any]()
         if stage is None or stage.last:
             if staged.reads_hidden:
                 given, told = self._read_hidden(staged, packed, given)
             kinds = {"any_random": staged.any_random, "any_filtered": staged.any_filtered}
             last = None if staged.wishes is None else packed.ids.index_select(0, packed.sample_at)
-            drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds, last=last)._replace(**told)
+            drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds, last=last, masks=masks)
+            drawn = drawn._replace(**told)
             given = drawn.tokens
-            memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
+            self.memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
         if stage is not None:
             stage.leave(staged, packed.sample_rows, given)
         return drawn

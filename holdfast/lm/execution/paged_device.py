@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 
+import numpy as np
 import torch
 
 from holdfast.core.config import EngineConfig
@@ -25,10 +26,13 @@ from holdfast.lm.execution.link_times import LinkTimes, time_links
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import CopyStream, Transfers, stream_for
+from holdfast.lm.grammar.compiler import mask_words
+from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.fp8 import FP8
+from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sampler import Sampler
 from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import CapturableModel, HiddenModel, Model
@@ -150,6 +154,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """The executor over the allocated memory."""
         return PagedExecutor(self.model, self.attention, self.memory, self.group, self._stage)
 
+    def follow(self, matchers: Matchers) -> None:
+        """Let steps have rows with grammars. Call it after `allocate`, before the first of them."""
+        self.executor.matchers = matchers
+
     @property
     def host(self) -> HostMemory | None:
         """The host tier, where it has to be locked. Raises RuntimeError before `allocate`."""
@@ -194,10 +202,12 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         spec, sampler = self.model.spec, Sampler(self.group, self.model.spec.vocab_size)
         logits = torch.zeros(1, spec.own_vocab_size, dtype=spec.dtype, device=self.device)
         packed = batch.apply(1, 1)
-        draws = [
+        draws: list[Callable[[], object]] = [
             partial(sampler.draw, logits, packed.columns, None, any_random=random, any_filtered=filtered)
             for random, filtered in SAMPLING_VARIANTS
         ]
+        masks = torch.zeros(1, mask_words(spec.vocab_size), dtype=torch.int32, device=self.device)
+        draws.append(partial(forbid, logits, masks, np.zeros(1, np.int64)))
         works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
         if adapter_graphs is not None:
             works += adapter_graphs.rehearsals()

@@ -9,7 +9,7 @@ from math import inf
 
 from holdfast.core.columns import Columns
 from holdfast.lm.scheduler.admission import Admission
-from holdfast.lm.scheduler.entries import AWAITED, Entry
+from holdfast.lm.scheduler.entries import AWAITED, NO_ROW, RANK, Entry
 from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.types import (
@@ -194,6 +194,17 @@ class StepBuilder:
             self._slots += [entry.slot for entry in chosen]
         self.num_tokens += len(chosen)
         self.budget -= len(chosen)
+        if self._queues.forced:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Plan the tokens that grammars have forced on running sequences, as far as the budget lasts."""
+        queues = self._queues
+        queues.forced = {entry for entry in queues.forced if not entry.decoding}
+        for entry in sorted(queues.forced, key=RANK):
+            # One of them may be preempted for another.
+            if entry in queues.forced and entry.next_step <= self.number and self.budget > 0:
+                self._chunk(entry)
 
     def speculate(self, draft: Callable[[Entry], Sequence[int]]) -> None:
         """Extend the decodes planned so far by drafted tokens, as far as budget, free blocks and limits allow.
@@ -318,9 +329,13 @@ class StepBuilder:
     def _chunk(self, entry: Entry) -> None:
         """Plan what a sequence lacks, as far as the budget lasts: a segment for each missing range."""
         sequence, cache = entry.sequence, entry.cache
+        if sequence.length > cache.capacity:  # tokens that its grammar forces have no blocks yet
+            self._preemption.grow_to(entry, sequence.length)
+            if cache.capacity == cache.planned:
+                return
         entry.next_step = self.number + 1
         for start, end in cache.missing(sequence.length):
-            stop = min(end, start + self.budget)
+            stop = min(end, start + self.budget, cache.capacity)
             if self.pace is not None and (most := start + self.pace(start, stop)) < stop:
                 stop, self.budget = most, most - start
             if start == stop:
@@ -344,6 +359,8 @@ class StepBuilder:
                 sequence.length += 1
                 entry.decoding = True
                 entry.next_step = self._after_sampling
+            else:
+                entry.history_in = NO_ROW, 0  # the segment that samples will not have these tokens
         cache.cache_blocks(sequence.tokens)
 
     def _tell(self, entry: Entry, alternatives: int, start: int, stop: int) -> None:

@@ -48,6 +48,8 @@ class Entry:
     later as a pipeline has stages, or the next step once the token is known. After drafted tokens, whose outcome is
     uncertain, it is AWAITED.
     """
+    known_before: int = 0
+    """Plans of a lower number give it tokens that it has already: its grammar forces them."""
     lost_before: int = 0
     """Plans of a lower number may give it no token: its state was lost."""
     adapter: str = ""
@@ -57,7 +59,7 @@ class Entry:
     held: bool = False
     """It waits for its adapter, outside of the waiting queue."""
     history_in: tuple[int, int] = (NO_ROW, 0)
-    """The row that its history was sent to, and how often it had been preempted by then."""
+    """The row that its history or its answer was sent to, and how often it had been preempted by then."""
     tells: int | None = None
     """Alternatives to tell with the log probability of each token of its prompt; None: tell nothing."""
     told: int = 0

@@ -89,6 +89,11 @@ class Preemption:
         self._add_block(entry)
         return True
 
+    def grow_to(self, entry: Entry, positions: int) -> None:
+        """Give a running sequence blocks for this many positions, as far as `grow` finds them."""
+        while entry.cache.capacity < positions and self.grow(entry):
+            pass
+
     def grow_freely(self, entry: Entry, positions: int) -> None:
         """Give a running sequence blocks for this many positions, as far as free blocks last; preempts nothing."""
         while entry.cache.capacity < positions and self._queues.pool.can_grow(entry.cache):

@@ -17,11 +17,14 @@ from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.protocol import AnyMemory, AnyState
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
-from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.entries import NO_ROW, Entry
 from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.tuner import Tuner
-from holdfast.lm.types import History, Sampling, SchedulerStats, Sequence, StepPlan, StepResult
+from holdfast.lm.types import Answer, Forced, History, Sampling, SchedulerStats, Sequence, StepPlan, StepResult
+
+LEAST_FORCED = 2
+"""Fewer tokens that a grammar forces are sampled one by one: a step of decodes alone is faster."""
 
 
 class Scheduler:
@@ -100,7 +103,9 @@ class Scheduler:
         """The embeddings that the present result gives."""
         self._requests = 0
         self._counting = 0
-        """Requests whose draws depend on the tokens so far."""
+        """Requests whose draws depend on the tokens so far, by penalties or by a grammar."""
+        self._known_before = 0
+        """The largest `Entry.known_before`."""
         self._steps = 0
         self._ended = 0
         self._now = 0.0
@@ -139,7 +144,7 @@ class Scheduler:
         if self._adapters is not None and adapter:
             self._adapters.users[adapter] += 1
         self._requests += 1
-        self._counting += entry.sampling.counts
+        self._counting += depends(entry.sampling)
         self._entries[request.id] = entry
         if self._queues.num_waiting:
             self._now = max(self._now, request.arrival)
@@ -172,22 +177,26 @@ class Scheduler:
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
-            if self._counting and (histories := self._histories(step.sampling)):
-                plan = replace(plan, histories=histories)
+            if self._counting and (histories := self._histories(step.sampling)) != ((), ()):
+                plan = replace(plan, histories=histories[0], answers=histories[1])
             self._in_flight.append((self._steps, step.sampling, self._ended, step.telling))
             self._steps += 1
             self._tokens_computed += step.num_tokens
         return plan
 
-    def _histories(self, sampling: list[Entry]) -> tuple[History, ...]:
+    def _histories(self, sampling: list[Entry]) -> tuple[tuple[History, ...], tuple[Answer, ...]]:
         """The tokens of those sequences whose draws depend on them, where they are new in their row."""
-        found = []
+        histories, answers = [], []
         for entry in sampling:
-            place = entry.row, entry.sequence.preemptions
-            if entry.sampling.counts and (self._sends_all or entry.history_in != place):
+            record, place = entry.sampling, (entry.row, entry.sequence.preemptions)
+            if depends(record) and (self._sends_all or entry.history_in != place):
                 entry.history_in = place
-                found.append(History(entry.row, tuple(entry.sequence.tokens)))
-        return tuple(found)
+                tokens, start = entry.sequence.tokens, len(entry.sequence.request.prompt)
+                if record.counts:
+                    histories.append(History(entry.row, tuple(tokens)))
+                if record.grammar is not None:
+                    answers.append(Answer(entry.row, start, tuple(tokens[start:])))
+        return tuple(histories), tuple(answers)
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:
         """Apply the result of the oldest plan in flight; returns the new tokens, and which sequences ended.
@@ -235,14 +244,24 @@ class Scheduler:
         self._order.sampled(sampling)
         tokens: abc.Sequence[int] = result.tokens
         told: abc.Sequence[TokenLogprobs | None] = result.logprobs
-        if ended < self._ended:  # some of them may have ended since the step was planned
-            kept = [place for place, entry in enumerate(sampling) if entry.sequence.finish_reason is None]
+        forced = [(sampling[each.at], each) for each in result.forced]
+        # Some of them may have ended since the step was planned, or may know what it gives.
+        if ended < self._ended or number < self._known_before:
+            kept = [
+                place
+                for place, entry in enumerate(sampling)
+                if entry.sequence.finish_reason is None and number >= entry.known_before
+            ]
             sampling, tokens = [sampling[place] for place in kept], [tokens[place] for place in kept]
             told = [told[place] for place in kept] if told else told
         before = self._ended
         self._append(sampling, tokens)
         logprobs = [() if each is None else (each,) for each in told]
-        return self._outputs(sampling, list(zip(tokens)), logprobs, some_ended=self._ended > before)
+        added: list[tuple[int, ...]] = list(zip(tokens))
+        for entry, tail in forced:
+            if number >= entry.known_before and (more := self._follow(entry, tail)):
+                added[sampling.index(entry)] += more
+        return self._outputs(sampling, added, logprobs, some_ended=self._ended > before)
 
     def _read_ragged(self, sampling: list[Entry], plan: StepPlan, result: StepResult) -> Columns[SequenceOutput]:
         """Apply a result with no, one or several tokens for each sampling segment."""
@@ -253,7 +272,7 @@ class Scheduler:
             tokens, of_tokens = tuple(islice(rest, count)), tuple(islice(told, count))
             self._order.sampled([entry] * len(tokens))
             sequence, cache, known = entry.sequence, entry.cache, len(entry.sequence.tokens)
-            if sequence.finish_reason is not None:
+            if sequence.finish_reason is not None or plan.step < entry.known_before:
                 continue
             if plan.samples is not None and plan.samples[place] > 1:  # a draft: all but the last token is computed
                 sequence.rollback(known + len(tokens))
@@ -267,6 +286,10 @@ class Scheduler:
                         logprobs.setdefault(entry, []).append(each)
             if tokens:
                 grown.setdefault(entry, known)
+        for tail in result.forced:
+            entry = sampling[tail.at]
+            if plan.step >= entry.known_before:
+                self._follow(entry, tail)
         added = [tuple(entry.sequence.tokens[known:]) for entry, known in grown.items()]
         of_entries = [tuple(logprobs.get(entry, ())) for entry in grown] if logprobs else []
         return self._outputs([*grown], added, of_entries, some_ended=self._ended > before)
@@ -283,6 +306,34 @@ class Scheduler:
                     self._end(entry, FinishReason.LENGTH)
             if token in entry.ends:
                 self._end(entry, FinishReason.STOP)
+
+    def _follow(self, entry: Entry, forced: Forced) -> tuple[int, ...]:
+        """Append what must follow a sequence's last token. The next step computes it, as it does tokens of a prompt.
+
+        Steps in flight sample the first of these tokens, too; what they give is known then. Returns the tokens.
+        """
+        sequence = entry.sequence
+        if (
+            sequence.finish_reason is not None
+            or entry.row == NO_ROW
+            or not entry.decoding
+            or not entry.sampling.skips
+            or len(forced.tokens) - sequence.in_flight < LEAST_FORCED
+        ):
+            return ()
+        known, length = len(sequence.tokens), sequence.length
+        for token in forced.tokens:
+            if sequence.finish_reason is None:
+                self._append([entry], [token])
+        added = tuple(sequence.tokens[known:])
+        self._order.sampled([entry] * len(added))
+        if sequence.finish_reason is None:
+            sequence.length = len(sequence.tokens)
+            entry.decoding = False
+            self._queues.forced.add(entry)
+            if length > known:
+                entry.known_before = self._known_before = self._steps
+        return added
 
     def _outputs(
         self,
@@ -364,7 +415,7 @@ class Scheduler:
     def _end(self, entry: Entry, reason: FinishReason) -> None:
         entry.sequence.finish_reason = reason
         self._ended += 1
-        self._counting -= entry.sampling.counts
+        self._counting -= depends(entry.sampling)
         del self._entries[entry.id]
         self._queues.stop(entry, self._now)
         if self._adapters is not None and entry.adapter:
@@ -383,6 +434,11 @@ class Scheduler:
         """The next seed for a request that brings none, the same in every run."""
         digest = hashlib.sha256(f"{self._seed}/{self._requests}".encode()).digest()
         return int.from_bytes(digest[:8], "little") & MAX_SEED
+
+
+def depends(sampling: Sampling) -> bool:
+    """Whether a draw depends on the tokens so far."""
+    return sampling.counts or sampling.grammar is not None
 
 
 def valid_counts(plan: StepPlan, result: StepResult, sampling: list[Entry]) -> bool:

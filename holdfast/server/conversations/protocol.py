@@ -66,11 +66,6 @@ class TextOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
     format: dict[str, Any] = field(default_factory=lambda: {"type": "text"})
     verbosity: Literal["low", "medium", "high"] | None = None
 
-    def __post_init__(self) -> None:
-        if self.format != {"type": "text"}:
-            reason = "text.format is not supported yet, except for plain text; leave it out"
-            raise ApiError(reason, param="text.format", code="unsupported_parameter")
-
 
 class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/responses."""
@@ -119,6 +114,10 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     def template_options(self) -> dict[str, Any]:
         """Further variables of the chat template."""
         return template_options(self.chat_template_kwargs, self.reasoning.effort)
+
+    @property
+    def answer_format(self) -> tuple[str, Mapping[str, Any]]:
+        return "text.format", self.text.format
 
     @property
     def most_tokens(self) -> int | None:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from holdfast.core.types import Grammar, SamplingParams
+from holdfast.server.formats import grammars
+from holdfast.server.formats.grammars import GrammarText
 from holdfast.server.formats.history import Message, settled, short_ids, spelled_out
 from holdfast.server.formats.llama import TAG as PYTHON_TAG
 from holdfast.server.formats.llama import LlamaCalls
@@ -28,6 +31,9 @@ class Template(Protocol):
     def token_id(self, piece: str) -> int | None:
         """The id of a tag, if it is a token."""
 
+    def is_visible(self, token: int) -> bool:
+        """Whether a token is ordinary text, and not a special token."""
+
     def render_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
     ) -> str:
@@ -42,6 +48,8 @@ class CallFormat:
     parser: Callable[[Toolset], Parser]
     tags: tuple[str, ...]
     """The tags that it knows. Those that are special tokens are shown to the parser."""
+    grammar: Callable[[GrammarText, Toolset], str]
+    """Writes the grammar of an answer behind its reasoning."""
     short_ids: bool = False
     """Whether ids of calls have nine letters and digits."""
 
@@ -53,14 +61,20 @@ class CallFormat:
         return f"call_{secrets.token_hex(12)}"
 
 
-def _tagged(toolset: Toolset) -> Parser:
-    return TaggedCalls({tool.name: tool.schema for tool in toolset.tools})
+def _schemas(toolset: Toolset) -> dict[str, Mapping[str, Any]]:
+    return {tool.name: tool.schema for tool in toolset.tools}
 
 
-HERMES = CallFormat("hermes", _tagged, (OPEN, CLOSE))
-QWEN_CODER = CallFormat("qwen3_coder", _tagged, (OPEN, CLOSE))
-LLAMA = CallFormat("llama3_json", lambda toolset: LlamaCalls([tool.name for tool in toolset.tools]), (PYTHON_TAG,))
-MISTRAL = CallFormat("mistral", lambda _: MistralCalls(), (TOOL_CALLS, ID, ARGS), short_ids=True)
+HERMES = CallFormat("hermes", lambda toolset: TaggedCalls(_schemas(toolset)), (OPEN, CLOSE), grammars.hermes)
+QWEN_CODER = CallFormat(
+    "qwen3_coder", lambda toolset: TaggedCalls(_schemas(toolset), bare=True), (OPEN, CLOSE), grammars.qwen_coder
+)
+LLAMA = CallFormat(
+    "llama3_json", lambda toolset: LlamaCalls(list(_schemas(toolset))), (PYTHON_TAG,), grammars.llama(PYTHON_TAG)
+)
+MISTRAL = CallFormat(
+    "mistral", lambda _: MistralCalls(), (TOOL_CALLS, ID, ARGS), grammars.mistral(TOOL_CALLS, ARGS), short_ids=True
+)
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "hermes": HERMES,
@@ -129,6 +143,8 @@ class AnswerFormat:
     """Special tokens that are tags of the reasoning."""
     shown_calls: frozenset[int]
     """Special tokens that are tags of calls."""
+    tokens: Mapping[str, int]
+    """The ids of tags that are tokens."""
 
     @classmethod
     def find(cls, text: Template, calls: str | None = None, reasoning: str | None = None) -> AnswerFormat:
@@ -137,15 +153,18 @@ class AnswerFormat:
         form = detected_calls(text) if calls is None else CALL_FORMATS[calls]
         tags = detected_reasoning(text) if reasoning is None else REASONING_FORMATS[reasoning]
 
-        def ids(tags: Sequence[str]) -> frozenset[int]:
-            return frozenset(token for tag in tags if (token := text.token_id(tag)) is not None)
-
+        if calls is None and not knows:
+            form = HERMES
+        around = () if tags is None else (tags.open, tags.close)
+        tokens = {tag: token for tag in (*around, *form.tags) if (token := text.token_id(tag)) is not None}
+        special = {tag: token for tag, token in tokens.items() if not text.is_visible(token)}
         return cls(
-            calls=form if knows or calls is not None else HERMES,
+            calls=form,
             reasoning=tags,
             knows_tools=knows,
-            shown=ids(() if tags is None else (tags.open, tags.close)),
-            shown_calls=ids(form.tags),
+            shown=frozenset(special[tag] for tag in around if tag in special),
+            shown_calls=frozenset(special[tag] for tag in form.tags if tag in special),
+            tokens=tokens,
         )
 
     @property
@@ -164,6 +183,8 @@ class Reading:
         self.options = options
         self.opened = False
         """Whether answers begin within reasoning."""
+        self.closed = False
+        """Whether the prompt says that there is none."""
         self.shown = format.shown | (format.shown_calls if toolset is not None else frozenset())
         """Special tokens whose names belong to the text of answers."""
 
@@ -184,7 +205,32 @@ class Reading:
         prompt = text.render_chat(said, tools=tools, options=self.options)
         tags = self.format.reasoning
         self.opened = tags is not None and tags.opened_by(prompt)
+        self.closed = tags is not None and prompt.rstrip().endswith(tags.close)
         return prompt
+
+    def constrained(self, params: SamplingParams) -> SamplingParams:
+        """The sampling of an answer, once the prompt is rendered: with the grammar that its calls need, if any.
+
+        A grammar that the request gives is for what comes behind the reasoning, unless the answer is a call.
+        """
+        toolset, tags, given = self.toolset, None if self.closed else self.format.reasoning, params.grammar
+        if given is None and not (toolset is not None and toolset.constrained):
+            return params
+        if given is not None and toolset is None and tags is None:
+            return params
+        grammar = GrammarText(self.format.tokens.get)
+        bodies = []
+        if given is not None and not (toolset is not None and toolset.mode == "required"):
+            bodies.append(grammar.answer(given))
+        if toolset is not None:
+            calls = toolset if toolset.mode == "required" else toolset.free()
+            if given is not None:  # the answer is a call, or what was asked for
+                calls = replace(calls, mode="required")
+            bodies.append(self.format.calls.grammar(grammar, calls))
+        body = f"({' | '.join(bodies)})"
+        if tags is not None:
+            body = grammar.reasoning(tags.open, tags.close, self.opened) + body
+        return replace(params, grammar=Grammar("lark", grammar.written(body)))
 
     def reader(self) -> AnswerReader:
         """What reads one answer, once the prompt is rendered."""

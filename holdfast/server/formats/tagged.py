@@ -30,11 +30,15 @@ WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class TaggedCalls(Parser):
-    """Reads either kind, whichever the model writes. A function may also stand without the outer tag."""
+    """Reads either kind, whichever the model writes."""
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """`schemas` are those of the tools' arguments, by name: XML does not say which values are strings."""
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, bare: bool = False) -> None:
+        """`schemas` are those of the tools' arguments, by name: XML does not say which values are strings.
+
+        With `bare`, a function may also stand without the outer tag.
+        """
         super().__init__()
+        self._tags = (OPEN, FUNCTION) if bare else (OPEN,)
         self._schemas = schemas
         self._object = CallObject(self)
         self._opening = ""
@@ -45,7 +49,7 @@ class TaggedCalls(Parser):
         self._value = ""
 
     def outside(self) -> bool:
-        match self.until((OPEN, FUNCTION)):
+        match self.until(self._tags):
             case None:
                 return False
             case "<function=":

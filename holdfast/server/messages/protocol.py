@@ -62,7 +62,7 @@ class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
     harmless: ClassVar[tuple[str, ...]] = (
-        "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata", "output_config",
+        "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata",
         "service_tier", "speed", "user_profile_id", "workspace_id",
     )  # fmt: skip
 
@@ -72,6 +72,8 @@ class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
     tools: Blocks = field(default_factory=list)
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
+    output_config: dict[str, Any] = field(default_factory=dict)
+    """Its `format`, a JSON schema, is what the answer must follow. An effort has no effect."""
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
 
     def chat(self, **more: Any) -> MessagesChat:
@@ -87,6 +89,7 @@ class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
             tool_choice=_read_choice(choice),
             parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
             chat_template_kwargs=options,
+            response_format=_read_format(self.output_config.get("format")),
             **more,
         )
 
@@ -206,6 +209,16 @@ def _read_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     refuse_extra(tool, TOOL_FIELDS, path)
     function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
+
+
+def _read_format(given: Any) -> dict[str, Any] | None:
+    """The format of the answer as chat completions have it."""
+    match given:
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    raise _invalid("output_config.format must have the type json_schema, and a schema", "output_config.format")
 
 
 def _read_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:

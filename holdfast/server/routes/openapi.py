@@ -107,7 +107,7 @@ SCHEMAS: Mapping[str, Schema] = {
         model=TEXT,
         choices=many(record(index=COUNT, text=TEXT, finish_reason=nullable(TEXT))),
     ),
-    "Item": record(id=TEXT, type=TEXT, status=TEXT, role=TEXT, content=many(ANYTHING)),
+    "Item": record(id=TEXT, type=TEXT, status=TEXT),
     "Items": page_of("Item"),
     "Response": record(
         id=TEXT,

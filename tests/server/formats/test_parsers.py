@@ -31,7 +31,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 def tagged() -> Parser:
-    return TaggedCalls(SCHEMAS)
+    return TaggedCalls(SCHEMAS, bare=True)
 
 
 def llama() -> Parser:

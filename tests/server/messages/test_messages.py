@@ -179,6 +179,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
             r'tools\[0\].type is "web_search_20250305"',
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice names x"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format must have the type json_schema"),
         ({"tools": [WEATHER], "tool_choice": {"type": "some"}}, 'tool_choice.type is "some"'),
         ({"extra_body": {"max_tokens": None}}, "max_tokens is missing"),
         ({"extra_body": {"container": "x"}}, "container is not supported yet"),
@@ -240,3 +241,17 @@ def test_a_real_engine_stops_at_a_stop_sequence_and_names_it(serving: Serving) -
         said = "".join(block.text for block in cut.content if block.type == "text")
         assert said == text.text[: text.text.index(stop)]
         assert cut.usage.cache_read_input_tokens == len("<user>hello<assistant>") // 16 * 16
+
+
+async def test_a_schema_and_a_tool_that_must_be_called_bind_the_answer(
+    client: FakeClient, api: anthropic.AsyncAnthropic
+) -> None:
+    schema = {"type": "object", "properties": {"fine": {"type": "boolean"}}}
+    await api.messages.create(**HELLO, output_config={"format": {"type": "json_schema", "schema": schema}})
+    grammar = client.asked[-1].params.grammar
+    assert grammar is not None and "fine" in grammar.text
+    await api.messages.create(**HELLO, tools=[WEATHER], tool_choice={"type": "tool", "name": "get_weather"})
+    grammar = client.asked[-1].params.grammar
+    assert grammar is not None and "get_weather" in grammar.text
+    await api.messages.create(**HELLO, tools=[WEATHER], tool_choice={"type": "none"})
+    assert client.asked[-1].params.grammar is None

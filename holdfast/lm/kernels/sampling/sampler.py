@@ -15,6 +15,7 @@ import torch
 from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.collectives.protocol import Group, own_rows
 from holdfast.lm.kernels.sampling.logprobs import NUMBERS_AT_ONCE, Logprobs, log_probabilities
+from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sample import sample
 from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
 from holdfast.lm.kernels.sampling.sharded import sample_sharded
@@ -33,6 +34,8 @@ class Wishes:
     changes: Changes | None = None
     """How logits are changed before the draw."""
     histories: Sequence[History] = ()
+    masked: Sequence[int] = ()
+    """The sampled rows that have a mask."""
     embeds: Sequence[int] = ()
     """The sampled rows whose hidden states are given."""
 
@@ -50,13 +53,25 @@ class Wishes:
         """
         if not any(each.asks for each in records):
             return None
+        masked = [at for at, each in enumerate(records) if each.grammar is not None]
         embeds = [at for at, each in enumerate(records) if each.embed]
-        return cls([each.logprobs for each in records], Changes.of(records, rows, positions), histories, embeds)
+        changes = Changes.of(records, rows, positions)
+        return cls([each.logprobs for each in records], changes, histories, masked, embeds)
 
     @cached_property
     def told(self) -> npt.NDArray[np.int64]:
         """The sampled rows whose log probabilities are told."""
         return np.array([at for at, count in enumerate(self.logprobs) if count is not None], np.int64)
+
+    @cached_property
+    def masked_rows(self) -> npt.NDArray[np.int64]:
+        """`masked` as an array."""
+        return np.array(self.masked, np.int64)
+
+    @cached_property
+    def whole_rows(self) -> bool:
+        """Whether a row asks for what a part of the vocabulary cannot give."""
+        return self.changes is not None or len(self.told) > 0
 
     @cached_property
     def most(self) -> int:
@@ -125,15 +140,22 @@ class Sampler:
         any_random: bool,
         any_filtered: bool,
         last: torch.Tensor | None = None,
+        masks: torch.Tensor | None = None,
     ) -> Drawn:
         """A token for each row of the logits [R, V], or [R, V_own] in a group, drawn as its row asks.
 
         `columns` are the sampling columns and `position` of `sample`, [R] each. `last` [R] int64 are the input tokens
-        that the logits follow; it is needed where a row has penalties. Nothing waits for the device.
+        that the logits follow; it is needed where a row has penalties. `masks` [M, W] int32, W even, are those of
+        `Wishes.masked`; the first device of a group gives them to the others. The logits may be changed. Nothing waits
+        for the device.
         """
         group = self._group
         options: dict[str, Any] = {"any_random": any_random, "any_filtered": any_filtered}
-        if group is not None and wishes is None:
+        if group is not None and masks is not None:
+            masks = group.gather(masks.view(torch.int64).flatten())[0].view(torch.int32).view(len(masks), -1)
+        if group is not None and (wishes is None or not wishes.whole_rows):
+            if wishes is not None and masks is not None:
+                forbid(logits, masks, wishes.masked_rows, first=group.rank * -(-self._vocab_size // group.size))
             return Drawn(sample_sharded(logits, group, self._vocab_size, **columns, **options))
         changes = None if wishes is None else wishes.changes
         if wishes is not None and changes is not None and len(changes.rows):
@@ -141,8 +163,11 @@ class Sampler:
             self._histories.enter(wishes.histories, changes, last)
         if group is not None:
             assert wishes is not None
-            return self._draw_whole_rows(logits, group, columns, wishes, options)
-        shaped = logits if changes is None else shape(logits, changes, self._histories)
+            return self._draw_whole_rows(logits, group, columns, wishes, options, masks)
+        allowed = logits
+        if wishes is not None and masks is not None:
+            allowed = forbid(logits.clone() if len(wishes.told) else logits, masks, wishes.masked_rows)
+        shaped = allowed if changes is None else shape(allowed, changes, self._histories)
         tokens = sample(shaped, **columns, **options)
         return Drawn(tokens, None if wishes is None else self._tell(logits, tokens, wishes))
 
@@ -162,6 +187,7 @@ class Sampler:
         columns: dict[str, Any],
         wishes: Wishes,
         options: dict[str, Any],
+        masks: torch.Tensor | None,
     ) -> Drawn:
         """As `draw` in a group. Each device takes a share of the rows, whole; all get the results of all."""
         count, size = len(logits), group.size
@@ -170,8 +196,13 @@ class Sampler:
         whole = group.exchange_rows(logits, self._vocab_size)
         tokens = torch.zeros(share, dtype=torch.int64, device=logits.device)
         shaped = whole
+        if masks is not None and len(rows):
+            mine = (wishes.masked_rows >= rows.start) & (wishes.masked_rows < rows.stop)
+            start = int(np.count_nonzero(wishes.masked_rows < rows.start))
+            some = masks[start : start + int(np.count_nonzero(mine))]
+            shaped = forbid(whole.clone() if len(wishes.told) else whole, some, wishes.masked_rows[mine] - rows.start)
         if wishes.changes is not None and len(rows):
-            shaped = shape(whole, wishes.changes.part(rows), self._histories)
+            shaped = shape(shaped, wishes.changes.part(rows), self._histories)
         tokens[: len(rows)] = sample(shaped, **{name: column[own] for name, column in columns.items()}, **options)
         gathered = group.gather(tokens).flatten()[:count]
         if not len(wishes.told):

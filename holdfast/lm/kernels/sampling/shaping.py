@@ -31,7 +31,7 @@ class Changes:
 
     banned_at: Integers
     banned: Integers
-    """Tokens that may not be drawn yet."""
+    """Tokens that may not be drawn yet. The masks of rows with a grammar say it instead."""
     biased_at: Integers
     biased: Integers
     bias: Floats
@@ -60,8 +60,8 @@ class Changes:
             return None
         banned = [
             (at, token)
-            for at, _, shaping in asked
-            if positions[at] - shaping.prompt < shaping.min_tokens
+            for at, each, shaping in asked
+            if each.grammar is None and positions[at] - shaping.prompt < shaping.min_tokens
             for token in shaping.ends
         ]
         biased = [(at, token, value) for at, _, shaping in asked for token, value in shaping.bias]

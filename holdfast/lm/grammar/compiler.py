@@ -1,0 +1,164 @@
+"""GrammarCompiler: from a request's grammar to a matcher over the model's vocabulary, within limits, in any thread."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from holdfast.core.types import Grammar
+from holdfast.lm.grammar.dialects import ONE_LINE
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # its stub alone has it
+
+KEPT = 128
+"""Compiled grammars that are kept for further requests."""
+MOST_SYMBOLS = 30_000
+"""Most symbols of a compiled grammar. So many take seconds and 100 MB."""
+MOST_DEPTH = 64
+"""Most brackets and braces of a schema that are open at a time. llguidance bounds those of other grammars."""
+MOST_SECONDS = 10.0
+"""Time that compiling one grammar may take."""
+LEXER_FUEL = 1_000_000
+"""Bounds the work of compiling regular expressions, to about 20 ms."""
+MASK_FUEL, MASK_ITEMS = 200_000, 50_000
+"""Bound the work of one mask, to about 20 ms."""
+REASON_LENGTH = 1000
+"""Most characters of llguidance's reason that are told."""
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be followed. The message is for people."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary and keeps the last ones. Safe to use from several threads."""
+
+    def __init__(
+        self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Collection[int], *, most: int = KEPT
+    ) -> None:
+        """`tokenizer` reads the tokenizer of Hugging Face's library, as JSON, when it is first needed.
+
+        `vocab_size` is the number of a token's logits. `most` is the number of compiled grammars that are kept.
+        """
+        self._read, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._reading, self._keeping = threading.Lock(), threading.Lock()
+        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._most = most
+        self._limits = LLParserLimits(
+            initial_lexer_fuel=LEXER_FUEL,
+            step_lexer_fuel=MASK_FUEL,
+            step_max_items=MASK_ITEMS,
+            max_grammar_size=MOST_SYMBOLS,
+            verbose_errors=False,
+        )
+
+    @property
+    def words(self) -> int:
+        """32-bit words of a mask, an even number: one bit for each token."""
+        return mask_words(self._vocab_size)
+
+    @property
+    def ends(self) -> list[int]:
+        """The end-of-sequence tokens."""
+        return self._ends
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the beginning of an answer.
+
+        Raises GrammarError with the reason, where the grammar has a mistake, exceeds a limit, or matches nothing.
+        Compiling takes a millisecond for a usual schema; other threads run meanwhile.
+        """
+        with self._keeping:
+            if (kept := self._kept.get(grammar)) is not None:
+                self._kept.move_to_end(grammar)
+                return kept.deep_copy()
+        began = time.perf_counter()
+        made = LLMatcher(self.tokenizer(), serialized(grammar), log_level=0, limits=self._limits)
+        self._check(grammar, made)
+        # The first mask is the largest part of the work for some grammars, and shows one that nothing matches.
+        first = made.deep_copy()
+        mask = np.zeros(self.words, np.int32)
+        if not first.is_error():
+            first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check(grammar, first)
+        if (seconds := time.perf_counter() - began) > MOST_SECONDS:
+            raise GrammarError(
+                f"the {grammar.kind} grammar took {seconds:.1f} s to compile; at most {MOST_SECONDS:g} s may be taken"
+            )
+        with self._keeping:
+            self._kept[grammar] = made
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+        return made.deep_copy()
+
+    def tokenizer(self) -> LLTokenizer:
+        """The vocabulary as llguidance has it. Raises GrammarError for a tokenizer that it cannot read."""
+        with self._reading:
+            if self._tokenizer is None:
+                if not self._ends:
+                    raise GrammarError("this model names no end-of-sequence token, which an answer by a grammar needs")
+                try:
+                    text, size = without_spares(self._read(), self._vocab_size), 32 * self.words
+                    self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=self._ends)
+                except Exception as error:  # llguidance's own types, as it sees fit
+                    raise GrammarError(f"this model's tokenizer cannot follow a grammar: {in_brief(error)}") from None
+            return self._tokenizer
+
+    def _check(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        if matcher.is_error():
+            raise GrammarError(f"the {grammar.kind} grammar cannot be followed: {in_brief(matcher.get_error())}")
+
+
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a mask for so many tokens, an even number."""
+    return 2 * -(-vocab_size // 64)
+
+
+def without_spares(tokenizer: str, vocab_size: int) -> str:
+    """A tokenizer without the added tokens that the model has no logits for. Gemma 3 has one."""
+    fields = json.loads(tokenizer)
+    added = [each for each in fields.get("added_tokens") or () if each["id"] < vocab_size]
+    return (
+        tokenizer
+        if len(added) == len(fields.get("added_tokens") or ())
+        else json.dumps({**fields, "added_tokens": added})
+    )
+
+
+def serialized(grammar: Grammar) -> str:
+    """A grammar as llguidance reads it. Raises GrammarError for a schema that is not JSON."""
+    if grammar.kind == "lark":
+        return str(LLMatcher.grammar_from_lark(grammar.text))
+    if grammar.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(grammar.text))
+    if (depth := depth_of(grammar.text)) > MOST_DEPTH:
+        raise GrammarError(f"the schema nests {depth} levels deep; at most {MOST_DEPTH} are taken")
+    try:
+        return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=cast("JsonCompileOptions", ONE_LINE)))
+    except ValueError as error:
+        raise GrammarError(f"the schema cannot be read: {in_brief(error)}") from None
+
+
+def depth_of(text: str) -> int:
+    """The most brackets and braces of a JSON text that are open at a time."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[{}\]]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text)):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def in_brief(reason: object) -> str:
+    """A reason on one line, and not too long."""
+    text = re.sub(r"\s+", " ", str(reason)).strip()
+    return text if len(text) <= REASON_LENGTH else text[:REASON_LENGTH] + " …"

@@ -1,0 +1,107 @@
+"""Matchers: where each row's answer stands in its grammar, which tokens may come next, and which must."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher
+
+from holdfast.lm.grammar.compiler import GrammarCompiler
+from holdfast.lm.types import PENDING, Answer, ConstrainedRow, Forced
+
+MOST_THREADS = 16
+"""Threads that compute masks, at most. 64 masks of 50 us each take a millisecond on four of them."""
+
+
+class _State:
+    """A row's matcher, and the position of the next token that it reads."""
+
+    __slots__ = ("matcher", "position")
+
+    def __init__(self, matcher: LLMatcher, position: int) -> None:
+        self.matcher, self.position = matcher, position
+
+
+class Matchers:
+    """The matchers of an executor's rows. `masks` and `read` are called in the order of the steps, by one thread."""
+
+    def __init__(self, compiler: GrammarCompiler, threads: int | None = None) -> None:
+        """`threads` compute masks beside each other; by default half of the machine's cores."""
+        self._compiler = compiler
+        self._threads = threads or min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
+        self._rows: dict[int, _State] = {}
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor(self._threads)  # begins its threads
+
+    @property
+    def words(self) -> int:
+        """32-bit words of a mask."""
+        return self._compiler.words
+
+    def masks(self, rows: Sequence[ConstrainedRow], answers: Sequence[Answer], into: npt.NDArray[np.int32]) -> None:
+        """Write which tokens each row of a step may draw, [R, words], a bit each. The lowest bit is the first token.
+
+        `answers` are those of rows that have a new sequence. The tokens that rows drew in earlier steps have been read.
+        """
+        grammars = {each.row: each.sampling.grammar for each in rows}
+        for answer in answers:
+            grammar = grammars[answer.row]
+            assert grammar is not None
+            state = self._rows[answer.row] = _State(self._compiler.matcher(grammar), answer.start)
+            self._consume(state, answer.tokens)
+        for each in rows:
+            state = self._rows[each.row]
+            self._consume(state, each.tokens[state.position - each.start :] if state.position < each.stop else ())
+            assert state.position == each.stop, f"row {each.row} is at {state.position}, and {each.stop} is drawn"
+        self._executor.unsafe_compute_mask_ptr(
+            [(self._rows[each.row].matcher, index) for index, each in enumerate(rows)],
+            into.ctypes.data,
+            4 * self.words,
+            len(rows),
+        )
+        for index, each in enumerate(rows):
+            shaping = each.sampling.shaping
+            if shaping is not None and each.stop - shaping.prompt < shaping.min_tokens and shaping.ends:
+                self._forbid(into[index].view(np.uint32), shaping.ends)
+            if not into[index].any():  # the matcher has given up
+                self._allow(into[index].view(np.uint32), self._compiler.ends)
+
+    def read(self, rows: Sequence[ConstrainedRow], tokens: Sequence[int]) -> tuple[Forced, ...]:
+        """Read the tokens that a step's rows have drawn; what must follow those of rows that may skip draws."""
+        for each in rows:
+            if (state := self._rows[each.row]).position == each.stop:
+                self._consume(state, (tokens[each.at],))
+        forced = []
+        for each in rows:
+            state = self._rows[each.row]
+            if state.position == each.stop + 1 and each.sampling.skips:
+                follow = tuple(state.matcher.compute_ff_tokens())
+                if follow:
+                    forced.append(Forced(each.at, follow))
+        return tuple(forced)
+
+    def _consume(self, state: _State, tokens: Sequence[int]) -> None:
+        """Advance by tokens. A matcher that has stopped, or has given up, stays as it is."""
+        for token in tokens:
+            assert token != PENDING
+            if not state.matcher.is_stopped():
+                state.matcher.consume_token(token)
+            state.position += 1
+
+    def _forbid(self, mask: npt.NDArray[np.uint32], ends: Sequence[int]) -> None:
+        """Take end tokens out of a mask, unless nothing else is left."""
+        before = mask.copy()
+        for token in ends:
+            mask[token >> 5] &= np.uint32(0xFFFFFFFF ^ (1 << (token & 31)))
+        if not mask.any():
+            mask[:] = before
+
+    def _allow(self, mask: npt.NDArray[np.uint32], tokens: Sequence[int]) -> None:
+        for token in tokens:
+            mask[token >> 5] |= np.uint32(1 << (token & 31))

@@ -1,0 +1,229 @@
+"""Grammars of answers that call tools, in llguidance's dialect of Lark: reasoning, tags and arguments by their schemas.
+
+Tags that are tokens are written by their ids, as added tokens are special to llguidance, and free text cannot hold
+them. A tag that is ordinary text ends free text where
+it first occurs, by a lazy lexeme (llguidance, docs/syntax.md, "Tool calling").
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from holdfast.core.types import Grammar
+from holdfast.lm.grammar.dialects import laid_out
+from holdfast.server.formats.tagged import CLOSE, FUNCTION, FUNCTION_END, OPEN, PARAMETER, PARAMETER_END
+from holdfast.server.formats.toolset import Tool, Toolset
+
+MOST_CALLS = 32
+"""Most calls of one answer that a grammar sees to."""
+PLAIN = {"type", "description", "title", "default", "examples", "enum"}
+"""What the schema of a string may say for it to be written without quotes."""
+PLAIN_OBJECT = {"type", "properties", "required", "additionalProperties", "description", "title", "$schema"}
+"""What the schema of arguments may say for each of them to be written apart."""
+
+TokenOf = Callable[[str], int | None]
+"""The id of a tag that is a token; None for one that is text."""
+
+
+class GrammarText:
+    """A grammar that is being written: its rules, by name."""
+
+    def __init__(self, token: TokenOf) -> None:
+        self.token = token
+        self.rules: dict[str, str] = {}
+        self.given = ""
+        """The rules that a client gave."""
+
+    def written(self, start: str) -> str:
+        """The grammar as a text."""
+        rules = "".join(f"{name}: {rule}\n" for name, rule in self.rules.items()) + f"{self.given}\n"
+        return f"%llguidance {{}}\nstart: {start}\n{rules}TEXT: /(.|\\n)*/\nBLANKS: /[ \\n]+/\n"
+
+    def tag(self, tag: str) -> str:
+        """A tag where it must come."""
+        id = self.token(tag)
+        return literal(tag) if id is None else f"<[{id}]>"
+
+    def up_to(self, name: str, tag: str) -> str:
+        """A rule for any text up to the tag, which belongs to it."""
+        if self.token(tag) is None:
+            self.rules[f"{name}[lazy]"] = f"TEXT {literal(tag)}"
+        else:
+            self.rules[name] = f"TEXT {self.tag(tag)}"
+        return name
+
+    def schema(self, name: str, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+        """A rule for JSON by a schema. `lenient` ignores keywords that llguidance does not know."""
+        self.rules[name] = f"%json {json.dumps(laid_out(schema, lenient=lenient), ensure_ascii=False)}"
+        return name
+
+    def answer(self, given: Grammar) -> str:
+        """A rule for a grammar of the whole answer, which a client gave."""
+        if given.kind == "json":
+            self.rules["answer"] = f"%json {given.text}"
+            return "answer"
+        if given.kind == "regex":
+            expression = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", given.text, flags=re.DOTALL)
+            self.rules["ANSWER"] = "/(" + expression.replace("\n", r"\n") + ")/"
+            return "ANSWER"
+        self.given = re.sub(r"(?m)^\s*(%llguidance.*|start(?=\s*[:\[]))", _renamed, given.text)
+        return "answer"
+
+    def reasoning(self, open: str, close: str, opened: bool) -> str:
+        """What comes before the answer: reasoning that the prompt has opened, or that the model may open."""
+        thought = self.up_to("thought", close)
+        return f"{thought} BLANKS? " if opened else f"({self.tag(open)} {thought} BLANKS?)? "
+
+
+def _renamed(found: re.Match[str]) -> str:
+    """The beginning of a client's grammar, which is not the beginning any more."""
+    return "answer" if found[1] == "start" else ""
+
+
+def literal(text: str) -> str:
+    """A text as a string of the grammar; nothing if it is empty."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """The schema that a tool's arguments must follow: an object, and one that is closed if its schema does not say."""
+    schema = dict(tool.schema)
+    schema.setdefault("type", "object")
+    if schema.get("properties") and not {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & schema.keys():
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def named(grammar: GrammarText, at: int, tool: Tool, key: str = "arguments") -> str:
+    """A call as a JSON object."""
+    schema = grammar.schema(f"arguments_{at}", arguments_schema(tool), lenient=not tool.strict)
+    before = f'{{"name": {json.dumps(tool.name)}, "{key}": '
+    return f"{literal(before)} {schema} {literal('}')}"
+
+
+def any_of(grammar: GrammarText, name: str, rules: Sequence[str]) -> str:
+    """A rule for one of several."""
+    grammar.rules[name] = " | ".join(rules)
+    return name
+
+
+def several(call: str, between: str, toolset: Toolset) -> str:
+    """One call, or several where they may be."""
+    if not toolset.parallel:
+        return call
+    return f"{call} ({between} {call}){{0,{MOST_CALLS - 1}}}"
+
+
+def tagged(grammar: GrammarText, toolset: Toolset, write: Callable[[GrammarText, int, Tool], str]) -> str:
+    """Calls between tags; where the model need not call, with text before and after them."""
+    calls = [f'"\\n"? {write(grammar, at, tool)} "\\n"?' for at, tool in enumerate(toolset.callable)]
+    call = f"{any_of(grammar, 'call', calls)} {grammar.tag(CLOSE)}"
+    if toolset.mode == "required":
+        return several(f"{grammar.tag(OPEN)} {call}", '"\\n"?', toolset)
+    return f"({grammar.up_to('begin', OPEN)} {call}){{0,{MOST_CALLS if toolset.parallel else 1}}} TEXT"
+
+
+def hermes(grammar: GrammarText, toolset: Toolset) -> str:
+    """Calls of Hermes, Qwen and the built-in model."""
+    return tagged(grammar, toolset, named)
+
+
+def qwen_coder(grammar: GrammarText, toolset: Toolset) -> str:
+    """Calls of Qwen3-Coder; as JSON where XML could not say what the schema asks for."""
+    if toolset.mode == "required":
+        return tagged(grammar, toolset, xml_or_json)
+    # A function may also come without the outer tag, and then it must follow its schema, too.
+    body = tagged(grammar, toolset, xml_or_json).removesuffix("TEXT")
+    bare = [
+        f"{literal(function.removeprefix(FUNCTION))} {rest}"
+        for at, tool in enumerate(toolset.callable)
+        if (parts := xml(grammar, at, tool)) is not None
+        for function, rest in [parts]
+    ]
+    if not bare:
+        return f"{body} TEXT"
+    begin = grammar.up_to("bare", FUNCTION)
+    return f"{body} ({begin} {any_of(grammar, 'function', bare)})? TEXT"
+
+
+def xml_or_json(grammar: GrammarText, at: int, tool: Tool) -> str:
+    """A call as XML if its schema is simple enough."""
+    parts = xml(grammar, at, tool)
+    return named(grammar, at, tool) if parts is None else f"{literal(parts[0])} {parts[1]}"
+
+
+def xml(grammar: GrammarText, at: int, tool: Tool) -> tuple[str, str] | None:
+    """A call's opening and the rest of it, as XML. None if its schema says what XML cannot."""
+    schema = arguments_schema(tool)
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not schema.keys() <= PLAIN_OBJECT or schema["type"] != "object" or not {*required} <= properties.keys():
+        return None
+    rules = []
+    for number, (name, given) in enumerate(properties.items()):
+        value = _xml_value(grammar, f"value_{at}_{number}", given)
+        if value is None or not re.fullmatch(r"[\w.-]+", name):
+            return None
+        rule = f"{literal(f'{PARAMETER}{name}>')} {literal(chr(10))} {value} {literal(chr(10))}"
+        rules.append(rule if name in required else f"({rule})?")
+    rest = f"{literal(chr(10))} {' '.join(rules)} {literal(FUNCTION_END)}"
+    return f"{FUNCTION}{tool.name}>", rest
+
+
+def _xml_value(grammar: GrammarText, name: str, schema: Any) -> str | None:
+    """One value up to the end of its tag."""
+    if not isinstance(schema, Mapping) or not isinstance(kind := schema.get("type"), str):
+        return None
+    if kind != "string":
+        return f"{grammar.schema(name, schema)} {literal(chr(10) + PARAMETER_END)}"
+    if not schema.keys() <= PLAIN:
+        return None
+    if "enum" not in schema:
+        return grammar.up_to(name, PARAMETER_END)
+    values = schema["enum"]
+    if not values or not all(isinstance(value, str) and re.fullmatch(r"[^\n<]+", value) for value in values):
+        return None
+    grammar.rules[name] = " | ".join(map(literal, values))
+    return f"{name} {literal(chr(10) + PARAMETER_END)}"
+
+
+def llama(tag: str) -> Callable[[GrammarText, Toolset], str]:
+    """Calls of Llama 3: JSON objects that are the whole answer. `tag` announces some in the middle of one."""
+
+    def write(grammar: GrammarText, toolset: Toolset) -> str:
+        calls = [named(grammar, at, tool, "parameters") for at, tool in enumerate(toolset.callable)]
+        whole = several(any_of(grammar, "call", calls), literal("; "), toolset)
+        if toolset.mode == "required":
+            return whole
+        grammar.rules["calls"] = whole
+        # What begins with a brace is a call.
+        grammar.rules["SAID"] = "/[ \\n]*[^ \\n{](.|\\n)*/"
+        if grammar.token(tag) is None:
+            return "(calls | SAID)?"
+        return f"(calls | SAID? ({grammar.tag(tag)} calls)?)"
+
+    return write
+
+
+def mistral(tag: str, arguments: str) -> Callable[[GrammarText, Toolset], str]:
+    """Calls of Mistral: a list behind the tag, or each call's name and arguments where there is a tag between them."""
+
+    def write(grammar: GrammarText, toolset: Toolset) -> str:
+        if grammar.token(arguments) is None:
+            calls = [named(grammar, at, tool) for at, tool in enumerate(toolset.callable)]
+            call = any_of(grammar, "call", calls)
+            whole = f"{literal('[')} {several(call, literal(', '), toolset)} {literal(']')}"
+        else:
+            calls = [
+                f"{literal(tool.name)} {grammar.tag(arguments)} "
+                f"{grammar.schema(f'arguments_{at}', arguments_schema(tool), lenient=not tool.strict)}"
+                for at, tool in enumerate(toolset.callable)
+            ]
+            whole = several(any_of(grammar, "call", calls), grammar.tag(tag), toolset)
+        if toolset.mode == "required":
+            return f"{grammar.tag(tag)} {whole}"
+        return f"({grammar.up_to('begin', tag)} {whole} | TEXT)"
+
+    return write

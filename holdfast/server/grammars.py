@@ -1,0 +1,174 @@
+"""Structured output in requests: OpenAI's `response_format` and vLLM's names, turned into a grammar. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from holdfast.core.types import MAX_GRAMMAR_LENGTH, Grammar
+from holdfast.lm.grammar.dialects import (
+    COMPACT,
+    choice_grammar,
+    context_free_grammar,
+    schema_grammar,
+    spaced,
+    tags_grammar,
+)
+
+MAX_CHOICES = 4096
+MAX_STRUCTURES = 256
+
+Text = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
+GivenSchema = Text | dict[str, Any] | bool
+Choices = Annotated[list[Text], Meta(min_length=1, max_length=MAX_CHOICES)]
+
+ANY_OBJECT = {"type": "object"}
+
+
+class StructuredOutputs(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`structured_outputs`, as in vLLM: one of the first six, and options of JSON's layout."""
+
+    json: GivenSchema | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool = False
+    structural_tag: Text | dict[str, Any] | None = None
+    whitespace_pattern: Text | None = None
+    """A regular expression of what may stand between the parts of JSON."""
+    disable_any_whitespace: bool = False
+    """No whitespace between the parts of JSON. By default it is one space after each comma and colon."""
+    disable_fallback: bool = False
+    """There is one backend, so the value has no effect."""
+
+
+class GrammarFault(ValueError):
+    """What is wrong with a request for structured output, and in which parameter."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def of_format(wanted: Mapping[str, Any], param: str) -> Grammar | None:
+    """The grammar of a `response_format` or a `text.format`; None for plain text. Raises GrammarFault."""
+    kind = wanted.get("type")
+    if kind == "text":
+        taken(wanted, ("type",), param)
+        return None
+    if kind == "json_object":
+        taken(wanted, ("type",), param)
+        return schema_grammar(ANY_OBJECT)
+    if kind == "structural_tag":
+        return of_tags(wanted, param)
+    if kind != "json_schema":
+        raise GrammarFault(
+            f"{param}.type is {json.dumps(kind)[:40]}; supported: text, json_object, json_schema, structural_tag",
+            f"{param}.type",
+        )
+    inner, path = wanted, param
+    if "json_schema" in wanted:  # chat completions have the schema one level deeper than Responses
+        taken(wanted, ("type", "json_schema"), param)
+        inner, path = wanted["json_schema"], f"{param}.json_schema"
+        if not isinstance(inner, Mapping):
+            raise GrammarFault(f"{path} must be an object with name and schema", path)
+    taken(inner, ("type", "name", "description", "schema", "strict"), path)
+    schema, strict = inner.get("schema"), inner.get("strict")
+    if not isinstance(schema, dict | bool):
+        raise GrammarFault(f"{path}.schema must be a JSON schema", f"{path}.schema")
+    if not isinstance(strict, bool | None):
+        raise GrammarFault(f"{path}.strict must be true or false", f"{path}.strict")
+    return made(lambda: schema_grammar(schema, lenient=not strict), f"{path}.schema")
+
+
+def of_structured_outputs(wanted: StructuredOutputs, param: str) -> Grammar:
+    """The grammar of `structured_outputs`. Raises GrammarFault, also unless exactly one is asked for."""
+    names = ("json", "regex", "choice", "grammar", "structural_tag")
+    given = [name for name in names if getattr(wanted, name) is not None]
+    given += ["json_object"] if wanted.json_object else []
+    if len(given) != 1:
+        what = f"has {' and '.join(given)}" if given else "is empty"
+        raise GrammarFault(
+            f"{param} {what}; give one of json, regex, choice, grammar, json_object, structural_tag", param
+        )
+    path = f"{param}.{given[0]}"
+    layout: dict[str, Any] | None = COMPACT if wanted.disable_any_whitespace else None
+    if wanted.whitespace_pattern is not None:
+        layout = spaced(wanted.whitespace_pattern)
+    if wanted.json is not None:
+        return of_schema(wanted.json, path, layout)
+    if wanted.regex is not None:
+        return Grammar("regex", wanted.regex)
+    if wanted.choice is not None:
+        return of_choices(wanted.choice, path)
+    if wanted.grammar is not None:
+        return of_grammar(wanted.grammar, path)
+    if wanted.structural_tag is not None:
+        return of_tags(as_object(wanted.structural_tag, path), path)
+    return schema_grammar(ANY_OBJECT, layout=layout)
+
+
+def of_schema(schema: GivenSchema, param: str, layout: Mapping[str, Any] | None = None) -> Grammar:
+    """JSON by a schema, which may be given as a text. Raises GrammarFault."""
+    known = schema if isinstance(schema, bool) else as_object(schema, param)
+    return made(lambda: schema_grammar(known, layout=layout), param)
+
+
+def of_choices(texts: list[str], param: str) -> Grammar:
+    """One of these texts. Raises GrammarFault."""
+    return made(lambda: choice_grammar(texts), param)
+
+
+def of_grammar(text: str, param: str) -> Grammar:
+    """A grammar in Lark or GBNF. Raises GrammarFault."""
+    return made(lambda: context_free_grammar(text), param)
+
+
+def of_tags(wanted: Mapping[str, Any], param: str) -> Grammar:
+    """A structural tag: `triggers`, and `structures` of begin, schema and end. Raises GrammarFault."""
+    taken(wanted, ("type", "structures", "triggers"), param)
+    structures, triggers = wanted.get("structures"), wanted.get("triggers")
+    if not isinstance(structures, list) or not 0 < len(structures) <= MAX_STRUCTURES:
+        raise GrammarFault(f"{param}.structures must be a list of 1 to {MAX_STRUCTURES} structures", param)
+    if not isinstance(triggers, list) or not all(isinstance(each, str) for each in triggers):
+        raise GrammarFault(f"{param}.triggers must be a list of texts", f"{param}.triggers")
+    read = []
+    for index, each in enumerate(structures):
+        path = f"{param}.structures[{index}]"
+        if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("begin", "end")):
+            raise GrammarFault(f"{path} must have begin, schema and end", path)
+        taken(each, ("begin", "schema", "end"), path)
+        read.append((each["begin"], as_object(each.get("schema"), f"{path}.schema"), each["end"]))
+    return made(lambda: tags_grammar(read, triggers), param)
+
+
+def as_object(given: Any, param: str) -> dict[str, Any]:
+    """A JSON object, which may be given as a text. Raises GrammarFault."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise GrammarFault(f"{param} is not JSON that can be read: {error}", param) from None
+    if not isinstance(given, dict):
+        raise GrammarFault(f"{param} must be a JSON object", param)
+    return given
+
+
+def taken(given: Mapping[str, Any], names: tuple[str, ...], param: str) -> None:
+    """Raises GrammarFault for a field that is not known."""
+    for name, value in given.items():
+        if name not in names and value is not None:
+            raise GrammarFault(f"unknown parameter: {param}.{name[:64]}", f"{param}.{name[:64]}")
+
+
+def made(make: Callable[[], Grammar], param: str) -> Grammar:
+    """What `make` gives. Raises GrammarFault for its ValueError."""
+    try:
+        return make()
+    except RecursionError:
+        raise GrammarFault(f"{param} nests too deeply", param) from None
+    except ValueError as error:
+        raise GrammarFault(str(error), param) from None

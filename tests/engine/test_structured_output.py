@@ -1,0 +1,232 @@
+"""Structured output through real engines: valid answers, the same text however it is computed, refusals by name."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.structured import judged, list_schema, random_schema
+from holdfast import LLM, SamplingParams
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import FinishReason, Grammar, Request
+from holdfast.engine import messages
+from holdfast.engine.build import build_engine
+from holdfast.engine.serve import serve
+from holdfast.lm.grammar.dialects import schema_grammar
+from holdfast.lm.limits import RequestRefused
+from holdfast.lm.types import StepPlan
+from tests.engine.test_adapter_desk import Client
+
+LIST = schema_grammar(list_schema(0))
+ROWS = schema_grammar(
+    {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {
+                "identifier": {"type": "integer", "maximum": 99, "minimum": 0},
+                "valid": {"type": "boolean"},
+            },
+            "required": ["identifier", "valid"],
+            "additionalProperties": False,
+        },
+        "minItems": 1000,
+    }
+)
+"""Most of its text is forced."""
+SCHEMAS = 40
+PERSON = schema_grammar(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "maximum": 120}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("holdfast-tiny", device="cpu", threads=1, max_sequences=16) as llm:
+        yield llm
+
+
+def test_answers_by_random_schemas_are_valid(llm: LLM) -> None:
+    choose = random.Random(1)
+    schemas = [random_schema(choose) for _ in range(SCHEMAS)]
+    params = [
+        SamplingParams(temperature=1.0, seed=number, max_tokens=700, grammar=schema_grammar(schema))
+        for number, schema in enumerate(schemas)
+    ]
+    answers = llm.generate(["Hello"] * SCHEMAS, params, progress=False)
+    faults = [judged(schema, answer.text) for schema, answer in zip(schemas, answers, strict=True)]
+    assert [fault for fault in faults if fault] == []
+    assert all(answer.finish_reason is FinishReason.STOP for answer in answers)
+
+
+def test_the_text_is_the_same_whether_forced_tokens_are_drawn_or_not(llm: LLM) -> None:
+    fast = [SamplingParams(temperature=1.0, seed=seed, max_tokens=90, grammar=LIST) for seed in range(6)]
+    answers = llm.generate(["Hello"] * 6, fast, progress=False)
+    drawn = llm.generate(["Hello"] * 6, [replace(each, logprobs=0) for each in fast], progress=False)
+    assert [each.token_ids for each in answers] == [each.token_ids for each in drawn]
+    assert len({each.text for each in answers}) == 6
+    for each in drawn:
+        assert len(each.logprobs) == len(each.token_ids) == 90
+
+
+def test_max_tokens_cuts_an_answer_and_says_so(llm: LLM) -> None:
+    (answer,) = llm.generate("Hello", SamplingParams(max_tokens=7, grammar=PERSON), progress=False)
+    assert answer.finish_reason is FinishReason.LENGTH and len(answer.token_ids) == 7
+    assert answer.text.startswith('{"name": "')
+
+
+def test_min_tokens_puts_off_the_end_where_the_grammar_can_go_on(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=30, max_tokens=60, grammar=Grammar("regex", "[a-z]*"))
+    short = replace(params, grammar=Grammar("regex", "yes|no"))
+    long_one, short_one = llm.generate(["Hello"] * 2, [params, short], progress=False)
+    assert len(long_one.token_ids) >= 30 and long_one.text.isalpha()
+    assert short_one.text in ("yes", "no"), "the grammar has nothing to go on with"
+
+
+@pytest.mark.parametrize("penalties", [{"repetition_penalty": 1.3}, {"presence_penalty": 1.0, "min_p": 0.05}])
+def test_penalties_and_biases_choose_among_what_the_grammar_allows(llm: LLM, penalties: dict[str, float]) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=200, grammar=PERSON, logit_bias=((5, 9.0),), **penalties
+    )
+    (answer,) = llm.generate("Hello", params, progress=False)
+    assert judged(json.loads(PERSON.text), answer.text) is None
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar("json", '{"type": "strin"}'), "Invalid type: strin"),
+        (Grammar("regex", "(a"), "unclosed group"),
+        (Grammar("lark", "start: <none>"), "unknown special token"),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_is_refused_before_any_token(llm: LLM, grammar: Grammar, reason: str) -> None:
+    with pytest.raises(RequestRefused, match=reason) as refused:
+        llm.generate("Hello", SamplingParams(grammar=grammar), progress=False)
+    assert refused.value.param == "grammar"
+
+
+def run_all(config: EngineConfig, requests: list[Request]) -> tuple[dict[str, list[int]], list[StepPlan]]:
+    """The tokens of each request, and the plans that computed them."""
+    engine = build_engine(config)
+    torch.set_num_threads(1)
+    loop, tokens, plans = engine.loop, dict[str, list[int]](), list[StepPlan]()
+    submit = loop.executor.submit
+
+    def noted(plan: StepPlan) -> None:
+        plans.append(plan)
+        submit(plan)
+
+    loop.executor.submit = noted  # type: ignore[method-assign]
+    for request in requests:
+        loop.add(request)
+    while loop.has_work():
+        for output in loop.step() or ():
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+    loop.close()
+    return tokens, plans
+
+
+def mixed(count: int, **params: Any) -> list[Request]:
+    """Requests of which two in three have a grammar."""
+    return [
+        Request(
+            f"r{at}",
+            tuple(range(2, 12 + at)),
+            SamplingParams(
+                temperature=1.0, seed=at, max_tokens=60, ignore_eos=True, grammar=ROWS if at % 3 else None, **params
+            ),
+        )
+        for at in range(count)
+    ]
+
+
+def test_the_tokens_do_not_depend_on_what_runs_beside_nor_on_preemption(
+    small: Callable[..., EngineConfig], checkpoint: Path
+) -> None:
+    requests = mixed(9)
+    block = 2 * 2 * 16 * 2 * 16 * 4
+    wide, _ = run_all(small(), requests)
+    one, plans = run_all(small(max_sequences=1), requests)
+    in_turn, _ = run_all(small(steps_in_flight=1), requests)
+    tight, tight_plans = run_all(small(cache_gb=20.5 * block / 1e9, host_cache_gb=40.5 * block / 1e9), requests)
+    assert wide == one == in_turn == tight
+    assert any(plan.preempted for plan in tight_plans)
+    forced = sum(segment.length - 1 for plan in plans for segment in plan.segments if segment.start >= 12 + 9)
+    assert forced > 100, "the grammar's own tokens are computed together"
+    assert len(plans) < sum(map(len, one.values())), "in fewer steps than there are tokens"
+
+
+def test_two_ranks_give_the_tokens_of_one(small: Callable[..., EngineConfig]) -> None:
+    requests = mixed(5) + [replace(each, id=f"f{each.id}") for each in mixed(3, top_k=9, logprobs=1)]
+    alone, _ = run_all(small(), requests)
+    shared, _ = run_all(small(tp=2), requests)
+    assert alone == shared
+
+
+def grammar_request(name: str, grammar: Grammar, tokens: int = 8) -> messages.Submit:
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, grammar=grammar)
+    return messages.Submit(Request(name, (2, 3, 4), params))
+
+
+def played(config: EngineConfig, *script: Callable[[Client], messages.ToEngine | None]) -> Client:
+    engine, client = build_engine(config), Client(list(script))
+    torch.set_num_threads(1)
+    try:
+        serve(engine.loop, client, grammars=engine.grammars)  # type: ignore[arg-type]
+    finally:
+        engine.grammars.close()
+        engine.loop.close()
+    return client
+
+
+def test_requests_wait_for_their_grammar_beside_the_loop(small: Callable[..., EngineConfig]) -> None:
+    client = played(
+        small(),
+        lambda client: grammar_request("one", LIST),
+        lambda client: grammar_request("bad", Grammar("regex", "(a")),
+        lambda client: messages.Submit(Request("plain", (2, 3), SamplingParams(max_tokens=4, ignore_eos=True))),
+        lambda client: messages.Ask(1) if len(client.tokens("one")) == 8 and len(client.tokens("plain")) == 4 else None,
+    )
+    (refused,) = client.of(messages.Refused)
+    assert (refused.request_id, refused.param) == ("bad", "grammar") and "unclosed group" in refused.reason
+    assert len(client.tokens("one")) == 8 and len(client.tokens("plain")) == 4
+
+
+def test_an_aborted_request_is_not_queued_when_its_grammar_is_ready(small: Callable[..., EngineConfig]) -> None:
+    client = played(
+        small(),
+        lambda client: grammar_request("gone", LIST, tokens=400),
+        lambda client: messages.Abort("gone"),
+        lambda client: grammar_request("here", LIST),
+        lambda client: messages.Ask(1) if len(client.tokens("here")) == 8 else None,
+    )
+    assert not client.tokens("gone") and len(client.tokens("here")) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"executor": "padded"}, "padded rows"), ({"pp": 2}, "needs pp 1, and this engine has pp 2")],
+)
+def test_an_engine_that_follows_no_grammars_refuses_them_by_name(
+    small: Callable[..., EngineConfig], options: dict[str, Any], reason: str
+) -> None:
+    client = played(
+        small(**options),
+        lambda client: grammar_request("one", LIST),
+        lambda client: messages.Ask(1) if client.of(messages.Refused) else None,
+    )
+    (refused,) = client.of(messages.Refused)
+    assert (refused.request_id, refused.param) == ("one", "grammar") and reason in refused.reason

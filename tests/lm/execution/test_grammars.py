@@ -1,0 +1,183 @@
+"""Grammars on the executor: masks wait for tokens, forwards do not, and forced tokens come as a segment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import Grammar, SamplingParams
+from holdfast.lm.execution import executor as module
+from holdfast.lm.execution.executor import PagedExecutor
+from holdfast.lm.grammar.compiler import GrammarCompiler
+from holdfast.lm.grammar.matchers import Matchers
+from holdfast.lm.models.loader import load
+from holdfast.lm.types import PENDING, Answer, Sampling, Segment, StepPlan, StepResult, TableWrite
+from tests.lm.execution.test_executor import CONFIG
+from tests.paged import allocated
+from tests.tokenizers_made import byte_level
+
+PROMPT = (3, 1, 4, 1, 5)
+GRAMMAR = Grammar("regex", "(hello |this is ){3}[a-f]{4}")
+END = 1
+
+
+class Event:
+    """What an event of CUDA does where the device has always done its work. Notes the waits."""
+
+    waits: list[int]
+
+    def __init__(self, **_: Any) -> None:
+        self.recorded = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        assert self.recorded, "the step was not launched to its end"
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+@pytest.fixture(params=["cpu", "as on cuda"])
+def executor(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PagedExecutor]:
+    """An executor that follows grammars; also one that launches steps as on CUDA, over a CPU that computes at once."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 330}))
+    model = load(tmp_path, device="cpu", load_format="random")
+    device = allocated(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16), 64)
+    executor = device.executor
+    device.follow(Matchers(GrammarCompiler(byte_level().to_str, 330, (END,)), 1))
+    if request.param == "as on cuda":
+        assert executor._worker is not None
+        executor._worker.shutdown()
+        executor._worker = None
+        monkeypatch.setattr(module.torch.cuda, "Event", Event)
+    yield executor
+    if executor._worker is not None:
+        executor.close()
+
+
+def record(seed: int, **params: Any) -> Sampling:
+    given = SamplingParams(temperature=1.0, seed=seed, max_tokens=50, **params)
+    return Sampling.of(given, seed, prompt=len(PROMPT), ends=(END,))
+
+
+def prefill(step: int, *rows: tuple[int, Sampling]) -> StepPlan:
+    return StepPlan(
+        step,
+        tuple(Segment(str(row), row, 0, len(PROMPT), PROMPT, sampling) for row, sampling in rows),
+        tuple(TableWrite(row, 0, tuple(range(row * 12, row * 12 + 12))) for row, _ in rows),
+        answers=tuple(Answer(row, len(PROMPT), ()) for row, sampling in rows if sampling.grammar is not None),
+    )
+
+
+def decode(step: int, *rows: tuple[int, Sampling]) -> StepPlan:
+    at = len(PROMPT) + step - 1
+    return StepPlan(step, tuple(Segment(str(row), row, at, at + 1, (PENDING,), sampling) for row, sampling in rows))
+
+
+def run(executor: PagedExecutor, depth: int, count: int, *rows: tuple[int, Sampling]) -> list[StepResult]:
+    """The results of a prompt and of `count` decodes, with so many steps in flight."""
+    plans = [prefill(0, *rows), *(decode(step, *rows) for step in range(1, count + 1))]
+    results, in_flight = [], 0
+    for plan in plans:
+        executor.submit(plan)
+        in_flight += 1
+        if in_flight == depth:
+            results.append(executor.collect())
+            in_flight -= 1
+    return results + [executor.collect() for _ in range(in_flight)]
+
+
+def test_the_tokens_are_the_same_with_any_number_of_steps_in_flight(executor: PagedExecutor) -> None:
+    rows = (0, record(1, grammar=GRAMMAR)), (1, record(2)), (3, record(3, grammar=GRAMMAR, logprobs=2))
+    runs = [[result.tokens for result in run(executor, depth, 20, *rows)] for depth in (1, 2, 3)]
+    assert runs[0] == runs[1] == runs[2]
+    alone = [result.tokens for result in run(executor, 2, 20, rows[1])]
+    assert [(tokens[1],) for tokens in runs[0]] == alone, "a row without a grammar draws what it draws alone"
+    tokenizer = byte_level()
+    for place in (0, 2):
+        answer = [tokens[place] for tokens in runs[0]]
+        text = tokenizer.decode(answer[: answer.index(END)] if END in answer else answer)
+        assert text.startswith(("hello ", "this is "))
+
+
+def test_a_forward_is_launched_before_the_tokens_that_its_masks_need(
+    executor: PagedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = list[str]()
+    matchers = executor.matchers
+    assert matchers is not None
+    forward, masks, read = executor._forward, matchers.masks, matchers.read
+    monkeypatch.setattr(executor, "_forward", lambda *given: [happened.append("forward"), forward(*given)][1])
+    monkeypatch.setattr(matchers, "masks", lambda *given: [happened.append("masks"), masks(*given)][1])
+    monkeypatch.setattr(matchers, "read", lambda *given: [happened.append("read"), read(*given)][1])
+    run(executor, 2, 2, (0, record(1, grammar=GRAMMAR)))
+    later = ["forward", "masks", "read"] * 3 if executor._worker is not None else [
+        "forward", "masks", "forward", "read", "masks", "forward", "read", "masks", "read"
+    ]  # fmt: skip
+    assert happened == later
+
+
+def test_forced_tokens_follow_as_a_segment_and_give_what_single_steps_give(executor: PagedExecutor) -> None:
+    each = [result.tokens[0] for result in run(executor, 1, 12, (0, record(5, grammar=GRAMMAR, logprobs=0)))]
+    row = 0, record(5, grammar=GRAMMAR)
+    executor.submit(prefill(0, row))
+    first = executor.collect()
+    (forced,) = first.forced
+    assert forced.at == 0 and list(forced.tokens) == each[1 : 1 + len(forced.tokens)]
+    known = (first.tokens[0], *forced.tokens)
+    start = len(PROMPT)
+    executor.submit(decode(1, row))  # was in flight already
+    executor.submit(StepPlan(2, (Segment("0", 0, start + 1, start + len(known), known[1:], row[1]),)))
+    assert executor.collect().tokens == (forced.tokens[0],)
+    assert executor.collect().tokens == (each[len(known)],)
+
+
+def test_a_step_that_fails_late_raises_where_it_is_collected(
+    executor: PagedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no mask")
+
+    row = 0, record(1, grammar=GRAMMAR)
+    executor.submit(prefill(0, row))
+    executor.collect()
+    executor.submit(decode(1, row))
+    if executor._worker is not None:
+        executor.collect()
+    assert executor.matchers is not None
+    monkeypatch.setattr(executor.matchers, "masks", fail)
+    executor.submit(decode(2, row))
+    if executor._worker is None:
+        executor.collect()
+    with pytest.raises(RuntimeError, match="no mask"):
+        executor.collect()
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_by_grammars_with_any_number_of_steps_in_flight(tmp_path: Path) -> None:
+    shape = {"vocab_size": 330, "hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | shape))
+    rows = [(row, record(row, grammar=GRAMMAR if row % 2 else None, top_k=(0, 5)[row // 2])) for row in range(4)]
+    found = []
+    for depth in (1, 2, 3):
+        model = load(tmp_path, device="cuda", load_format="random")
+        device = allocated(model, EngineConfig(max_sequences=4, block_size=16, token_budget=64), 64)
+        device.follow(Matchers(GrammarCompiler(byte_level().to_str, 330, (END,)), 2))
+        found.append([result.tokens for result in run(device.executor, depth, 20, *rows)])
+        device.executor.close()
+    assert found[0] == found[1] == found[2]
+    tokenizer = byte_level()
+    for place in (1, 3):
+        assert tokenizer.decode([tokens[place] for tokens in found[0]]).startswith(("hello ", "this is "))

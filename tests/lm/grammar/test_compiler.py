@@ -1,0 +1,164 @@
+"""GrammarCompiler: what it takes, what it refuses and why, and that compiled grammars are kept."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+from tokenizers import Tokenizer
+
+from holdfast.core.types import Grammar
+from holdfast.engine.text import Text
+from holdfast.lm.grammar import compiler as module
+from holdfast.lm.grammar.compiler import GrammarCompiler, GrammarError, depth_of
+from tests.lm.grammar.conftest import END, VOCAB
+from tests.tokenizers_made import byte_level, metaspace, word_piece
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def accepts(compiler: GrammarCompiler, grammar: Grammar, answer: str) -> bool:
+    """Whether an answer matches from its first token to its end."""
+    matcher, tokens = compiler.matcher(grammar), compiler.tokenizer().tokenize_str(answer)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (Grammar("json", json.dumps(PERSON)), '{"name": "Ada", "age": 36}', '{"name":"Ada","age":36}'),
+        (Grammar("json", json.dumps(PERSON)), '{"name": "", "age": 0}', '{"age": 36, "name": "Ada"}'),
+        (Grammar("regex", "[ab]+c"), "abac", "abacd"),
+        (Grammar("lark", 'start: "yes" | "no"'), "no", "maybe"),
+        (Grammar("lark", "start: <|assistant|> /[0-9]+/"), "", "12"),
+    ],
+)
+def test_an_answer_matches_as_a_whole(compiler: GrammarCompiler, grammar: Grammar, right: str, wrong: str) -> None:
+    assert accepts(compiler, grammar, right) or not right
+    assert not accepts(compiler, grammar, wrong)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar("json", '{"type": "strin"}'), "Invalid type: strin"),
+        (Grammar("json", '{"type": '), "schema cannot be read"),
+        (Grammar("json", '{"not": {"type": "string"}}'), 'Unimplemented keys: ["not"]'),
+        (Grammar("json", '{"$ref": "#"}'), "json grammar cannot be followed"),
+        (Grammar("json", '{"items": ' * 65 + "{}" + "}" * 65), "nests 66 levels deep; at most 64"),
+        (Grammar("regex", "(a"), "unclosed group"),
+        (Grammar("regex", "(?=a)b"), "look-ahead"),
+        (Grammar("lark", "start: missing"), 'unknown name: "missing"'),
+        (Grammar("lark", "start: <no_such_token>"), 'unknown special token: "<no_such_token>"'),
+        (Grammar("lark", "start: " + "(" * 3000 + '"a"' + ")" * 3000), "too deeply nested"),
+        (
+            Grammar("json", json.dumps({"properties": {f"p{i}": {"type": "integer"} for i in range(5500)}})),
+            "too big|too long|items",
+        ),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(
+    compiler: GrammarCompiler, grammar: Grammar, reason: str
+) -> None:
+    with pytest.raises(GrammarError) as refused:
+        compiler.matcher(grammar)
+    message = str(refused.value)
+    assert any(part in message for part in reason.split("|"))
+    assert "\n" not in message and len(message) < 1200
+
+
+def test_a_grammar_that_takes_too_long_is_refused_with_both_times(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.0)
+    with pytest.raises(GrammarError, match=r"took 0\.\d s to compile; at most 0 s"):
+        compiler.matcher(Grammar("regex", "a"))
+
+
+def test_the_last_grammars_are_kept_and_each_matcher_is_its_own() -> None:
+    reads = []
+
+    def read() -> str:
+        reads.append(1)
+        return str(byte_level().to_str())
+
+    compiler = GrammarCompiler(read, 330, (1,), most=2)
+    made: list[Grammar] = []
+    one = compiler.matcher(Grammar("regex", "ab"))
+    assert one.consume_tokens(compiler.tokenizer().tokenize_str("ab")) and one.is_accepting()
+    assert not compiler.matcher(Grammar("regex", "ab")).is_accepting(), "another answer begins at the beginning"
+    for letter in "cde":
+        compiler.matcher(Grammar("regex", letter))
+        made.append(Grammar("regex", letter))
+    assert list(compiler._kept) == made[1:]
+    assert len(reads) == 1, "the tokenizer is read once"
+
+
+def test_grammars_compile_in_several_threads_at_once(compiler: GrammarCompiler) -> None:
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for index in range(5):
+                assert accepts(compiler, Grammar("regex", f"x{(number + index) % 4}"), f"x{(number + index) % 4}")
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+@pytest.mark.parametrize(("make", "end"), [(byte_level, "</s>"), (metaspace, "</s>")])
+def test_byte_level_and_sentencepiece_vocabularies_spell_any_text(make: object, end: str) -> None:
+    tokenizer: Tokenizer = make()  # type: ignore[operator]
+    vocab = tokenizer.get_vocab_size(with_added_tokens=True)
+    compiler = GrammarCompiler(tokenizer.to_str, vocab, (tokenizer.token_to_id(end),))
+    text = Text(tokenizer)
+    answer = 'hello "wörld" 日本 😀'
+    matcher = compiler.matcher(Grammar("lark", "start: " + json.dumps(answer, ensure_ascii=False)))
+    tokens = list(matcher.compute_ff_tokens())
+    assert tokens and matcher.consume_tokens(tokens)
+    while not matcher.is_stopped() and (more := matcher.compute_ff_tokens()):
+        tokens += more
+        assert matcher.consume_tokens(more)
+    assert matcher.is_accepting()
+    assert text.decode(tokens).strip() == answer
+
+
+def test_an_added_token_that_the_model_has_no_logits_for_is_left_out() -> None:
+    tokenizer = byte_level()
+    vocab = tokenizer.get_vocab_size(with_added_tokens=True)
+    tokenizer.add_special_tokens([f"<spare{number}>" for number in range(70)])
+    compiler = GrammarCompiler(tokenizer.to_str, vocab, (1,))
+    assert accepts(compiler, Grammar("regex", "[a-z]+"), "hello")
+    with pytest.raises(GrammarError, match="unknown special token"):
+        compiler.matcher(Grammar("lark", "start: <spare3>"))
+
+
+def test_a_tokenizer_that_spells_no_bytes_is_refused_by_name() -> None:
+    compiler = GrammarCompiler(word_piece().to_str, 10, (5,))
+    with pytest.raises(GrammarError, match="tokenizer cannot follow a grammar"):
+        compiler.matcher(Grammar("regex", "a"))
+
+
+def test_a_model_without_an_end_token_is_refused_by_name() -> None:
+    with pytest.raises(GrammarError, match="no end-of-sequence token"):
+        GrammarCompiler(byte_level().to_str, 330, ()).matcher(Grammar("regex", "a"))
+
+
+def test_a_mask_has_a_bit_for_each_token_and_an_even_number_of_words(compiler: GrammarCompiler) -> None:
+    assert compiler.words == VOCAB // 32 and GrammarCompiler(lambda: "", 65, (END,)).words == 4
+
+
+def test_brackets_in_texts_are_not_depth() -> None:
+    assert depth_of('{"a": "[[[\\"[[", "b": [[{}], {}]}') == 4

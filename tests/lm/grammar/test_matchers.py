@@ -1,0 +1,116 @@
+"""Matchers: the masks of rows follow their answers, whatever became of the rows in between."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.core.types import Grammar, SamplingParams
+from holdfast.engine.text import Text
+from holdfast.lm.grammar.compiler import GrammarCompiler
+from holdfast.lm.grammar.matchers import Matchers
+from holdfast.lm.types import PENDING, Answer, ConstrainedRow, Forced, Sampling
+from tests.lm.grammar.conftest import END, VOCAB
+
+PROMPT = 7
+
+
+def sampling(grammar: Grammar, **params: object) -> Sampling:
+    given = SamplingParams(grammar=grammar, max_tokens=99, **params)  # type: ignore[arg-type]
+    return Sampling.of(given, 0, prompt=PROMPT, ends=(END,))
+
+
+def first(row: int, record: Sampling, at: int = 0) -> tuple[ConstrainedRow, Answer]:
+    """A row whose prompt is computed, and whose answer begins."""
+    return ConstrainedRow(at, row, 0, PROMPT, (9,) * PROMPT, record), Answer(row, PROMPT, ())
+
+
+def allowed(matchers: Matchers, rows: list[ConstrainedRow], answers: list[Answer]) -> list[list[int]]:
+    """The tokens that each row may draw."""
+    into: npt.NDArray[np.int32] = np.full((len(rows), matchers.words), 77, np.int32)
+    matchers.masks(rows, answers, into)
+    bits = np.unpackbits(into.view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(each).tolist() for each in bits]
+
+
+def test_each_row_draws_by_its_own_grammar_to_its_end(compiler: GrammarCompiler, text: Text) -> None:
+    matchers, choose = Matchers(compiler, 1), random.Random(0)
+    records = [sampling(Grammar("regex", pattern)) for pattern in ("[a-c]{5}", "(foo|bar)-[0-9]+x", "yes|no")]
+    begun = [first(row, record, at) for at, (row, record) in enumerate(zip((4, 0, 2), records, strict=True))]
+    rows, answers = [row for row, _ in begun], [answer for _, answer in begun]
+    drawn: list[list[int]] = [[] for _ in rows]
+    for _ in range(60):
+        choices = allowed(matchers, rows, answers)
+        tokens = [choose.choice(each) for each in choices]
+        for own, token in zip(drawn, tokens, strict=True):
+            own.append(token)
+        matchers.read(rows, tokens)
+        rows = [each._replace(start=each.stop, stop=each.stop + 1, tokens=(PENDING,)) for each in rows]
+        answers = []
+    for own, pattern in zip(drawn, ("[a-c]{5}", "(foo|bar)-[0-9]+x", "yes|no"), strict=True):
+        assert END in own or pattern.startswith("(")
+        if END in own:
+            assert set(own[own.index(END) :]) == {END}, "nothing but ends after the end"
+            assert re.fullmatch(pattern, text.decode(own[: own.index(END)]))
+
+
+def test_what_must_follow_is_told_and_is_all_that_the_mask_allows(compiler: GrammarCompiler, text: Text) -> None:
+    matchers = Matchers(compiler, 1)
+    row, answer = first(3, sampling(Grammar("regex", "[ab] is the one and only answer")))
+    (choices,) = allowed(matchers, [row], [answer])
+    token = next(each for each in choices if text.decode([each]) == "a")
+    (forced,) = matchers.read([row], [token])
+    assert forced.at == 0 and text.decode(forced.tokens).endswith("only answer")
+    following = row._replace(start=PROMPT, stop=PROMPT + 1, tokens=(PENDING,))
+    assert allowed(matchers, [following], []) == [[forced.tokens[0]]]
+    assert matchers.read([following], [forced.tokens[0]]) == (Forced(0, forced.tokens[1:]),)
+    # The scheduler goes on behind all of them; the segment has those that were not drawn.
+    stop = PROMPT + 1 + len(forced.tokens)
+    behind = row._replace(start=PROMPT + 1, stop=stop, tokens=forced.tokens)
+    assert allowed(matchers, [behind], []) == [[END]]
+
+
+def test_nothing_is_told_of_a_row_that_must_draw_each_token(compiler: GrammarCompiler) -> None:
+    matchers = Matchers(compiler, 1)
+    row, answer = first(0, sampling(Grammar("regex", "the one and only"), logprobs=0))
+    ((token,),) = allowed(matchers, [row], [answer])
+    assert matchers.read([row], [token]) == ()
+
+
+def test_a_row_with_another_sequence_begins_where_that_one_stands(compiler: GrammarCompiler, text: Text) -> None:
+    matchers = Matchers(compiler, 1)
+    record = sampling(Grammar("lark", 'start: "one two three"'))
+    row, answer = first(1, record)
+    allowed(matchers, [row], [answer])
+    known = tuple(compiler.tokenizer().tokenize_str("one two"))
+    stop = PROMPT + len(known)
+    resumed = ConstrainedRow(0, 1, 0, stop, (9,) * PROMPT + known, record)
+    (choices,) = allowed(matchers, [resumed], [Answer(1, PROMPT, known)])
+    assert all(text.decode([each]).startswith(" ") for each in choices)
+    assert matchers.read([row], [5]) == (), "a late result of the sequence before is not read"
+    assert allowed(matchers, [resumed], []) == [choices]
+
+
+def test_min_tokens_puts_the_end_off_unless_nothing_else_is_left(compiler: GrammarCompiler) -> None:
+    matchers = Matchers(compiler, 1)
+    rows, answers = [], []
+    for at, (pattern, least) in enumerate((("a*", 0), ("a*", 5), ("", 5))):
+        grammar = Grammar("lark", 'start: ""') if not pattern else Grammar("regex", pattern)
+        row, answer = first(at, sampling(grammar, min_tokens=least), at)
+        rows.append(row)
+        answers.append(answer)
+    plain, later, empty = allowed(matchers, rows, answers)
+    assert END in plain and END not in later and set(plain) - {END} == set(later)
+    assert empty == [END]
+
+
+def test_a_matcher_that_has_given_up_ends_the_answer(compiler: GrammarCompiler) -> None:
+    matchers = Matchers(compiler, 1)
+    row, answer = first(0, sampling(Grammar("regex", "abc")))
+    allowed(matchers, [row], [answer])
+    matchers.read([row], [VOCAB - 1])  # not allowed
+    following = row._replace(start=PROMPT, stop=PROMPT + 1, tokens=(PENDING,))
+    assert allowed(matchers, [following], []) == [[END]]

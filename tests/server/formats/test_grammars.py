@@ -1,0 +1,174 @@
+"""Grammars of calls: whatever a model writes by one, it reads as valid calls of the tools that were asked for."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from holdfast.core.types import Grammar, SamplingParams
+from holdfast.engine.text import Text, TextStream
+from holdfast.lm.grammar.compiler import GrammarCompiler
+from holdfast.server.formats.parts import Arguments, CallBegin, Reasoning, Said
+from holdfast.server.formats.registry import AnswerFormat, Reading
+from holdfast.server.formats.toolset import Tool, Toolset
+
+END = "<|end|>"
+STRICT = Tool(
+    "get_weather",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "unit"],
+    },
+    strict=True,
+)
+DEEP = Tool(
+    "book-it",
+    parameters={
+        "type": "object",
+        "properties": {"who": {"$ref": "#/$defs/name"}, "when": {"type": "array", "items": {"type": "boolean"}}},
+        "required": ["who"],
+        "$defs": {"name": {"type": "string", "pattern": "^[A-Z]{1,3}$"}},
+    },
+    strict=True,
+)
+LOOSE = Tool("now")
+TOOLS = (STRICT, DEEP, LOOSE)
+SPECIAL = {
+    "hermes": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
+    "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
+}
+
+
+def text_of(tags: tuple[str, ...], special: bool = True) -> Text:
+    """A byte-level vocabulary with some pieces and with these tags as tokens. Its template knows tools."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    tokenizer.add_tokens([AddedToken(tag, special=special) for tag in tags])
+    return Text(tokenizer, f"{{{{ tools }}}} {' '.join(tags)}")
+
+
+class Model:
+    """A model that draws each token from those that a grammar allows."""
+
+    def __init__(self, text: Text, seed: int) -> None:
+        self.text = text
+        self.size = -(-text._tokenizer.get_vocab_size() // 64) * 64
+        self.end = text.token_id(END)
+        assert self.end is not None
+        self.compiler = GrammarCompiler(text._tokenizer.to_str, self.size, [self.end])
+        self.rng = Random(seed)
+
+    def answer(self, grammar: Grammar, most: int = 1500) -> list[int] | None:
+        """The tokens of an answer; None for one that does not end."""
+        matcher, tokens = self.compiler.matcher(grammar), list[int]()
+        mask = np.zeros(self.compiler.words, np.int32)
+        while len(tokens) < most:
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            if self.end in allowed and (len(allowed) == 1 or self.rng.random() < 0.2):
+                return tokens
+            allowed = allowed[allowed != self.end]
+            # Tags and what ends strings come more often than in a fair draw, so that answers are short.
+            ends = [token for token in allowed if token >= 256 or chr(token) in '"<]}']
+            drawn = ends if ends and self.rng.random() < 0.3 else allowed
+            tokens.append(int(drawn[self.rng.randrange(len(drawn))]))
+            assert matcher.consume_token(tokens[-1]), self.text.decode(tokens, skip_special_tokens=False)
+        return None
+
+
+def read(reading: Reading, text: Text, tokens: list[int]) -> tuple[list[tuple[str, str]], str, str]:
+    """The calls of an answer, what it says, and its reasoning."""
+    calls: list[tuple[str, str]] = []
+    said, thought = "", ""
+    for part in reading.reader().push(TextStream(text, shown=reading.shown).push(tokens, last=True), last=True):
+        match part:
+            case CallBegin(name):
+                calls.append((name, ""))
+            case Arguments(more):
+                calls[-1] = (calls[-1][0], calls[-1][1] + more)
+            case Said(more):
+                said += more
+            case Reasoning(more):
+                thought += more
+    return calls, said, thought
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("mode", ["required", "auto"])
+@pytest.mark.parametrize("tokens", ["special", "added", "text"])
+@pytest.mark.parametrize("name", list(SPECIAL))
+def test_every_answer_by_the_grammar_reads_as_valid_calls(name: str, tokens: str, mode: Any, parallel: bool) -> None:
+    text = text_of(SPECIAL[name] if tokens != "text" else (), special=tokens == "special")
+    model = Model(text, seed=len(name))
+    toolset = Toolset(TOOLS, mode, parallel)
+    reading = Reading(AnswerFormat.find(text, name, "none" if tokens == "text" else None), toolset, {})
+    schemas: dict[str, Any] = {tool.name: dict(tool.schema) for tool in TOOLS}
+    ended = 0
+    for opened in (False, True):
+        reading.opened = opened and reading.format.reasoning is not None
+        grammar = reading.constrained(SamplingParams(max_tokens=9)).grammar
+        assert grammar is not None
+        for _ in range(4):
+            answer = model.answer(grammar)
+            if answer is None:
+                continue
+            ended += 1
+            calls, _, _ = read(reading, text, answer)
+            assert calls or mode == "auto"
+            assert parallel or len(calls) <= 1
+            for called, arguments in calls:
+                jsonschema.validate(json.loads(arguments), schemas[called])
+    assert ended >= 3
+    text.close()
+
+
+def test_a_named_function_is_the_only_one_that_can_be_called() -> None:
+    text = text_of(SPECIAL["hermes"])
+    model = Model(text, seed=3)
+    reading = Reading(AnswerFormat.find(text), Toolset(TOOLS, "required", False, frozenset(["now"])), {})
+    grammar = reading.constrained(SamplingParams(max_tokens=9)).grammar
+    assert grammar is not None
+    for _ in range(5):
+        answer = model.answer(grammar)
+        assert answer is None or [name for name, _ in read(reading, text, answer)[0]] == ["now"]
+    text.close()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Grammar("json", '{"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2}'),
+        Grammar("regex", r"\[[0-9]{1,2}(/|\n)?\]"),
+        Grammar("lark", 'start: "[" NUMBER "]"\nNUMBER: /[0-9]{1,2}/'),
+    ],
+)
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_a_grammar_that_the_client_gives_is_for_what_follows_the_reasoning(asked: Grammar, with_tools: bool) -> None:
+    text = text_of(SPECIAL["hermes"])
+    model = Model(text, seed=5)
+    reading = Reading(AnswerFormat.find(text), Toolset((LOOSE,)) if with_tools else None, {})
+    reading.opened = True
+    grammar = reading.constrained(SamplingParams(max_tokens=9, grammar=asked)).grammar
+    assert grammar is not None
+    answers = [found for _ in range(8) if (found := model.answer(grammar)) is not None]
+    seen = [read(reading, text, answer) for answer in answers]
+    assert any(thought for _, _, thought in seen)
+    assert all(said.startswith("[") and said.rstrip().endswith("]") for calls, said, _ in seen if not calls)
+    assert with_tools or not any(calls for calls, _, _ in seen)
+    text.close()

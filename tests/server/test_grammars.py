@@ -1,0 +1,167 @@
+"""Structured output over HTTP: what clients ask for reaches the engine as a grammar, and refusals say what is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fake_engine import FakeClient
+
+from holdfast.core.types import Grammar
+from holdfast.lm.grammar.dialects import ONE_LINE
+from holdfast.lm.limits import RequestRefused
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES = {
+    CHAT: {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]},
+    TEXT: {"model": "tiny", "prompt": "hello"},
+    RESPONSES: {"model": "tiny", "input": "hello"},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAGS = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+
+
+def schema(**guidance: Any) -> Grammar:
+    return Grammar("json", json.dumps({**SCHEMA, "x-guidance": {**ONE_LINE, **guidance}}))
+
+
+def any_object() -> Grammar:
+    return Grammar("json", json.dumps({"type": "object", "x-guidance": ONE_LINE}))
+
+
+async def grammar_of(http: Any, client: FakeClient, path: str, given: dict[str, Any]) -> Grammar | None:
+    async with http() as api:
+        response = await api.post(path, json=BODIES[path] | given)
+    assert response.status_code == 200, response.text
+    (asked,) = client.asked
+    return asked.params.grammar
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(
+    ("wanted", "grammar"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, any_object()),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}, schema()),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, schema(lenient=True)),
+    ],
+)
+async def test_a_response_format_becomes_a_grammar(
+    http: Any, client: FakeClient, path: str, wanted: dict[str, Any], grammar: Grammar | None
+) -> None:
+    assert await grammar_of(http, client, path, {"response_format": wanted}) == grammar
+
+
+@pytest.mark.parametrize(
+    ("wanted", "grammar"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, any_object()),
+        ({"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}, schema()),
+    ],
+)
+async def test_a_text_format_becomes_a_grammar_and_is_told_in_the_response(
+    http: Any, client: FakeClient, wanted: dict[str, Any], grammar: Grammar | None
+) -> None:
+    async with http() as api:
+        response = await api.post(RESPONSES, json=BODIES[RESPONSES] | {"text": {"format": wanted}})
+    assert response.json()["text"]["format"] == wanted
+    assert client.asked[0].params.grammar == grammar
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        ({"structured_outputs": {"json": SCHEMA}}, schema()),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, schema()),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+         schema(item_separator=",", key_separator=":")),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, Grammar("regex", "[a-z]+")),
+        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, Grammar("lark", 'start: "yes" | "n\\"o"')),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("lark", 'start: "a"')),
+        ({"structured_outputs": {"json_object": True}}, any_object()),
+        ({"guided_json": SCHEMA}, schema()),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["a", "b"]}, Grammar("lark", 'start: "a" | "b"')),
+        ({"guided_grammar": 'start: "a"', "guided_decoding_backend": "guidance"}, Grammar("lark", 'start: "a"')),
+    ],
+)  # fmt: skip
+async def test_names_of_vllm_are_taken_on_every_route(
+    http: Any, client: FakeClient, path: str, given: dict[str, Any], grammar: Grammar
+) -> None:
+    assert await grammar_of(http, client, path, given) == grammar
+
+
+async def test_structural_tags_are_taken_as_a_format_and_as_a_parameter(http: Any, client: FakeClient) -> None:
+    async with http() as api:
+        for given in (
+            {"response_format": {"type": "structural_tag", **TAGS}},
+            {"structured_outputs": {"structural_tag": json.dumps(TAGS)}},
+        ):
+            assert (await api.post(CHAT, json=BODIES[CHAT] | given)).status_code == 200
+    first, second = (asked.params.grammar for asked in client.asked)
+    assert first == second and first is not None and '"<f"' in first.text
+
+
+async def test_every_choice_has_the_grammar(http: Any, client: FakeClient) -> None:
+    async with http() as api:
+        await api.post(CHAT, json=BODIES[CHAT] | {"n": 3, "guided_regex": "a"})
+    assert [asked.params.grammar for asked in client.asked] == [Grammar("regex", "a")] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param"),
+    [
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (TEXT, {"guided_regex": "("}, "guided_regex"),
+        (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format"),
+        (RESPONSES, {"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_engines_refusal_is_400_before_any_token_and_names_the_clients_parameter(
+    http: Any, client: FakeClient, path: str, given: dict[str, Any], param: str, stream: bool
+) -> None:
+    client.refuse = RequestRefused("the regex grammar cannot be followed: unclosed group", "grammar")
+    async with http() as api:
+        response = await api.post(path, json=BODIES[path] | given | {"stream": stream})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert "unclosed group" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "words"),
+    [
+        ({"response_format": {}}, "response_format.type", "supported: text, json_object"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "unknown parameter"),
+        ({"response_format": {"type": "json_schema", "json_schema": 3}}, "response_format.json_schema", "an object"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
+         "response_format.json_schema.strict", "true or false"),
+        ({"structured_outputs": {}}, "structured_outputs", "is empty; give one of json"),
+        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "must be a JSON object"),
+        ({"structured_outputs": {"structural_tag": {"structures": [], "triggers": []}}},
+         "structured_outputs.structural_tag", "1 to 256 structures"),
+        ({"structured_outputs": {"structural_tag": {**TAGS, "triggers": ["<g"]}}},
+         "structured_outputs.structural_tag", "no trigger begins"),
+        ({"structured_outputs": {"structural_tag": {"format": {}}}},
+         "structured_outputs.structural_tag.format", "unknown parameter"),
+        ({"guided_grammar": "root ::= ["}, "guided_grammar", "cannot be read"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "exclude each other"),
+        ({"guided_json": json.dumps({"enum": ["x" * 300_000]})}, "guided_json", "262144"),
+        ({"guided_json": {"enum": ["x" * 300_000]}}, "guided_json", "300"),
+    ],
+)  # fmt: skip
+async def test_a_mistake_is_named_with_its_place(
+    http: Any, client: FakeClient, given: dict[str, Any], param: str, words: str
+) -> None:
+    async with http() as api:
+        response = await api.post(CHAT, json=BODIES[CHAT] | given)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert words in error["message"]
+    assert not client.asked

@@ -4,9 +4,9 @@
 
 Each request has one to four tools with random schemas, in one of the formats in turn: with and without reasoning
 before the call, one call or several, any tool or a named one. The built-in model, which does not know these tools,
-answers at temperature 1 (any engine flag as --set name=value). An answer that the model ended is read as the server
-reads it: it is valid if it calls at least one tool, and every call is of an allowed tool with arguments that the
-jsonschema package accepts. An answer that `max_tokens` cut is counted apart.
+answers at temperature 1 (any engine flag as --set name=value), with a bias to tokens that end strings and lists. An
+answer that the model ended is read as the server reads it: it is valid if it calls at least one tool, and every call is
+of an allowed tool with arguments that the jsonschema package accepts. An answer that `max_tokens` cut is counted apart.
 """
 
 from __future__ import annotations
@@ -81,6 +81,14 @@ def random_request(choose: random.Random, text: Text, number: int) -> Asked:
     return Asked(format.calls.name, Reading(format, toolset, {}), toolset)
 
 
+def ends_of(text: Text) -> tuple[tuple[int, float], ...]:
+    """A bias to the tokens that may end a string, a list, an object or a tag."""
+    tokens = [
+        token for token in range(4096) if any(end in text.token_bytes(token) for end in (b'"', b"}", b"]", b"<"))
+    ]
+    return tuple((token, 12.0) for token in tokens[:1024])
+
+
 def fault_of(asked: Asked, text: Text, tokens: list[int]) -> str | None:
     """What is wrong with an answer; None if nothing is."""
     written = TextStream(text, shown=asked.reading.shown).push(tokens, last=True)
@@ -108,10 +116,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     with LLM(**{"device": "cpu", "max_sequences": 32} | dict(arguments.set)) as llm:
         requests = [random_request(choose, llm.text, number) for number in range(arguments.requests)]
-        params = [
-            asked.reading.constrained(SamplingParams(temperature=1.0, seed=number, max_tokens=arguments.max_tokens))
-            for number, asked in enumerate(requests)
-        ]
+        sampling = SamplingParams(temperature=1.0, max_tokens=arguments.max_tokens, logit_bias=ends_of(llm.text))
+        params = [asked.reading.constrained(replace(sampling, seed=number)) for number, asked in enumerate(requests)]
         answers = llm.generate(["Call a tool."] * len(requests), params, progress=False)
         for asked, answer in zip(requests, answers, strict=True):
             if answer.finish_reason is not FinishReason.STOP:

@@ -40,6 +40,7 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "host", "port", "api_key", "allowed_host", "allowed_origin", "root_path", "ssl_certfile", "ssl_keyfile",
             "log_level",
         ),
+        "tools and reasoning": ("tool_call_parser", "reasoning_parser"),
         "limits of requests and connections": (
             "max_choices", "tenant_share", "max_body_mb", "max_bodies_mb", "max_connections", "header_seconds",
             "body_seconds", "idle_seconds", "write_seconds", "health_seconds", "drain_seconds",

@@ -83,9 +83,7 @@ def random_request(choose: random.Random, text: Text, number: int) -> Asked:
 
 def ends_of(text: Text) -> tuple[tuple[int, float], ...]:
     """A bias to the tokens that may end a string, a list, an object or a tag."""
-    tokens = [
-        token for token in range(4096) if any(end in text.token_bytes(token) for end in (b'"', b"}", b"]", b"<"))
-    ]
+    tokens = [token for token in range(4096) if any(end in text.token_bytes(token) for end in (b'"', b"}", b"]", b"<"))]
     return tuple((token, 12.0) for token in tokens[:1024])
 
 

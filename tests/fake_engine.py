@@ -15,6 +15,7 @@ from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, Token
 from holdfast.engine.client import AdapterError, Delta, Timings, Usage
 from holdfast.engine.connection import EngineDead
 from holdfast.engine.messages import EngineInfo
+from holdfast.engine.pooling import NONE, Pooling
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 WORDS = ("Ahoy", ", ", "sailor", "!")
@@ -149,6 +150,7 @@ class FakeClient:
     closed: bool = False
 
     on_steps: Any = None
+    pooling: Pooling = NONE
 
     def __post_init__(self) -> None:
         self.tuner = FakeTuner(self.adapters, self._check_alive)

@@ -17,7 +17,8 @@ COMMON: Mapping[str, Sequence[str]] = {
 TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "EngineConfig": {
         "the model": (
-            "device", "dtype", "quantization", "executor", "trust_remote_code", "load_format", "max_model_len", "seed",
+            "device", "dtype", "quantization", "executor", "trust_remote_code", "load_format", "convert",
+            "max_model_len", "seed",
         ),
         "memory": (
             "max_sequences", "max_waiting", "cache_gb", "memory_fraction", "headroom", "block_size", "kv_cache_dtype",
@@ -44,6 +45,7 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "max_choices", "tenant_share", "max_body_mb", "max_bodies_mb", "max_connections", "header_seconds",
             "body_seconds", "idle_seconds", "write_seconds", "health_seconds", "drain_seconds",
         ),
+        "tracing": ("otlp_traces_endpoint",),
         "what is kept": (
             "store", "store_days", "store_conversations", "store_gb", "files", "max_file_mb", "files_gb",
             "tuning_state", "adapter_root",

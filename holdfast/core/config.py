@@ -101,6 +101,11 @@ class EngineConfig:
     quantization: QuantizationName = option(  # noqa: RUF009  a string
         "none", "fp8 rounds the layers' weights to 8 bits while reading them: half the memory, faster, less exact"
     )
+    convert: Literal["auto", "none", "embed"] = option(
+        "auto",
+        "which embeddings the model gives: auto those that its files describe, embed the last token's state of any "
+        "model, none no embeddings",
+    )
     executor: Literal["auto", "paged", "padded"] = option(
         "auto",
         "how the model runs: paged is a native decoder, or Transformers' code with its attention swapped, over a paged "

@@ -78,6 +78,11 @@ class SamplingParams:
     """Continue after the model's end-of-sequence token (benchmarks)."""
     logprobs: int | None = None
     """Tell each token's log probability, with those of so many of the most probable tokens. None: tell nothing."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, from the second one on. The whole prompt is computed then, cached or not."""
+
+    embed: bool = False
+    """Give the embedding of the prompt: the hidden state of its last token. What is generated means nothing then."""
 
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the answer has so far; -2 to 2."""
@@ -125,8 +130,9 @@ class SamplingParams:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if any(not stop for stop in self.stop):
             raise ValueError("stop holds an empty string; leave it out")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ValueError(f"logprobs is {self.logprobs}; it must lie between 0 and {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (told := getattr(self, name)) is not None and not 0 <= told <= MAX_LOGPROBS:
+                raise ValueError(f"{name} is {told}; it must lie between 0 and {MAX_LOGPROBS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,3 +217,8 @@ class SequenceOutput(NamedTuple):
     preemptions: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of each of the tokens, where the request asks for them."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's next tokens, from its second one on, where the request asks. There may be no new tokens beside
+    them."""
+    vector: bytes = b""
+    """The prompt's embedding, where the request asks: float32 numbers in native order. With the first token."""

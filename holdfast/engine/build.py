@@ -215,6 +215,7 @@ def put_together(
         stages=tuple(stages.done),
         adapters=tuple(adapters),
         adapter_slots=shape.adapter_slots,
+        gives_hidden=shape.gives_hidden,
         tp=config.tp,
         pp=config.pp,
     )

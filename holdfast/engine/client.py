@@ -22,6 +22,7 @@ from holdfast.core.types import (
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint, settled
 from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
+from holdfast.engine.pooling import NONE, find_pooling
 from holdfast.engine.spawn import EngineProcess
 from holdfast.engine.text import Text, TextStream
 from holdfast.engine.tuning import TuningClient
@@ -78,8 +79,14 @@ class Delta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
     """Of each of the tokens, if the request asks; not of the end token, which has no place in the text."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's next tokens, from its second one on, if the request asks. All come before the answer's end."""
+    vector: bytes = b""
+    """The prompt's embedding, if the request asks: float32 numbers in native order. With the final Delta."""
+    stop_string: str | None = None
+    """The stop string that ended the answer, if one did. With the final Delta."""
 
 
 class AdapterError(ValueError):
@@ -104,6 +111,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Use `start` instead."""
         self.config = config
         self.text: Text
+        self.pooling = NONE
+        """How embeddings are made, if the model gives any."""
         self._measure = measure
         self._streams: dict[str, _Stream] = {}
         self._waiting: set[str] = set()
@@ -137,6 +146,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
             config = settled(config, checkpoint)
             client = cls(config, on_progress, measure, process)
+            client.pooling = find_pooling(checkpoint.directory, config.convert)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
         async with client._starting():
@@ -345,6 +355,8 @@ class _Stream:
         self._pieces: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._vector = b""
         self._count = 0
         self._cached = 0
         self._scheduled = self._first = self._last = 0.0
@@ -356,6 +368,7 @@ class _Stream:
         tokens, reason = output.tokens, output.finish_reason
         if not self._count:
             self._first, self._scheduled, self._cached = now, output.scheduled_at, output.cached_tokens
+        self._vector = output.vector or self._vector
         self._last = now
         # The token that stopped the sequence is not part of its text.
         visible = tokens[:-1] if reason is FinishReason.STOP else tokens
@@ -372,6 +385,8 @@ class _Stream:
         self._tokens.extend(tokens)
         if output.logprobs:
             self._logprobs.extend(output.logprobs[: len(visible)])
+        if output.prompt_logprobs:
+            self._prompt_logprobs.extend(output.prompt_logprobs)
         self.finish_reason = FinishReason.STOP if self._text.stopped else reason
         self._changed.set()
 
@@ -387,13 +402,14 @@ class _Stream:
         if self._error is not None:
             raise self._error
         text, tokens, logprobs = "".join(self._pieces), tuple(self._tokens), tuple(self._logprobs)
-        self._pieces.clear()
-        self._tokens.clear()
-        self._logprobs.clear()
+        prompt = tuple(self._prompt_logprobs)
+        for taken in (self._pieces, self._tokens, self._logprobs, self._prompt_logprobs):
+            taken.clear()
         if self.finish_reason is None:
-            return Delta(text, tokens, logprobs=logprobs)
+            return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt)
         self.given = True
         request = self.request
         usage = Usage(len(request.prompt), self._count, self._cached)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
-        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs)
+        stop = self._text.stop_string
+        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)

@@ -42,6 +42,8 @@ class Completion:
     """Includes `ttft` in seconds and `tokens_per_second`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of each token but the one that ended the sequence, where `SamplingParams.logprobs` asks."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each token of the prompt but the first, where `SamplingParams.prompt_logprobs` asks."""
 
 
 class LLM:
@@ -214,11 +216,13 @@ async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -
     pieces: list[str] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    of_prompt: list[TokenLogprobs] = []
     async with aclosing(stream) as deltas:
         async for delta in deltas:
             pieces.append(delta.text)
             tokens.extend(delta.tokens)
-            logprobs.extend(delta.logprobs)
+            logprobs.extend(told for told in delta.logprobs if told is not None)
+            of_prompt.extend(delta.prompt_logprobs)
     assert delta.finish_reason is not None and delta.usage is not None and delta.timings is not None
     return Completion(
         tuple(prompt),
@@ -228,6 +232,7 @@ async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -
         delta.usage.cached_tokens,
         delta.timings,
         tuple(logprobs),
+        tuple(of_prompt),
     )
 
 

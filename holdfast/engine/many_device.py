@@ -239,8 +239,8 @@ class ManyExecutor(DeviceExecutor):
         if self._later and not flight.waits:
             parts = [self._stepped[rank].popleft() for rank in self._later]
             seconds = (result.seconds, *(part.seconds for part in parts))
-            tokens, logprobs = parts[-1].tokens, parts[-1].logprobs
-            result = replace(result, tokens=tokens, logprobs=logprobs, seconds=sum(seconds), stages=seconds)
+            told = {name: getattr(parts[-1], name) for name in ("tokens", "logprobs", "prompt_logprobs", "vectors")}
+            result = replace(result, **told, seconds=sum(seconds), stages=seconds)
         return self._with_copies(result)
 
     def prepare(self) -> bool:

@@ -48,6 +48,8 @@ class EngineInfo:
     """The adapters that are served from the start."""
     adapter_slots: int = 0
     """Adapters that the device holds at a time; 0: none are served."""
+    gives_hidden: bool = False
+    """Whether hidden states can be had: for log probabilities of prompts, and for embeddings."""
     tp: int = 1
     """Devices that share each layer. `memory` is that of all devices."""
     pp: int = 1
@@ -63,7 +65,7 @@ class EngineInfo:
         served = Identity(self.model, dtype=self.precision)
         # On padded rows the longest sequence is one that fits.
         positions = self.num_blocks * self.block_size if self.executor == "paged" else self.max_model_len
-        return RequestLimits(self.max_model_len, self.vocab_size, positions, served)
+        return RequestLimits(self.max_model_len, self.vocab_size, positions, served, self.gives_hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +365,8 @@ class Outputs(Message, tag="outputs"):
     scheduled_at: list[float]
     preemptions: list[int]
     logprobs: list[tuple[TokenLogprobs, ...]]
+    prompt_logprobs: list[tuple[TokenLogprobs, ...]]
+    vector: list[bytes]
 
     @property
     def outputs(self) -> Columns[SequenceOutput]:

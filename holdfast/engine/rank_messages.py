@@ -17,6 +17,7 @@ from holdfast.lm.types import (
     Segment,
     StepPlan,
     TableWrite,
+    Telling,
 )
 
 
@@ -82,6 +83,7 @@ class Plan(Message, tag="plan"):
     histories: tuple[History, ...] = ()
     most: tuple[int, ...] | None = None
     """As `StepPlan.samples`."""
+    tells: tuple[Telling, ...] = ()
 
 
 class End(Message, tag="end"):
@@ -115,6 +117,8 @@ class Stepped(Message, tag="stepped"):
     seconds: float
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """As in `StepResult`, from the last stage."""
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    vectors: tuple[bytes, ...] = ()
 
 
 class Copied(Message, tag="copied"):
@@ -188,6 +192,7 @@ class PlanWriter:
             block_moves=plan.block_moves,
             histories=plan.histories,
             most=plan.samples,
+            tells=plan.tells,
         )
 
 
@@ -222,4 +227,5 @@ class PlanReader:
             block_moves=message.block_moves,
             histories=message.histories,
             samples=message.most,
+            tells=message.tells,
         )

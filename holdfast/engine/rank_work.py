@@ -129,7 +129,8 @@ class Rank:
                 if result.copies:
                     self._answer(messages.Copied(result.copies))
                 if reports and has_segments:
-                    self._answer(messages.Stepped(result.tokens, result.seconds, result.logprobs))
+                    told = result.logprobs, result.prompt_logprobs, result.vectors
+                    self._answer(messages.Stepped(result.tokens, result.seconds, *told))
                 self._submitted.task_done()
         except BaseException as error:
             self.fail(error)

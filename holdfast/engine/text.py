@@ -300,6 +300,11 @@ class TextStream:
         self._settled = 0
         """Leading tokens of the window whose text was returned completely."""
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stops.match if self._stops is not None and self.stopped else None
+
     def push(self, tokens: Sequence[int], last: bool = False) -> str:
         """Add tokens. Returns the text that is now certain; with `last`, also the text that was held back."""
         if self.stopped:
@@ -369,6 +374,8 @@ class StopScanner:
         if longest > STOP_LENGTH_LIMIT:
             raise ValueError(f"stop holds a string of {longest} characters; at most {STOP_LENGTH_LIMIT} are taken")
         self.found = False
+        self.match = ""
+        """The one that was found; the longest, where several end at the same place."""
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)
         """For each stop string, the length of its longest prefix that the text ends with."""
@@ -393,6 +400,7 @@ class StopScanner:
             if complete:
                 self.found = True
                 self._held = ""
+                self.match = pending[at + 1 - complete : at + 1]
                 return pending[: at + 1 - complete]
         safe = len(pending) - max(self._matched)
         self._held = pending[safe:]

@@ -33,6 +33,8 @@ class RequestLimits:
     """Positions that the KV cache holds on the device."""
     served: Identity | None = None
     """The model, adapter and dtype that the engine serves. None: a request may name any."""
+    gives_hidden: bool = True
+    """Whether hidden states can be had: for log probabilities of prompts, and for embeddings."""
 
     def check(
         self,
@@ -58,6 +60,12 @@ class RequestLimits:
         length = len(prompt)
         self.check_length(length)
         tokens = self._token_ids("prompt", prompt)
+        if not self.gives_hidden and (params.prompt_logprobs is not None or params.embed):
+            what, param = ("embeddings", "model") if params.embed else (
+                "log probabilities of the prompt (prompt_logprobs, or echo with logprobs)", "prompt_logprobs",
+            )  # fmt: skip
+            reason = f"{what} need a native decoder, and this model runs on Transformers' own code"
+            raise RequestRefused(reason, param, "unsupported_parameter")
         if params.stop_token_ids:
             self._token_ids("stop_token_ids", params.stop_token_ids)
         if params.logit_bias:

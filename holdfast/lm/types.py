@@ -66,6 +66,8 @@ class Sampling:
     """None: the logits are not changed."""
     grammar: Grammar | None = None
     """What the answer must match; None: anything."""
+    embed: bool = False
+    """Give the hidden state that the logits come from."""
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int, *, prompt: int = 0, ends: abc.Collection[int] = ()) -> Sampling:
@@ -84,12 +86,14 @@ class Sampling:
             ends=tuple(sorted(ends)),
         )
         told = None if shaping.is_neutral else shaping
-        return cls(params.temperature, params.top_k, params.top_p, seed, params.logprobs, told, params.grammar)
+        drawn = params.temperature, params.top_k, params.top_p
+        return cls(*drawn, seed, params.logprobs, told, params.grammar, params.embed)
 
     @property
     def asks(self) -> bool:
         """Whether it asks for more than a token drawn from the model's logits."""
-        return self.logprobs is not None or self.shaping is not None or self.grammar is not None
+        wishes = self.logprobs is not None or self.shaping is not None
+        return wishes or self.grammar is not None or self.embed
 
     @property
     def counts(self) -> bool:
@@ -140,6 +144,19 @@ class History(NamedTuple):
 
     row: int
     tokens: tuple[int, ...]
+
+
+class Telling(NamedTuple):
+    """Tell the log probabilities of prompt tokens that follow tokens of one segment."""
+
+    segment: int
+    """Its index in the plan."""
+    first: int
+    """The first of its tokens whose following token is told."""
+    targets: tuple[int, ...]
+    """The tokens that follow it and the tokens after it."""
+    alternatives: int
+    """How many of the most probable tokens are told beside each."""
 
 
 class Answer(NamedTuple):
@@ -347,6 +364,8 @@ class StepPlan:
     histories: tuple[History, ...] = ()
     """Of sampling segments. On paged rows only the first one of a sequence in its row has it: the executor notes the
     tokens of later ones."""
+    tells: tuple[Telling, ...] = ()
+    """Of paged rows, in the order of their segments."""
     answers: tuple[Answer, ...] = ()
     """Of sampling segments with a grammar: the first one of a sequence in its row has it."""
     training: TrainingSlice | None = None
@@ -437,6 +456,11 @@ class StepResult:
     """The time that each stage of a pipeline spent on the step; empty for one stage."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """Of each of the tokens; None for one whose request does not ask. Empty: no request of the step does."""
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    """For each of the plan's `tells`, the records of its targets."""
+    vectors: tuple[bytes, ...] = ()
+    """For each sampling segment, the hidden state [hidden] of its last token as float32 numbers; empty where it is not
+    asked for. Without any: no request of the step asks."""
     forced: tuple[Forced, ...] = ()
     """What must follow some of the tokens. Not told where `Sampling.skips` is false."""
 
@@ -755,6 +779,8 @@ class EngineShape:
     """Position at which a token's attention costs as much as all its other work. Used where no cost was measured."""
     adapter_slots: int = 0
     """Adapters that the device holds at a time; 0: none are served."""
+    gives_hidden: bool = False
+    """Whether hidden states can be had: for log probabilities of prompts, and for embeddings."""
     executor: ExecutorName = "paged"
     rows: RowShape | None = None
     """Of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""

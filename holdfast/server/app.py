@@ -24,24 +24,29 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore, Store
+from holdfast.server.embeddings import EmbeddingCompletion
 from holdfast.server.inference.service import Applications
 from holdfast.server.jobs.batches import Batches
 from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.tuning import Tuning
+from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.batches import add_batch_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.edge import Edge
+from holdfast.server.routes.embeddings import add_embedding_route
 from holdfast.server.routes.files import UPLOAD, add_file_routes
 from holdfast.server.routes.generation import add_completion_routes, add_response_routes
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
+from holdfast.server.routes.messages import add_message_routes
 from holdfast.server.routes.openapi import document
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.tuning import add_tuning_routes
 from holdfast.server.service import Service, internal
+from holdfast.server.tracing import Tracing, exporter_to
 
 OPEN_PATHS = ("/health", LIVE, READY)
 """Paths that need no API key."""
@@ -63,7 +68,7 @@ class App(FastAPI):
                 stack, allow_origins=self.config.allowed_origin, allow_methods=["*"], allow_headers=["*"],
                 allow_private_network=True, expose_headers=["x-request-id", "retry-after"],
             )  # fmt: skip
-        return Edge(stack, self.config.root_path, QUIET_PATHS)
+        return Edge(stack, self.config.root_path, QUIET_PATHS, self.state.tracing)
 
 
 def create_app(
@@ -72,7 +77,7 @@ def create_app(
     """The HTTP application over started engines: of a language model with an open store, of applications, or of both.
 
     `app.state.jobs` run tuning jobs and batches between their `start` and `close`, in this order.
-    `app.state.responses.close()` closes the store.
+    `app.state.responses.close()` closes the store. `app.state.tracing`, if there is any, is to be closed at the end.
     `app.state.admissions` count the requests in progress; `app.state.clients` are those of all engines.
     """
     app = App(
@@ -84,6 +89,8 @@ def create_app(
         redoc_url=None,
         servers=[{"url": config.root_path}] if config.root_path else None,
     )
+    endpoint = config.otlp_traces_endpoint
+    app.state.tracing = None if endpoint is None else Tracing(exporter_to(endpoint))
     app.state.bodies = BodyBudget(int(config.max_bodies_mb * 1e6))
     if config.api_key:
         app.add_middleware(KeyCheck, keys=config.api_key)
@@ -105,6 +112,8 @@ def create_app(
         add_adapter_routes(app, service)
         add_completion_routes(app, service)
         add_response_routes(app, responses)
+        add_message_routes(app, service)
+        add_embedding_route(app, service)
         add_token_routes(app, service)
         add_conversation_routes(app, responses)
         files = Files(responses.store, config)
@@ -161,7 +170,9 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
         return reply(request, internal(error))
 
 
-GENERATION = (ChatRequest.route, CompletionRequest.route, ResponseRequest.route)
+GENERATION = tuple(
+    each.route for each in (ChatRequest, CompletionRequest, ResponseRequest, MessagesChat, EmbeddingCompletion)
+)
 """Routes whose outcomes are counted. Paths with ids are not: they are unbounded in number."""
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}
 
@@ -180,7 +191,8 @@ class KeyCheck:
             return
         tenant = self.tenant(scope)
         if tenant is None and scope["path"] not in OPEN_PATHS:
-            error = ApiError("a valid API key is needed: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+            reason = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            error = ApiError(reason, status=401, code="invalid_api_key")
             await JSON(error.body_for(scope["path"]), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = tenant or ""
@@ -188,9 +200,10 @@ class KeyCheck:
 
     def tenant(self, scope: Scope) -> str | None:
         """The tenant of the request's key; None without a valid one."""
-        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        headers = dict(scope["headers"])
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
-            return None
+            given = headers.get(b"x-api-key", b"")  # as clients of Anthropic's API send it
         # Compare every key, each in constant time, so that the time taken reveals nothing about any of them.
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
         return self.tenants[matches.index(True)] if any(matches) else None

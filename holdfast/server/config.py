@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from holdfast.core.config import option
 from holdfast.server.formats.registry import check_names
@@ -83,6 +85,11 @@ class ServerConfig:
         "directory of tuning jobs, with their states and adapters; default: holdfast/tuning in the user's data "
         "directory, or tuning in that of files if the store is `memory`",
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "OpenTelemetry collector that gets a span for each request, by OTLP over HTTP, like "
+        "http://localhost:4318/v1/traces; needs holdfast[otel]; default: no tracing",
+    )
     health_seconds: float = option(5.0, "time the engine has to answer /health before it counts as hanging")
     drain_seconds: float = option(30.0, "time that running streams have to finish after SIGTERM or Ctrl-C")
 
@@ -110,6 +117,8 @@ class ServerConfig:
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
         check_names(self.tool_call_parser, self.reasoning_parser)
+        if self.otlp_traces_endpoint is not None:
+            check_endpoint(self.otlp_traces_endpoint)
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
             raise ValueError(f"root_path is {self.root_path}; it must look like /llm, without / at its end")
         for origin in self.allowed_origin:
@@ -119,3 +128,11 @@ class ServerConfig:
             raise ValueError(f"ssl_keyfile is {self.ssl_keyfile}, and there is no ssl_certfile; give both")
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_key):
             raise ValueError("api_key is empty or holds something other than visible ASCII; choose another key")
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ValueError for a collector's address that is none, or if OpenTelemetry is not installed."""
+    if urlsplit(endpoint).scheme not in ("http", "https"):
+        raise ValueError(f"otlp_traces_endpoint is {endpoint}; it must look like http://localhost:4318/v1/traces")
+    if importlib.util.find_spec("opentelemetry") is None:
+        raise ValueError("otlp_traces_endpoint needs OpenTelemetry: pip install 'holdfast[otel]'")

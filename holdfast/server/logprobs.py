@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from holdfast.core.types import TokenLogprobs
@@ -25,6 +26,40 @@ class ToldToken(NamedTuple):
 def told_tokens(delta: Delta) -> list[ToldToken]:
     """The tokens of a delta whose log probabilities are told."""
     return [ToldToken(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=False)]
+
+
+def echoed(prompt: Sequence[int], text: str, of_prompt: Sequence[TokenLogprobs], delta: Delta, most: int) -> Delta:
+    """The first delta of an answer that begins with its prompt: the prompt's text, tokens and what is told of them.
+
+    `most` is the number of alternatives to tell.
+    """
+    cut = [TokenLogprobs(own, ids[:most], values[:most]) for own, ids, values in of_prompt]
+    logprobs = (None, *cut, *delta.logprobs) if cut or delta.logprobs else ()
+    return replace(delta, text=text + delta.text, tokens=(*prompt, *delta.tokens), logprobs=logprobs)
+
+
+def prompt_records(
+    text: Text, prompt: Sequence[int], told: Sequence[TokenLogprobs], most: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt, it and the most probable ones by id; None for the first.
+
+    The rank of a token that is not among those is not known.
+    """
+    records: list[dict[str, Any] | None] = [None]
+    for token, given in zip(prompt[1:], told, strict=True):
+        likely = list(zip(given.top_ids[:most], given.top_logprobs, strict=False))
+        ranks = {each: rank for rank, (each, _) in enumerate(likely, 1)}
+        records.append(
+            {
+                str(each): {
+                    "logprob": max(value, LEAST),
+                    "rank": ranks.get(each),
+                    "decoded_token": spelled(text.token_bytes(each)),
+                }
+                for each, value in dict([(token, given.logprob), *likely]).items()
+            }
+        )
+    return records
 
 
 def spelled(data: bytes) -> str:

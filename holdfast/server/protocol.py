@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -72,14 +72,43 @@ class ApiError(Exception):
         type = "server_error" if self.status >= 500 else type
         return {"error": {"message": self.message, "type": type, "param": self.param, "code": self.code}}
 
+    def message_body(self) -> dict[str, Any]:
+        """The JSON object in the shape of Anthropic's Messages API."""
+        known = MESSAGE_ERRORS.get(self.status)
+        type = known or ("api_error" if self.status >= 500 else "invalid_request_error")
+        long = self.code == "context_length_exceeded"
+        return {
+            "type": "error",
+            # Clients look for these words.
+            "error": {"type": type, "message": f"prompt is too long: {self.message}" if long else self.message},
+        }
+
     def body_for(self, path: str) -> dict[str, Any]:
-        """The JSON object in the shape of the route's own protocol: OpenAI's, or the Open Inference Protocol's."""
+        """The JSON object in the shape of the route's own protocol: OpenAI's, Anthropic's, or Open Inference's."""
+        if is_messages(path):
+            return self.message_body()
         return {"error": self.message} if is_inference(path) else self.body()
+
+
+MESSAGE_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The types of Anthropic's errors, by status."""
 
 
 def is_inference(path: str) -> bool:
     """Whether a path belongs to the Open Inference Protocol."""
     return path == "/v2" or path.startswith("/v2/")
+
+
+def is_messages(path: str) -> bool:
+    """Whether a path belongs to Anthropic's Messages API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -207,6 +236,20 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         """Alternatives to tell with each token's log probability; None: tell nothing. Raises ApiError."""
         raise NotImplementedError
 
+    @property
+    def most_prompt_logprobs(self) -> int | None:
+        """Alternatives to tell with the log probability of each token of the prompt; None: tell nothing."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    def kept_tokens(self, context: int) -> int | None:
+        """How many of a prompt's last tokens are kept; None: all. Raises ApiError."""
+        return None
+
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """The sampling of one choice. Choice i uses seed + i, so that choices differ and are reproducible.
 
@@ -225,6 +268,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=self.most_logprobs if self.candidates == self.n else self.most_logprobs or 0,
+            prompt_logprobs=self.most_prompt_logprobs,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
@@ -251,7 +295,6 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
     unsupported = SampledRequest.unsupported | {
         "audio": (),
         "chat_template": (),
-        "echo": (False,),
         "include_stop_str_in_output": (False,),
         "modalities": (["text"],),
         "prediction": (),
@@ -264,22 +307,42 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    """vLLM's: tell the log probabilities of the prompt's tokens, too."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    """vLLM's: keep so many of the prompt's last tokens; -1: as many as the context holds beside the answer."""
     response_format: dict[str, Any] | None = None
 
     @property
     def answer_format(self) -> tuple[str, Mapping[str, Any]] | None:
         return None if self.response_format is None else ("response_format", self.response_format)
 
+    def kept_tokens(self, context: int) -> int | None:
+        kept = self.truncate_prompt_tokens
+        if kept == 0:
+            reason = "truncate_prompt_tokens is 0; it must be at least 1, or -1 for what fits"
+            raise ApiError(reason, param="truncate_prompt_tokens", code="invalid_value")
+        return max(1, context - (self.most_tokens or 1)) if kept == -1 else kept
+
+    @property
+    def most_prompt_logprobs(self) -> int | None:
+        if self.prompt_logprobs is not None and self.stream:
+            reason = "prompt_logprobs are told with whole answers alone; leave out stream"
+            raise ApiError(reason, param="prompt_logprobs", code="invalid_value")
+        return self.prompt_logprobs
+
 
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    unsupported = GenerationRequest.unsupported | {"best_of": (1,)}
+    unsupported = GenerationRequest.unsupported | {"best_of": (1,), "echo": (False,)}
     route = "/v1/chat/completions"
     prompt_param = "messages"
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """Whether the oldest turns leave a conversation that exceeds the context."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -337,6 +400,9 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool = False
+    echo: bool = False
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
+    """0 goes with `echo` alone: nothing is written."""
 
     @property
     def candidates(self) -> int:
@@ -350,12 +416,27 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         return None if self.logprobs is False else self.logprobs
 
     @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    @property
+    def most_prompt_logprobs(self) -> int | None:
+        """With `echo`, `logprobs` are told of the prompt, too."""
+        asked, echoed = super().most_prompt_logprobs, self.most_logprobs if self.echo else None
+        return max((each for each in (asked, echoed) if each is not None), default=None)
+
+    @property
     def most_tokens(self) -> int:
         """The most tokens of each choice; 16 when not given, as in OpenAI's API."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or as token ids. Raises ApiError for anything else, and for a wrong `best_of`."""
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError("max_tokens is 0, which needs echo: true", param="max_tokens", code="invalid_value")
+        if self.echo and self.candidates > self.n:
+            reason = f"best_of is {self.candidates} and n is {self.n}; with echo: true they must be equal"
+            raise ApiError(reason, param="best_of", code="invalid_value")
         if self.candidates < self.n or (self.candidates > self.n and self.stream):
             rule = "with stream: true they must be equal" if self.candidates > self.n else "it must be at least n"
             reason = f"best_of is {self.candidates} and n is {self.n}; {rule}"
@@ -363,14 +444,15 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
+        param = self.prompt_param
         if prompt and isinstance(prompt[0], str | list) and len(prompt) > MAX_PROMPTS:
-            reason = f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken"
-            raise ApiError(reason, param="prompt", code="invalid_value")
+            reason = f"{param} holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken"
+            raise ApiError(reason, param=param, code="invalid_value")
         if prompt and all(isinstance(item, str) for item in prompt):
             return list(prompt)
         if prompt and all(isinstance(item, list) for item in prompt):
-            return [_token_ids(item, f"prompt[{index}]") for index, item in enumerate(prompt)]
-        return [_token_ids(prompt, "prompt")]
+            return [_token_ids(item, f"{param}[{index}]") for index, item in enumerate(prompt)]
+        return [_token_ids(prompt, param)]
 
 
 def parse(body: bytes, shape: type[Body]) -> Body:
@@ -450,7 +532,7 @@ def _token_ids(value: list[Any], name: str) -> list[int]:
     except msgspec.ValidationError as error:
         what = str(error).partition(" - at ")[0]
         reason = f"{name} must be text or token ids: {what[:1].lower()}{what[1:]}"
-        raise ApiError(reason, param="prompt", code="invalid_value") from None
+        raise ApiError(reason, param=name.partition("[")[0], code="invalid_value") from None
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

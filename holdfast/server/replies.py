@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from holdfast.core.types import FinishReason
+from holdfast.core.types import FinishReason, TokenLogprobs
 from holdfast.engine.client import Delta
 from holdfast.engine.text import Text
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said, joined
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
-from holdfast.server.logprobs import CompletionLogprobs, ToldToken, records, told_tokens
-from holdfast.server.protocol import REASONING_FIELDS, ChatRequest, GenerationRequest
+from holdfast.server.logprobs import CompletionLogprobs, ToldToken, prompt_records, records, told_tokens
+from holdfast.server.protocol import REASONING_FIELDS, ChatRequest, GenerationRequest, SampledRequest
 
 encode = msgspec.json.Encoder().encode
 
@@ -39,6 +39,14 @@ class RequestUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    wanted: SampledRequest | None = None
+    """What was asked for."""
+    queued: float | None = None
+    """Seconds that its first choice to end had waited for its first step."""
+    ttft: float | None = None
+    """Seconds from the request's arrival to its first token."""
+    finish_reasons: set[str] = field(default_factory=set)
+    """Why its choices have ended."""
 
     @property
     def total_tokens(self) -> int:
@@ -69,6 +77,9 @@ class Written:
     reason: str = ""
     told: list[ToldToken] = field(default_factory=list)
     """Its tokens with their log probabilities, if they are asked for."""
+    prompt: Sequence[int] = ()
+    told_of_prompt: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token of its prompt but the first, if they are asked for."""
 
     @property
     def likelihood(self) -> float:
@@ -80,6 +91,7 @@ class Written:
         """Add what came, and its parts."""
         self.parts += parts
         self.reason = delta.finish_reason or self.reason
+        self.told_of_prompt += delta.prompt_logprobs
         if delta.logprobs:
             self.told += told_tokens(delta)
 
@@ -96,6 +108,7 @@ class Shape:
         id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.head: Reply = {"id": id, "created": int(time.time()), "model": wanted.model}
         self.text = text
+        self.prompt_logprobs = wanted.prompt_logprobs
         no_usage = {"usage": None} if wanted.stream_options.include_usage else {}
         self.chunk_head: Reply = {**self.head, "object": self.chunk_object, **no_usage}
         self.held: dict[int, list[ToldToken]] = {}
@@ -151,7 +164,16 @@ class Shape:
             )
             for index, choice in enumerate(written)
         ]
-        return {**self.head, "object": self.whole_object, "choices": choices, "usage": self._usage(usage)}
+        reply = {**self.head, "object": self.whole_object, "choices": choices, "usage": self._usage(usage)}
+        most = self.prompt_logprobs
+        if most is not None:
+            told = [prompt_records(self.text, each.prompt, each.told_of_prompt, most) for each in written]
+            self.tell_prompts(reply, told)
+        return reply
+
+    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
+        """Add to a whole answer what is told of the prompt of each choice."""
+        raise NotImplementedError
 
     def _usage(self, usage: RequestUsage) -> Reply:
         return usage.reply(None if self.reading.format.reasoning is None else self.reasoning_tokens)
@@ -232,6 +254,9 @@ class ChatShape(Shape):
             message |= dict.fromkeys(REASONING_FIELDS, thought)
         return {"message": message}, self._reason(reason, len(calls))
 
+    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
+        reply["prompt_logprobs"] = told[0]
+
     def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
         return {"content": records(self.text, told), "refusal": None}
 
@@ -251,6 +276,10 @@ class TextShape(Shape):
 
     def content(self, parts: Sequence[Part], reason: str) -> tuple[Reply, str]:
         return {"text": "".join(part.text for part in parts if isinstance(part, Said))}, reason
+
+    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
+        for choice, each in zip(reply["choices"], told, strict=True):
+            choice["prompt_logprobs"] = each
 
     def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
         return self.columns[choice].columns(told)

@@ -195,6 +195,8 @@ async def serve(
         await asyncio.gather(serving, died, stop, return_exceptions=True)
         if responses is not None:
             await responses.close()
+        if app.state.tracing is not None:
+            await asyncio.to_thread(app.state.tracing.close)
     return code
 
 

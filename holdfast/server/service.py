@@ -10,18 +10,21 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, SamplingParams
+from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, FinishReason, SamplingParams, TokenLogprobs
 from holdfast.engine.client import Delta, EngineClient
 from holdfast.engine.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
 from holdfast.server.formats.registry import AnswerFormat, Reading
+from holdfast.server.logprobs import echoed
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written
 from holdfast.server.tools import chat_toolset
+from holdfast.server.truncation import Truncation
 
 log = logging.getLogger("holdfast.server")
 T = TypeVar("T")
@@ -145,6 +148,7 @@ class Service:
         """Names of adapters that belong to the tenant of the tuning job that made them: that tenant, and the job."""
         self.loading: set[str] = set()
         """Names of adapters that will be served in a moment."""
+        self.truncation = Truncation(client.text, client.info.max_model_len)
         self.format = AnswerFormat.find(client.text, config.tool_call_parser, config.reasoning_parser)
         """How the model writes its answers."""
         self.started_at = int(time.time())
@@ -191,14 +195,21 @@ class Service:
         """
         self.check_model(wanted.model, tenant)
         # Prompts are checked now and tokenized after admission, off the event loop.
-        text, most = self.client.text, self.client.info.max_model_len
+        text = self.client.text
+        most = self.client.info.max_model_len if wanted.truncate_prompt_tokens is None else None
         if isinstance(wanted, ChatRequest):
             messages = wanted.conversation()
             reading = Reading(self.format, chat_toolset(wanted), wanted.template_options)
             size = sum(len(message["content"]) for message in messages)
 
+            def encode_chat(messages: Sequence[dict[str, Any]]) -> list[int]:
+                return text.encode(reading.render(text, messages), add_special_tokens=False, most=most)
+
             def render() -> list[list[int]]:
-                return [text.encode(reading.render(text, messages), add_special_tokens=False, most=most)]
+                if wanted.truncation == "auto":
+                    fit, most_tokens = self.truncation.compose, wanted.most_tokens
+                    return [fit(messages, most_tokens, encode_chat, reading.toolset)]
+                return [encode_chat(messages)]
 
             def begin() -> Awaitable[list[list[int]]]:
                 return self.off_loop(size, render, renders=True, lane=lane)
@@ -211,9 +222,11 @@ class Service:
             return [text.encode(prompt, most=most) if isinstance(prompt, str) else prompt for prompt in prompts]
 
         reading = Reading(self.format.unread, None, {})
-        return Answer(
+        answer = Answer(
             self, wanted, tenant, lambda: self.off_loop(size, encode, lane=lane), reading, len(prompts), lane, name
         )
+        answer.given = prompts
+        return answer
 
 
 class Answer:
@@ -242,8 +255,14 @@ class Answer:
         self.num_choices = wanted.candidates * num_prompts
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
-        self.usage = RequestUsage()
+        self.at_most: int | None = None
+        """More tokens than that are not written, whether or not the context has room for so many."""
+        self.given: Sequence[str | Sequence[int]] = ()
+        """The prompts as the client gave them, for an answer that echoes them."""
+        self.usage = RequestUsage(wanted=wanted)
         """Token counts so far."""
+        self.prompts: Sequence[Sequence[int]] = ()
+        """The prompts' tokens, once they are known."""
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) as they arrive. Closing the generator aborts the running choices. Raises ApiError."""
@@ -252,9 +271,10 @@ class Answer:
             reason = f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}"
             raise ApiError(reason, param="n", code="invalid_value")
         with self.lane.admission.admit(self.num_choices, self.tenant):
-            prompts = await self._prompts()
+            self.prompts = await self._prompts()
             try:
-                async with aclosing(side_by_side([self._choices(prompt) for prompt in prompts])) as merged:
+                choices = [self._choices(number, prompt) for number, prompt in enumerate(self.prompts)]
+                async with aclosing(side_by_side(choices)) as merged:
                     async for choice, delta in merged:
                         yield choice, delta
                 self.ended("ok")
@@ -274,6 +294,8 @@ class Answer:
         async with aclosing(self.deltas()) as deltas:
             async for choice, delta in deltas:
                 written[choice].add(delta, shape.read(choice, delta))
+        for number, each in enumerate(written):
+            each.prompt = self.prompts[number // self.wanted.candidates]
         return shape.whole(self._best(written), self.usage)
 
     def _best(self, written: list[Written]) -> list[Written]:
@@ -302,20 +324,52 @@ class Answer:
             raise refused(error, self.wanted, self.service.client) from None
         except ValueError as error:  # the chat template refuses these messages
             raise ApiError(str(error), param=self.wanted.prompt_param, code="invalid_value") from None
+        if (kept := self.wanted.kept_tokens(self.service.client.info.max_model_len)) is not None:
+            if self.given:
+                pairs = zip(self.given, prompts, strict=True)
+                self.given = [prompt[-kept:] if len(prompt) > kept else given for given, prompt in pairs]
+            prompts = [prompt[-kept:] for prompt in prompts]
         for prompt in prompts:
             check_length(len(prompt), self.service.client, self.wanted)
             self.usage.prompt_tokens += len(prompt)
         return prompts
 
-    def _choices(self, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
-        most = self.most_tokens or self.service.client.info.max_model_len - len(prompt)
+    def _choices(self, number: int, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
+        wanted, most = self.wanted, self.most_tokens
+        # The engine writes a token at least.
+        most = self.service.client.info.max_model_len - len(prompt) if most is None else max(most, 1)
+        most = most if self.at_most is None else min(most, self.at_most)
         try:
-            params = [
-                self.reading.constrained(self.wanted.sampling(choice, most)) for choice in range(self.wanted.candidates)
-            ]
+            params = [self.reading.constrained(wanted.sampling(choice, most)) for choice in range(wanted.candidates)]
         except ValueError as error:  # the grammar of the tools is too long
             raise ApiError(str(error), param="tools", code="invalid_value") from None
-        return [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
+        choices = [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
+        return [self._echoing(number, prompt, choice) for choice in choices] if wanted.echoes else choices
+
+    async def _echoing(
+        self, number: int, prompt: Sequence[int], choice: AsyncGenerator[Delta, None]
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of a choice of this prompt, with the prompt before them."""
+        given, begun, told = self.given[number], False, list[TokenLogprobs]()
+        async with aclosing(choice) as deltas:
+            async for delta in deltas:
+                if begun:
+                    yield delta
+                    continue
+                told += delta.prompt_logprobs
+                if not (delta.tokens or delta.finish_reason):  # more is to be told of the prompt
+                    yield delta
+                    continue
+                begun = True
+                text = (
+                    given
+                    if isinstance(given, str)
+                    else self.service.client.text.decode(given, skip_special_tokens=False)
+                )
+                if self.most_tokens == 0:
+                    delta = replace(delta, text="", tokens=(), logprobs=(), finish_reason=FinishReason.LENGTH)
+                most = self.wanted.most_logprobs
+                yield echoed(prompt, text, told if most is not None else (), delta, most or 0)
 
     async def _choice(self, prompt: Sequence[int], params: SamplingParams, number: int) -> AsyncGenerator[Delta, None]:
         """The deltas of a prompt's choice of this number. Records its metrics."""
@@ -344,12 +398,17 @@ class Answer:
                         if lane.timed:
                             wait, since = (metrics.ttft, self.arrival) if last is None else (metrics.tbt, last)
                             wait.observe(now - since)
+                        if self.usage.ttft is None:
+                            self.usage.ttft = now - self.arrival
                         last = now
                         metrics.generated_tokens.inc(len(delta.tokens))
-                        self.usage.completion_tokens += len(delta.tokens)
+                        self.usage.completion_tokens += 0 if self.most_tokens == 0 else len(delta.tokens)
                     if delta.usage is not None:
                         if number == 0:
                             self.usage.cached_tokens += delta.usage.cached_tokens
+                        self.usage.finish_reasons.add(delta.finish_reason or "")
+                        if self.usage.queued is None and delta.timings is not None:
+                            self.usage.queued = delta.timings.queued
                         metrics.finished.labels(delta.finish_reason or "").inc()
                         metrics.prompt_tokens.inc(len(prompt))
                         metrics.cached_tokens.inc(delta.usage.cached_tokens)

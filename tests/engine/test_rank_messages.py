@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
+from holdfast.core.types import TokenLogprobs
 from holdfast.engine.rank_messages import (
     Allocate,
     Copied,
@@ -32,6 +33,7 @@ from holdfast.lm.types import (
     Segment,
     StepPlan,
     TableWrite,
+    Telling,
 )
 
 RECORDS = [Sampling(temperature=0.5 * seed, top_k=seed, top_p=0.9, seed=seed) for seed in range(3)]
@@ -58,6 +60,7 @@ plans = st.builds(
     awaits=st.integers(-1, 100),
     block_moves=st.lists(st.builds(BlockMove, numbers, numbers), max_size=3).map(tuple),
     samples=st.none() | st.lists(st.integers(1, 8), max_size=6).map(tuple),
+    tells=st.lists(st.builds(Telling, numbers, numbers, st.just((3, 4)), st.just(5)), max_size=2).map(tuple),
 )
 
 
@@ -89,6 +92,7 @@ def test_commands_and_answers_arrive_as_they_were_sent():
     for answer in (
         Measured(memory),
         Stepped((1, 2), 0.25),
+        Stepped((), 0.25, (), ((TokenLogprobs(-0.5, (1,), (-0.5,)),), ())),
         Copied((CopyTime(3, True, 64, 0.5),)),
         Failed("out of memory", 12.5),
     ):

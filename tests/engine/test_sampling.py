@@ -148,3 +148,30 @@ def test_no_end_token_or_stop_string_counts_before_the_answer_is_long_enough(llm
     assert end not in later.token_ids[:10] and len(later.token_ids) > 10
     (stopped,) = llm.generate("hello world", replace(GREEDY, stop=(plain.text[2],), min_tokens=10), progress=False)
     assert stopped.text.startswith(llm.text.decode(plain.token_ids[:9]))
+
+
+@torch.inference_mode()
+def test_log_probabilities_of_prompts_are_those_of_transformers(llm: LLM, model: transformers.PreTrainedModel) -> None:
+    asked = [
+        replace(GREEDY, max_tokens=3, prompt_logprobs=(None, 0, 5, 20)[index % 4], logprobs=(None, 2)[index % 2])
+        for index in range(len(PROMPTS))
+    ]
+    for cached in (False, True):  # a prompt that is cached is computed again
+        for params, completion in zip(asked, llm.generate(PROMPTS, asked, progress=False), strict=True):
+            if params.prompt_logprobs is None:
+                assert completion.prompt_logprobs == ()
+                continue
+            ids = torch.tensor([completion.prompt_token_ids])
+            expected = model(ids).logits[0, :-1].double().log_softmax(-1)
+            assert completion.cached_tokens == 0, f"cached before: {cached}"
+            assert len(completion.prompt_logprobs) == ids.shape[1] - 1
+            assert len(completion.logprobs) == (3 if params.logprobs else 0)
+            for row, token, told in zip(expected, ids[0, 1:].tolist(), completion.prompt_logprobs, strict=True):
+                assert told.logprob == pytest.approx(float(row[token]), abs=1e-4)
+                assert told.top_logprobs == pytest.approx(row.topk(params.prompt_logprobs).values.tolist(), abs=1e-4)
+                assert [float(row[each]) for each in told.top_ids] == pytest.approx(list(told.top_logprobs), abs=1e-4)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_tell(llm: LLM) -> None:
+    (completion,) = llm.generate([[5]], replace(GREEDY, prompt_logprobs=2), progress=False)
+    assert completion.prompt_logprobs == () and len(completion.token_ids) == 24

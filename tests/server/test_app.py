@@ -886,7 +886,8 @@ class TestApiKeys:
                 for method in ("GET", "POST"):
                     response = await api.request(method, path.replace("{model:path}", "tiny"))
                     assert response.status_code == 401, path
-                    assert error_of(response)["code"] == "invalid_api_key"
+                    if "/v1/messages" not in path:  # Anthropic's errors are told in its shape
+                        assert error_of(response)["code"] == "invalid_api_key"
             assert (await api.get("/health")).status_code == 200
 
     @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from holdfast.lm.kernels.lora.groups import Groups, groups_of, most_tiles, tiles
 from holdfast.lm.kernels.lora.protocol import Lora
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.kernels.sampling.sampler import Wishes
-from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, Answer, ConstrainedRow, Sampling, StepPlan
+from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, Answer, ConstrainedRow, Sampling, StepPlan, Telling
 
 if TYPE_CHECKING:
     from holdfast.lm.kernels.launch import SideStream  # a CPU installation has no Triton
@@ -90,6 +90,8 @@ class StagedStep:
     any_filtered: bool
     wishes: Wishes | None = None
     """What sampled rows ask for beyond a token; None if none does."""
+    tells: tuple[Telling, ...] = ()
+    """The plan's own."""
     constrained: tuple[ConstrainedRow, ...] = ()
     """The sampled rows that follow a grammar."""
     answers: tuple[Answer, ...] = ()
@@ -97,6 +99,18 @@ class StagedStep:
     adapted: tuple[Groups, Groups] | None = None
     """The tokens, and the sampled rows, by the slot of their adapter: one object where all tokens are sampled rows.
     None if no segment has an adapter."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether hidden states are needed, and not only the logits that come from them."""
+        return bool(self.tells or (self.wishes is not None and self.wishes.embeds))
+
+    def told(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The step's tokens whose following token is told, and those tokens."""
+        starts = self.segments.query_start
+        spans = [(int(starts[each.segment]) + each.first, each.targets) for each in self.tells]
+        at = [np.arange(first, first + len(targets)) for first, targets in spans]
+        return np.concatenate(at), np.fromiter(chain.from_iterable(targets for _, targets in spans), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +222,7 @@ class Batch:
             any_random=any_random,
             any_filtered=any_filtered,
             wishes=wishes,
+            tells=plan.tells,
             constrained=() if wishes is None or not wishes.masked else self._constrained(plan, wishes.masked),
             answers=plan.answers,
             adapted=adapted,

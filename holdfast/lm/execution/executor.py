@@ -24,8 +24,9 @@ from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler
+from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.adapters import StepAdapters
-from holdfast.lm.models.base import LayerCache, LayerCaches, Model, StepInput
+from holdfast.lm.models.base import HiddenModel, LayerCache, LayerCaches, Model, StepInput
 from holdfast.lm.types import Forced, StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
 
 Layers = tuple[LayerCache, ...]
@@ -134,14 +135,12 @@ class CudaFlight:
     def result(self) -> StepResult:
         if self.error is not None:
             raise self.error
-        tokens = self.tokens
-        assert self.drawn is not None
+        assert self.drawn is not None, f"step {self.plan.step} has not been drawn"
+        self.done.synchronize()
         seconds = self.began.elapsed_time(self.done) / 1000
         training = None if self.training is None else self.training.result()
-        logprobs = self.drawn.told(None if self.staged is None else self.staged.wishes)
-        return StepResult(
-            self.plan.step, tokens, seconds, training=training, logprobs=logprobs, forced=self.forced or ()
-        )
+        result = _result(self.plan.step, self.drawn, self.staged, seconds)
+        return replace(result, training=training, forced=self.forced or ())
 
     def wait(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -267,16 +266,16 @@ class PagedExecutor:
         if self._stage is not None and staged is not None:
             self._stage.enter(staged, self.memory.batch.last_token)
             began = time.perf_counter()  # the time that a stage waits for others is not the step's
-        drawn, wishes, forced = self._nothing, None, tuple[Forced, ...]()
+        drawn, forced = self._nothing, tuple[Forced, ...]()
         if staged is not None:
-            drawn, wishes = self._draw(staged, *self._forward(staged, layers), self._masks(staged)), staged.wishes
-        tokens, logprobs = tuple(drawn.tokens.tolist()), drawn.told(wishes)
+            drawn = self._draw(staged, *self._forward(staged, layers), self._masks(staged))
+        result = _result(plan.step, drawn, staged, 0.0)
         if staged is not None and staged.constrained and self.matchers is not None:
-            forced = self.matchers.read(staged.constrained, tokens)
+            forced = self.matchers.read(staged.constrained, result.tokens)
         seconds = time.perf_counter() - began
         launched = self._train(plan)
         training = None if launched is None else launched.result()
-        return StepResult(plan.step, tokens, seconds, training=training, logprobs=logprobs, forced=forced)
+        return replace(result, seconds=seconds, training=training, forced=forced)
 
     def _start_on_cuda(self, plan: StepPlan, staged: StagedStep | None) -> Flight:
         self._draw_late()
@@ -362,7 +361,8 @@ class PagedExecutor:
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
         swapping_in = layers is not memory.layers
         graphs = memory.graphs if staged.adapted is None else memory.adapter_graphs
-        started = graphs.run(staged) if graphs is not None and not swapping_in else None
+        captured = graphs is not None and not swapping_in and not staged.reads_hidden
+        started = graphs.run(staged) if graphs is not None and captured else None
         return started or self._eager(staged, layers)
 
     @torch.inference_mode()
@@ -371,25 +371,44 @@ class PagedExecutor:
 
         Before the last stage of a pipeline there are none.
         """
-        stage, drawn = self._stage, self._nothing
+        stage, drawn, told = self._stage, self._nothing, dict[str, Any]()
         if stage is None or stage.last:
+            if staged.reads_hidden:
+                given, told = self._read_hidden(staged, packed, given)
             kinds = {"any_random": staged.any_random, "any_filtered": staged.any_filtered}
             last = None if staged.wishes is None else packed.ids.index_select(0, packed.sample_at)
             drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds, last=last, masks=masks)
+            drawn = drawn._replace(**told)
             given = drawn.tokens
             self.memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
         if stage is not None:
             stage.leave(staged, packed.sample_rows, given)
         return drawn
 
+    def _read_hidden(
+        self, staged: StagedStep, packed: PackedStep, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The logits of sampled rows, and what is asked for besides, from a step's hidden states [T, hidden]."""
+        model, wishes, told = self._model, staged.wishes, dict[str, Any]()
+        assert isinstance(model, HiddenModel)
+        if staged.tells:
+            at, targets = (upload(numbers, self._device) for numbers in staged.told())
+            most = max(each.alternatives for each in staged.tells)
+            told["prompts"] = self._sampler.tell_targets(hidden.index_select(0, at), model.logits, targets, most)
+        rows = hidden.index_select(0, packed.sample_at)
+        if wishes is not None and wishes.embeds:
+            told["hidden"] = rows.index_select(0, upload(wishes.embeds, self._device)).float()
+        return model.logits(rows), told
+
     def _eager(self, staged: StagedStep, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
         """Upload a step and launch its kernels one by one; its inputs, and its logits [R, own_vocab_size].
 
-        Before the last stage of a pipeline, its stream [T, width].
+        Of a step that reads hidden states, those [T, hidden]. Before the last stage of a pipeline, its stream
+        [T, width].
         """
         batch, attention = self.memory.batch, self._attention
         packed = batch.enter(staged)
-        sample_at = packed.sample_at if staged.num_sampled < staged.num_tokens else None
+        sample_at = packed.sample_at if staged.num_sampled < staged.num_tokens and not staged.reads_hidden else None
         tables, metadata = batch.block_tables, attention.make_metadata(staged.segments)
         adapters = None
         if staged.adapted is not None:
@@ -409,4 +428,23 @@ class PagedExecutor:
             adapters,
             None if incoming is None else incoming[: staged.num_tokens],
         )
-        return packed, self._model.forward(step)
+        if not staged.reads_hidden:
+            return packed, self._model.forward(step)
+        if not isinstance(self._model, HiddenModel):
+            raise ValueError(f"hidden states are asked for, and {self._model.spec.architecture} gives none")
+        return packed, self._model.hidden(step)
+
+
+def _result(step: int, drawn: Drawn, staged: StagedStep | None, seconds: float) -> StepResult:
+    """What a step gave, once all of it is on the host."""
+    tokens = tuple(drawn.tokens.tolist())
+    if staged is None:
+        return StepResult(step, tokens, seconds)
+    return StepResult(
+        step,
+        tokens,
+        seconds,
+        logprobs=drawn.told(staged.wishes),
+        prompt_logprobs=drawn.of_prompts(staged.tells),
+        vectors=drawn.vectors(staged.wishes),
+    )

@@ -35,7 +35,7 @@ from holdfast.lm.kernels.fp8 import FP8
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sampler import Sampler
 from holdfast.lm.models.adapters import AdapterSlots
-from holdfast.lm.models.base import CapturableModel, Model
+from holdfast.lm.models.base import CapturableModel, HiddenModel, Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.types import (
@@ -289,6 +289,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             eos_token_ids=spec.eos_token_ids,
             tile=BUDGET_TILE[self.kind],
             adapter_slots=0 if self.adapter_slots is None else len(self.adapter_slots),
+            gives_hidden=isinstance(self.model, HiddenModel),
             # A token takes 2 operations for each weight, and 4 for each position it attends to, in every dimension of
             # every head. A weight in FP8 takes half the time, so it counts as half of one.
             attention_balance=max(1, weights // (2 * spec.num_layers * spec.num_heads * spec.head_dim)),

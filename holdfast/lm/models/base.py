@@ -141,6 +141,20 @@ class Model(Protocol):
 
 
 @runtime_checkable
+class HiddenModel(Model, Protocol):
+    """A model whose last hidden states can be had: `forward` is `logits` of `hidden`."""
+
+    def hidden(self, step: StepInput) -> torch.Tensor:
+        """The final norm's output [R, hidden] of the tokens at `sample_at`. Writes the cache.
+
+        In a stage before the last it is the stream [T, hidden].
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, own_vocab_size] of rows of `hidden`."""
+
+
+@runtime_checkable
 class CapturableModel(Model, Protocol):
     """A model that launches the same work for any batch of the same size, so that CUDA graphs may capture it.
 

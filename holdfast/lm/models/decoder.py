@@ -255,6 +255,20 @@ class Decoder:
         rows = self.body(step)
         return self.head(rows, step.adapters) if self.shard.last else rows[0]
 
+    def hidden(self, step: StepInput) -> torch.Tensor:
+        """The final norm's output [R, hidden]; in a stage before the last its stream [T, hidden]."""
+        rows = self.body(step)
+        return self._ops.computed(self._last(rows, step.adapters)) if self.shard.last else rows[0]
+
+    def logits(self, hidden: Normed) -> torch.Tensor:
+        """Logits [R, own_vocab_size] of rows of `hidden`."""
+        if self._project_out is not None:
+            hidden = self._ops.linear(hidden, self._project_out)
+        logits = self._ops.linear(hidden, self.lm_head)
+        if (cap := self.decoder.logit_softcap) is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The residual stream and the last layer's attention output, [R, ...]. Only these rows are needed from here on.
 
@@ -294,15 +308,12 @@ class Decoder:
 
     def head(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None = None) -> torch.Tensor:
         """Logits [R, own_vocab_size]: the rest of the last layer, and the LM head."""
+        return self.logits(self._last(rows, adapters))
+
+    def _last(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None) -> Normed:
+        """The final norm's output [R, hidden] from the result of `body`."""
         stream, attended = rows
-        last = len(self.layers) - 1
-        normed = self._finish(last, stream, attended, adapters, sampled=True)
-        if self._project_out is not None:
-            normed = self._ops.linear(normed, self._project_out)
-        logits = self._ops.linear(normed, self.lm_head)
-        if (cap := self.decoder.logit_softcap) is not None:
-            logits = logits.div_(cap).tanh_().mul_(cap)
-        return logits
+        return self._finish(len(self.layers) - 1, stream, attended, adapters, sampled=True)
 
     def _embedded(self, step: StepInput) -> torch.Tensor:
         """The stream [T, hidden] as it enters the first layer."""

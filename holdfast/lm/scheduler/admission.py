@@ -45,7 +45,8 @@ class Admission:
         reserved = queues.headroom if queues.running else 0
         if sequence.in_flight or (pool.available <= reserved and not queues.lent):
             return False
-        found: Found = entry.cache.match(sequence.tokens)
+        # A prompt that is told is computed from its first token on, whatever is kept of it.
+        found: Found = entry.cache.match(sequence.tokens if entry.tells is None else sequence.tokens[:1])
         if most is not None and sequence.length - len(found) * pool.block_size > most:
             return False
         if found.host and self.swap_in and len(self.swap_in) + len(found.host) > pool.max_copies:

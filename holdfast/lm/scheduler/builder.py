@@ -12,7 +12,17 @@ from holdfast.lm.scheduler.admission import Admission
 from holdfast.lm.scheduler.entries import AWAITED, NO_ROW, RANK, Entry
 from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
-from holdfast.lm.types import PENDING, AdapterLoad, BlockMove, Sampling, Segment, StepPlan, StepResult, TableWrite
+from holdfast.lm.types import (
+    PENDING,
+    AdapterLoad,
+    BlockMove,
+    Sampling,
+    Segment,
+    StepPlan,
+    StepResult,
+    TableWrite,
+    Telling,
+)
 
 LAST_SAMPLED = (PENDING,)
 """The token of a decode: the last one that its row sampled."""
@@ -58,6 +68,8 @@ class StepBuilder:
         """What a sequence's decode adds to a step, where a policy of a pipeline balances steps; above 0."""
         self.sampling: list[Entry] = []
         """The sequence of each sampling segment, in plan order."""
+        self.telling: list[Entry] = []
+        """The sequence of each of the plan's `tells`."""
         self.number = number
         """The step's number."""
         self.now = now
@@ -85,6 +97,7 @@ class StepBuilder:
         self._samplings: list[Sampling | None] = []
         self._samples: dict[int, int] = {}
         """Most tokens that a sampling segment gives, by its place in `sampling`; one where there is none."""
+        self._tells: list[Telling] = []
         self._slots: list[int] = []
         """The slot of each segment's adapter, where any sequence has one."""
         self._adapted = queues.adapters is not None and queues.adapters.in_use
@@ -323,6 +336,7 @@ class StepBuilder:
             adapter_slots=tuple(self._slots) if any(slot >= 0 for slot in self._slots) else (),
             lent=queues.lent,
             block_moves=self._block_moves,
+            tells=tuple(self._tells),
             training=training,
         )
 
@@ -341,6 +355,8 @@ class StepBuilder:
             if start == stop:
                 break
             last = stop == sequence.length
+            if entry.tells is not None:
+                self._tell(entry, entry.tells, start, stop)
             self._ids.append(entry.id)
             if self._adapted:
                 self._slots.append(entry.slot)
@@ -360,6 +376,15 @@ class StepBuilder:
             else:
                 entry.history_in = NO_ROW, 0  # the segment that samples will not have these tokens
         cache.cache_blocks(sequence.tokens)
+
+    def _tell(self, entry: Entry, alternatives: int, start: int, stop: int) -> None:
+        """Tell what the next segment, [start, stop), gives of the prompt and no plan before has told."""
+        prompt, first = entry.sequence.request.prompt, max(start, entry.told)
+        targets = tuple(prompt[first + 1 : stop + 1])
+        if targets:
+            self._tells.append(Telling(len(self._ids), first - start, targets, alternatives))
+            self.telling.append(entry)
+            entry.told = first + len(targets)
 
     def _extend(self, entry: Entry, stop: int) -> bool:
         """Whether a running sequence may be planned up to `stop`: it is below its limit and finds a block."""

@@ -62,6 +62,10 @@ class Entry:
     """It waits for its adapter, outside of the waiting queue."""
     history_in: tuple[int, int] = (NO_ROW, 0)
     """The row that its history or its answer was sent to, and how often it had been preempted by then."""
+    tells: int | None = None
+    """Alternatives to tell with the log probability of each token of its prompt; None: tell nothing."""
+    told: int = 0
+    """Plans made so far tell the prompt's tokens up to this position."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 

@@ -140,7 +140,7 @@ class RowScheduler(Scheduler):
         names = {*result.lost}
         if not names:
             return []
-        for _, sampling, _ in self._in_flight:
+        for _, sampling, _, _ in self._in_flight:
             for entry in sampling:
                 if entry.id in names and state_of(entry).since <= result.step:
                     entry.lost_before = self._steps

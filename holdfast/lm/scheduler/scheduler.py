@@ -94,8 +94,13 @@ class Scheduler:
         """Requests that ended as their adapter could not be loaded, each with the adapter; to be taken out, too."""
         self._make_builder = make_builder
         self._entries: dict[str, Entry] = {}
-        self._in_flight: deque[tuple[int, list[Entry], int]] = deque()
-        """Of each plan: its number, the sequences it samples for, and how many sequences had ended when it was made."""
+        self._in_flight: deque[tuple[int, list[Entry], int, list[Entry]]] = deque()
+        """Of each plan: its number, the sequences it samples for, how many sequences had ended when it was made, and
+        those of whose prompts it tells."""
+        self._told: dict[Entry, tuple[TokenLogprobs, ...]] = {}
+        """What the present result tells of prompts."""
+        self._vectors: dict[Entry, bytes] = {}
+        """The embeddings that the present result gives."""
         self._requests = 0
         self._counting = 0
         """Requests whose draws depend on the tokens so far, by penalties or by a grammar."""
@@ -134,6 +139,7 @@ class Scheduler:
             limit=limit,
             ends=ends,
             adapter=adapter,
+            tells=params.prompt_logprobs,
         )
         if self._adapters is not None and adapter:
             self._adapters.users[adapter] += 1
@@ -173,7 +179,7 @@ class Scheduler:
         if plan is not None:
             if self._counting and (histories := self._histories(step.sampling)) != ((), ()):
                 plan = replace(plan, histories=histories[0], answers=histories[1])
-            self._in_flight.append((self._steps, step.sampling, self._ended))
+            self._in_flight.append((self._steps, step.sampling, self._ended, step.telling))
             self._steps += 1
             self._tokens_computed += step.num_tokens
         return plan
@@ -197,7 +203,7 @@ class Scheduler:
 
         Raises RuntimeError if the result is another plan's, or does not hold the tokens that its plan samples.
         """
-        number, sampling, ended = self._in_flight.popleft()
+        number, sampling, ended, telling = self._in_flight.popleft()
         ragged = plan.samples is not None or result.counts is not None
         if (plan.training is None) != (result.training is None):
             raise RuntimeError(f"step {number} has slice {plan.training}; got {result.training}")
@@ -208,6 +214,13 @@ class Scheduler:
                 f"step {number} with {len(sampling)} sampled tokens is due; got plan {plan.step}, "
                 f"result {result.step} with {len(result.tokens)}"
             )
+        if len(result.prompt_logprobs) != len(telling):
+            raise RuntimeError(f"step {number} tells of {len(telling)} prompts; got {len(result.prompt_logprobs)}")
+        if telling:
+            pairs = zip(telling, result.prompt_logprobs, strict=True)
+            self._told = {entry: told for entry, told in pairs if entry.sequence.finish_reason is None}
+        if result.vectors:
+            self._vectors = dict(zip(sampling, result.vectors, strict=True))
         pool = self._queues.pool
         self._now = now
         pool.finish_swap_out(result.swapped_out)
@@ -331,7 +344,19 @@ class Scheduler:
         *,
         some_ended: bool,
     ) -> Columns[SequenceOutput]:
-        """The outputs of these sequences, whose new tokens are given, with their log probabilities if any ask."""
+        """The outputs of these sequences, whose new tokens are given, with their log probabilities if any ask.
+
+        Sequences of whose prompts the result tells have an output, too.
+        """
+        prompts: abc.Sequence[tuple[TokenLogprobs, ...]] = ()
+        if self._told:
+            others = [entry for entry in self._told if entry not in entries]
+            entries, tokens = entries + others, tokens + [()] * len(others)
+            logprobs = [*logprobs, *[()] * len(others)] if logprobs else ()
+            prompts = [self._told.get(entry, ()) for entry in entries]
+            self._told = {}
+        vectors = [self._vectors.get(entry, b"") for entry in entries] if self._vectors else [b""] * len(entries)
+        self._vectors = {}
         sequences = [entry.sequence for entry in entries]
         return Columns(
             SequenceOutput,
@@ -342,6 +367,8 @@ class Scheduler:
             scheduled_at=[sequence.scheduled_at for sequence in sequences],
             preemptions=[sequence.preemptions for sequence in sequences],
             logprobs=logprobs or [()] * len(entries),
+            prompt_logprobs=prompts or [()] * len(entries),
+            vector=vectors,
         )
 
     def resize_host_tier(self, ready: int, total: int) -> None:

@@ -1,10 +1,15 @@
-"""Compaction: the summary that stands for a conversation, as an item that clients carry and do not read."""
+"""Compaction: what stands for a conversation, as one item that clients carry and do not read.
+
+It holds what the user said and a summary. OpenAI's types have no place for a user's message beside it.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import json
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from holdfast.server.protocol import ApiError
 
@@ -18,15 +23,24 @@ MOST_TOKENS = 1024
 """Most tokens of a summary, and at most a quarter of the context, unless the client says otherwise."""
 
 
-def encode_summary(summary: str) -> str:
-    """A summary as the `encrypted_content` of an item. It holds nothing that its client may not see."""
-    return base64.urlsafe_b64encode(json.dumps({"summary": summary}).encode()).decode()
+class Compacted(NamedTuple):
+    """What stands for a conversation."""
+
+    summary: str
+    said: Sequence[str] = ()
+    """The user's messages."""
 
 
-def decode_summary(encoded: object, name: str) -> str:
-    """The summary in an `encrypted_content`. Raises ApiError for anything that `encode_summary` has not made."""
+def encode_compacted(compacted: Compacted) -> str:
+    """It as the `encrypted_content` of an item, which holds nothing that its client may not see."""
+    return base64.urlsafe_b64encode(json.dumps(compacted._asdict()).encode()).decode()
+
+
+def decode_compacted(encoded: object, name: str) -> Compacted:
+    """What an `encrypted_content` holds. Raises ApiError for anything that `encode_compacted` has not made."""
     try:
-        return str(json.loads(base64.urlsafe_b64decode(str(encoded).encode("ascii")))["summary"])
-    except (ValueError, binascii.Error, LookupError, TypeError, RecursionError):
+        found = json.loads(base64.urlsafe_b64decode(str(encoded).encode("ascii")))
+        return Compacted(str(found["summary"]), [str(each) for each in found.get("said", ())])
+    except (ValueError, binascii.Error, LookupError, TypeError, AttributeError, RecursionError):
         reason = f"{name} was not made by this server's /v1/responses/compact"
         raise ApiError(reason, param=name, code="invalid_value") from None

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.server.conversations.compaction import OPENING, decode_summary
+from holdfast.server.conversations.compaction import OPENING, decode_compacted
 from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
     ROLES,
@@ -59,7 +59,18 @@ def reasoning_item(*texts: str) -> Item:
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
     """A client's items with new ids. Raises ApiError for what is none, or too many parts."""
     check_parts(given, name)
-    return [_read_item(item, f"{name}[{index}]") for index, item in enumerate(given)]
+    items: list[Item] = []
+    for index, item in enumerate(given):
+        place = f"{name}[{index}]"
+        items += _read_compaction(item, place) if item.get("type") == "compaction" else [_read_item(item, place)]
+    return items
+
+
+def _read_compaction(item: Mapping[str, Any], name: str) -> list[Item]:
+    """What a compaction stands for: the user's messages, then the summary."""
+    refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), name)
+    found = decode_compacted(item.get("encrypted_content"), f"{name}.encrypted_content")
+    return [*(new_item("user", text) for text in found.said), new_item("assistant", f"{OPENING}{found.summary}")]
 
 
 def _read_item(item: Mapping[str, Any], name: str) -> Item:
@@ -82,10 +93,6 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
             refuse_extra(item, REASONING_FIELDS, name)
             content = item.get("content")
             return reasoning_item(*(text_parts(content, f"{name}.content", ("reasoning_text",)) if content else ()))
-        case "compaction":
-            refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), name)
-            summary = decode_summary(item.get("encrypted_content"), f"{name}.encrypted_content")
-            return new_item("assistant", f"{OPENING}{summary}")
         case kind:
             reason = (
                 f"{name}.type is {shown(kind)}; supported: message, function_call, function_call_output, reasoning, "

@@ -30,6 +30,10 @@ class Prompt:
     known: int
     """Number of leading tokens that came from the store. The others were tokenized from text."""
 
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
     def answered(self, text: Text, answer: str, tokens: Sequence[int], reason: FinishReason) -> Known:
         """The tokens known at the turn's end: the prompt's, and the generated ones if they decode to the answer.
 

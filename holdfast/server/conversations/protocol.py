@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from holdfast.core.types import MAX_LOGPROBS, FinishReason
-from holdfast.server.conversations.compaction import encode_summary
+from holdfast.server.conversations.compaction import Compacted, encode_compacted
 from holdfast.server.conversations.items import (
     call_item,
     new_id,
@@ -77,7 +77,6 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
         "context_management": ([],),
         "logprobs": (False,),
         "prompt": (),
-        "truncation": ("disabled",),
     }
     harmless = (*SampledRequest.harmless, "prompt_cache_options")
 
@@ -88,6 +87,8 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     store: bool = True
     background: bool = False
     max_output_tokens: Count | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """Whether the oldest turns leave a prompt that exceeds the context. The conversation keeps them."""
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = field(default_factory=list)
     """The log probabilities of the answer's tokens. Reasoning is told openly, so none of it is encrypted."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
@@ -217,7 +218,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
         "tools": [_told_tool(tool) for tool in wanted.tools],
         "top_logprobs": wanted.top_logprobs,
         "top_p": wanted.top_p,
-        "truncation": "disabled",
+        "truncation": wanted.truncation,
         "usage": None,
         "user": wanted.user,
     }
@@ -411,17 +412,15 @@ def _in_event(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
-    """The answer to /v1/responses/compact: what the user said in these items, then the summary in the response."""
+    """The answer to /v1/responses/compact: what the user said in these items and the summary in the response."""
     texts = (part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
-    said = [item for item in items if item.get("role") == "user"]
+    said = ["\n".join(part["text"] for part in item["content"]) for item in items if item.get("role") == "user"]
+    content = encode_compacted(Compacted("".join(texts), said))
     return {
         "id": response["id"],
         "object": "response.compaction",
         "created_at": response["created_at"],
-        "output": [
-            *said,
-            {"id": new_id("cmp"), "type": "compaction", "encrypted_content": encode_summary("".join(texts))},
-        ],
+        "output": [{"id": new_id("cmp"), "type": "compaction", "encrypted_content": content}],
         "usage": response["usage"],
     }
 

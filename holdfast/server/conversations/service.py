@@ -268,11 +268,16 @@ class Writing:
         if not said:
             raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
         try:
-            text = service.client.text
+            text, wanted = service.client.text, self.wanted
             size = sum(len(message["content"]) for message in said)
 
+            def build(kept: Sequence[dict[str, Any]]) -> Prompt:
+                return compose(text, self.reading.render(text, kept), self.context, most)
+
             def work() -> Prompt:
-                return compose(text, self.reading.render(text, said), self.context, most)
+                if wanted.truncation == "auto":
+                    return service.truncation.compose(said, wanted.most_tokens, build, self.reading.toolset)
+                return build(said)
 
             return await service.off_loop(size, work, renders=True, lane=self.answer.lane)
         except RequestRefused as error:

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.server.replies import RequestUsage
+from holdfast.server.tracing import Tracing
 
 MAX_ID = 128
 """Most characters of a request's id that is taken from its client."""
@@ -25,8 +26,14 @@ log = logging.getLogger("holdfast.requests")
 class Edge:
     """Wraps the application. Each answer has the header x-request-id: the client's own id, or a new one."""
 
-    def __init__(self, app: ASGIApp, root_path: str = "", quiet: Collection[str] = ()) -> None:
-        """`root_path` is cut off where a path begins with it. Requests for `quiet` paths are logged for debugging."""
+    def __init__(
+        self, app: ASGIApp, root_path: str = "", quiet: Collection[str] = (), tracing: Tracing | None = None
+    ) -> None:
+        """`root_path` is cut off where a path begins with it. Requests for `quiet` paths are logged for debugging.
+
+        With `tracing`, requests that generate have spans.
+        """
+        self.tracing = tracing
         self.app = app
         self.root_path = root_path
         self.quiet = quiet
@@ -39,6 +46,9 @@ class Edge:
         id = request_id(scope)
         state: dict[str, Any] = scope.setdefault("state", {})
         began, status, size = time.monotonic(), LEFT, 0
+        span = None
+        if self.tracing is not None:
+            span = self.tracing.begin(scope["method"], scope["path"], scope["headers"], id.decode())
 
         async def sent(message: Message) -> None:
             nonlocal status, size
@@ -52,9 +62,12 @@ class Edge:
         try:
             await self.app(scope, receive, sent)
         finally:
+            seconds = time.monotonic() - began
+            if self.tracing is not None and span is not None:
+                self.tracing.end(span, status, state.get("usage"), seconds)
             level = logging.DEBUG if scope["path"] in self.quiet else logging.INFO
             if log.isEnabledFor(level):
-                log.log(level, line(scope, state, id, status, size, time.monotonic() - began))
+                log.log(level, line(scope, state, id, status, size, seconds))
 
     def without_root(self, scope: Scope) -> Scope:
         """The request as the application knows it, whether or not the proxy has cut its prefix off."""

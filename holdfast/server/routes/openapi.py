@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from holdfast.server.protocol import is_inference
+from holdfast.server.protocol import is_inference, is_messages
 
 Schema = dict[str, Any]
 
@@ -60,6 +60,24 @@ SCHEMAS: Mapping[str, Schema] = {
         error=record(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT)),
     ),
     "InferenceError": record(error=TEXT),
+    "MessageError": record(type=one_of("error"), error=record(type=TEXT, message=TEXT)),
+    "Message": record(
+        id=TEXT,
+        type=one_of("message"),
+        role=one_of("assistant"),
+        model=TEXT,
+        content=many(record(type=TEXT)),
+        stop_reason=nullable(TEXT),
+        usage=record(input_tokens=COUNT, output_tokens=COUNT),
+    ),
+    "MessageEvent": record(type=TEXT),
+    "Embeddings": record(
+        object=one_of("list"),
+        data=many(record(object=one_of("embedding"), index=COUNT, embedding={})),
+        model=TEXT,
+        usage=record(prompt_tokens=COUNT, total_tokens=COUNT),
+    ),
+    "MessageTokens": record(input_tokens=COUNT),
     "Usage": record(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
     "ChatCompletion": record(
         id=TEXT,
@@ -170,6 +188,9 @@ REPLIES: Mapping[str, Reply] = {
     "POST /v1/unload_lora_adapter": Reply(bytes="text/plain"),
     "POST /v1/chat/completions": Reply("ChatCompletion", "ChatCompletionChunk"),
     "POST /v1/completions": Reply("Completion", "Completion"),
+    "POST /v1/embeddings": Reply("Embeddings"),
+    "POST /v1/messages": Reply("Message", "MessageEvent"),
+    "POST /v1/messages/count_tokens": Reply("MessageTokens"),
     "POST /v1/responses": Reply("Response", "ResponseEvent"),
     "POST /v1/responses/input_tokens": Reply("InputTokens"),
     "POST /v1/responses/compact": Reply("Compaction"),
@@ -250,7 +271,8 @@ def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schem
 
 def describe(operation: Schema, route: str, path: str) -> None:
     """Add the replies and query parameters of a route. FastAPI's own are of checks that it does not do here."""
-    error = {"application/json": {"schema": ref("InferenceError" if is_inference(path) else "Error")}}
+    kind = "InferenceError" if is_inference(path) else "MessageError" if is_messages(path) else "Error"
+    error = {"application/json": {"schema": ref(kind)}}
     operation["responses"] = {
         "200": {"description": "Done", "content": REPLIES.get(route, Reply("Any")).content()},
         "4XX": {"description": "Refused; the message says why", "content": error},

@@ -57,7 +57,7 @@ def test_every_reply_and_query_is_of_a_route_and_every_route_has_a_reply(documen
 def test_refusals_are_told_with_their_shape_and_never_as_422(document: dict[str, Any]) -> None:
     for route, operation in operations(document).items():
         assert set(operation["responses"]) == {"200", "4XX", "5XX"}
-        error = "InferenceError" if " /v2" in route else "Error"
+        error = "InferenceError" if " /v2" in route else "MessageError" if "/v1/messages" in route else "Error"
         for refusal in ("4XX", "5XX"):
             schema = operation["responses"][refusal]["content"]["application/json"]["schema"]
             assert schema == {"$ref": f"#/components/schemas/{error}"}

@@ -34,15 +34,13 @@ class Logprobs(NamedTuple):
 
         The rows are those of `wanted` that are not None, in their order.
         """
-        rows = zip(self.own.tolist(), self.top.tolist(), self.top_ids.tolist(), strict=True)
-        records: list[TokenLogprobs | None] = []
-        for count in wanted:
-            if count is None:
-                records.append(None)
-            else:
-                own, top, ids = next(rows)
-                records.append(TokenLogprobs(own, tuple(ids[:count]), tuple(top[:count])))
-        return tuple(records)
+        records = iter(self.records([count for count in wanted if count is not None]))
+        return tuple(None if count is None else next(records) for count in wanted)
+
+    def records(self, wanted: Sequence[int]) -> list[TokenLogprobs]:
+        """The records of all rows, each with as many of the most probable tokens as `wanted` says."""
+        rows = zip(wanted, self.own.tolist(), self.top.tolist(), self.top_ids.tolist(), strict=True)
+        return [TokenLogprobs(own, tuple(ids[:count]), tuple(top[:count])) for count, own, top, ids in rows]
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> Logprobs:

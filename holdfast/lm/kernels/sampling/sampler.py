@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,15 @@ import torch
 
 from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.collectives.protocol import Group, own_rows
-from holdfast.lm.kernels.sampling.logprobs import Logprobs, log_probabilities
+from holdfast.lm.kernels.sampling.logprobs import NUMBERS_AT_ONCE, Logprobs, log_probabilities
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sample import sample
 from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
 from holdfast.lm.kernels.sampling.sharded import sample_sharded
 from holdfast.lm.kernels.upload import upload
-from holdfast.lm.types import History, Sampling
+from holdfast.lm.types import History, Sampling, Telling
+
+ToLogits = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Wishes:
     histories: Sequence[History] = ()
     masked: Sequence[int] = ()
     """The sampled rows that have a mask."""
+    embeds: Sequence[int] = ()
+    """The sampled rows whose hidden states are given."""
 
     @classmethod
     def of(
@@ -49,7 +54,9 @@ class Wishes:
         if not any(each.asks for each in records):
             return None
         masked = [at for at, each in enumerate(records) if each.grammar is not None]
-        return cls([each.logprobs for each in records], Changes.of(records, rows, positions), histories, masked)
+        embeds = [at for at, each in enumerate(records) if each.embed]
+        changes = Changes.of(records, rows, positions)
+        return cls([each.logprobs for each in records], changes, histories, masked, embeds)
 
     @cached_property
     def told(self) -> npt.NDArray[np.int64]:
@@ -78,6 +85,25 @@ class Drawn(NamedTuple):
     tokens: torch.Tensor  # [R] int64
     logprobs: Logprobs | None = None
     """Of the rows `Wishes.told`."""
+    prompts: Logprobs | None = None
+    """Of the targets of the plan's `tells`, all in a row."""
+    hidden: torch.Tensor | None = None  # [E, hidden] float32
+    """Of the rows `Wishes.embeds`."""
+
+    def vectors(self, wishes: Wishes | None) -> tuple[bytes, ...]:
+        """`StepResult.vectors`, once all is on the host."""
+        if self.hidden is None or wishes is None:
+            return ()
+        found = dict(zip(wishes.embeds, self.hidden.numpy(), strict=True))
+        return tuple(found[row].tobytes() if row in found else b"" for row in range(len(self.tokens)))
+
+    def of_prompts(self, tells: Sequence[Telling]) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        """`StepResult.prompt_logprobs`, once all is on the host."""
+        if self.prompts is None:
+            return ()
+        wanted = [each.alternatives for each in tells for _ in each.targets]
+        records = iter(self.prompts.records(wanted))
+        return tuple(tuple(islice(records, len(each.targets))) for each in tells)
 
     def told(self, wishes: Wishes | None) -> tuple[TokenLogprobs | None, ...]:
         """`StepResult.logprobs`, once all is on the host."""
@@ -90,7 +116,11 @@ class Drawn(NamedTuple):
         tokens = self.tokens
         if tokens.device.type == "cuda":
             tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
-        return Drawn(tokens, None if self.logprobs is None else self.logprobs.on_host())
+        logprobs, prompts = (None if each is None else each.on_host() for each in (self.logprobs, self.prompts))
+        hidden = self.hidden
+        if hidden is not None and hidden.device.type == "cuda":
+            hidden = torch.empty(hidden.shape, pin_memory=True).copy_(hidden, non_blocking=True)
+        return Drawn(tokens, logprobs, prompts, hidden)
 
 
 class Sampler:
@@ -177,15 +207,38 @@ class Sampler:
         gathered = group.gather(tokens).flatten()[:count]
         if not len(wishes.told):
             return Drawn(gathered)
-        most = min(wishes.most, self._vocab_size)
-        numbers = torch.zeros(share, 1 + most, dtype=torch.float32, device=logits.device)
-        ids = torch.zeros(share, most, dtype=torch.int64, device=logits.device)
-        if len(rows):
-            own_part = log_probabilities(whole, tokens[: len(rows)], most)
-            numbers[: len(rows), 0] = own_part.own
-            numbers[: len(rows), 1:] = own_part.top
-            ids[: len(rows)] = own_part.top_ids
+        told = self._tell_shares(whole, tokens[: len(rows)], count, wishes.most, group)
         at = upload(wishes.told, logits.device)
-        numbers = group.gather(numbers.flatten()).view(-1, 1 + most).index_select(0, at)
-        ids = group.gather(ids.flatten()).view(-1, most).index_select(0, at) if most else ids.new_zeros(len(at), 0)
-        return Drawn(gathered, Logprobs(numbers[:, 0], numbers[:, 1:], ids))
+        return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in told]))
+
+    def tell_targets(self, hidden: torch.Tensor, logits: ToLogits, targets: torch.Tensor, most: int) -> Logprobs:
+        """The log probabilities of targets [T] int64 after hidden states [T, hidden], and of the `most` likeliest.
+
+        `logits` gives the logits [R, V], or [R, V_own] in a group, of some of the hidden states. Few exist at a time.
+        Nothing waits for the device.
+        """
+        rows = max(1, NUMBERS_AT_ONCE // self._vocab_size)
+        pairs = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
+        parts = [self._tell_some(logits(some), chosen, most) for some, chosen in pairs]
+        return Logprobs(*[torch.cat(column) for column in zip(*parts, strict=True)])
+
+    def _tell_some(self, logits: torch.Tensor, targets: torch.Tensor, most: int) -> Logprobs:
+        group = self._group
+        if group is None:
+            return log_probabilities(logits, targets, most)
+        whole, rows = group.exchange_rows(logits, self._vocab_size), own_rows(len(logits), group.size, group.rank)
+        return self._tell_shares(whole, targets[rows.start : rows.stop], len(logits), most, group)
+
+    def _tell_shares(self, whole: torch.Tensor, tokens: torch.Tensor, count: int, most: int, group: Group) -> Logprobs:
+        """The log probabilities of all `count` rows, of which this device has its own: whole logits, and tokens."""
+        most, own, share = min(most, self._vocab_size), len(tokens), -(-count // group.size)
+        numbers = torch.zeros(share, 1 + most, dtype=torch.float32, device=whole.device)
+        ids = torch.zeros(share, most, dtype=torch.int64, device=whole.device)
+        if own:
+            part = log_probabilities(whole, tokens, most)
+            numbers[:own, 0] = part.own
+            numbers[:own, 1:] = part.top
+            ids[:own] = part.top_ids
+        numbers = group.gather(numbers.flatten()).view(-1, 1 + most)[:count]
+        ids = group.gather(ids.flatten()).view(-1, most)[:count] if most else ids.new_zeros(count, 0)
+        return Logprobs(numbers[:, 0], numbers[:, 1:], ids)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from holdfast.lm.kernels.collectives.torch_group import TorchGroup
-from holdfast.lm.kernels.sampling import logprobs
+from holdfast.lm.kernels.sampling import logprobs, sampler
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
+from holdfast.lm.types import Telling
 from tests.ranks import in_group
 
 ROWS, VOCAB = 13, 101
@@ -83,3 +84,37 @@ def test_a_group_tells_a_token_alone_where_no_alternative_is_asked_for() -> None
         ),
     )
     assert results[0].told(wishes) == drawn(Sampler(), logits, columns, wishes).told(wishes)
+
+
+@pytest.mark.parametrize(("size", "at_once"), [(1, 1 << 24), (1, 3 * VOCAB), (2, 5 * VOCAB), (4, 3 * VOCAB)])
+@pytest.mark.parametrize("most", [0, 4])
+def test_prompts_are_told_a_few_rows_at_a_time_on_one_device_and_on_several(
+    monkeypatch: pytest.MonkeyPatch, size: int, at_once: int, most: int
+) -> None:
+    monkeypatch.setattr(sampler, "NUMBERS_AT_ONCE", at_once)
+    hidden = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(2))
+    head = torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(3))
+    targets, share = torch.arange(ROWS) * 7 % VOCAB, -(-VOCAB // size)
+    tells = [Telling(0, 0, (1,) * 5, most), Telling(1, 2, (1,) * (ROWS - 5), 0)]
+
+    def work(group: TorchGroup | None) -> Drawn:
+        seen: list[int] = []
+
+        def logits(some: torch.Tensor) -> torch.Tensor:
+            seen.append(len(some))
+            rank = 0 if group is None else group.rank
+            return some @ head[rank * share : (rank + 1) * share].T
+
+        told = Sampler(group, VOCAB).tell_targets(hidden, logits, targets, most)
+        assert max(seen) <= at_once // VOCAB
+        return Drawn(targets, prompts=told)
+
+    expected = (hidden @ head.T).double().log_softmax(-1)
+    for drawn in [work(None)] if size == 1 else in_group(size, work):
+        first, second = drawn.of_prompts(tells)
+        assert (len(first), len(second)) == (5, ROWS - 5)
+        for row, each in enumerate(first + second):
+            best = expected[row].topk(most if row < 5 else 0)
+            assert each.logprob == pytest.approx(float(expected[row, targets[row]]), abs=1e-5)
+            assert each.top_ids == tuple(best.indices.tolist())
+            assert each.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)

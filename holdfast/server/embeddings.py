@@ -1,0 +1,108 @@
+"""Embeddings: a vector for each input, computed beside all other requests."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from holdfast.core.types import SamplingParams
+from holdfast.server.protocol import ApiError, CompletionRequest, RequestBody
+from holdfast.server.replies import Reply, RequestUsage
+from holdfast.server.service import Service
+
+AT_ONCE = 64
+"""Inputs of one request that are in the engine at a time, at most."""
+
+
+class EmbeddingCompletion(CompletionRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Some inputs of a request for embeddings, as the completion whose hidden states are wanted."""
+
+    route = "/v1/embeddings"
+    prompt_param = "input"
+
+    def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=1, embed=True)
+
+
+class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings."""
+
+    harmless: ClassVar[tuple[str, ...]] = ("user", "input_type")
+
+    model: str
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
+    """Numbers to keep, the first ones of each vector, for models that are trained so."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+
+    def inputs(self) -> list[str | list[int]]:
+        """The inputs, each as text or as token ids. Raises ApiError."""
+        return self.completion(self.input).prompts()
+
+    def completion(self, inputs: str | list[Any]) -> EmbeddingCompletion:
+        """The completion that gives the vectors of some inputs."""
+        return EmbeddingCompletion(
+            model=self.model,
+            prompt=inputs,
+            max_tokens=1,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            priority=self.priority,
+        )
+
+
+async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: RequestUsage) -> Reply:
+    """The vectors of all inputs, in their order. Raises ApiError."""
+    service.check_model(wanted.model, tenant)
+    pooling = service.client.pooling
+    if pooling.refused:
+        raise ApiError(pooling.refused, param="model", code="unsupported_parameter")
+    inputs, vectors = wanted.inputs(), list[npt.NDArray[np.float32]]()
+    size = min(AT_ONCE, service.config.max_choices)
+    for start in range(0, len(inputs), size):
+        some = inputs[start : start + size]
+        answer = service.answer(wanted.completion(some), tenant)
+        found: dict[int, bytes] = {}
+        async with aclosing(answer.deltas()) as deltas:
+            async for choice, delta in deltas:
+                if delta.finish_reason is not None:
+                    found[choice] = delta.vector
+        vectors += [np.frombuffer(found[choice], np.float32) for choice in range(len(some))]
+        usage.prompt_tokens += answer.usage.prompt_tokens
+        usage.cached_tokens += answer.usage.cached_tokens
+        if usage.wanted is None:
+            usage.wanted, usage.queued = answer.wanted, answer.usage.queued
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(written(vectors, wanted, normalize=pooling.normalize))
+        ],
+        "model": wanted.model,
+        "usage": {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens},
+    }
+
+
+def written(vectors: Sequence[npt.NDArray[np.float32]], wanted: EmbeddingRequest, *, normalize: bool) -> list[Any]:
+    """Vectors [hidden] as the client wants them: cut, then brought to length 1, as numbers or in base64.
+
+    Raises ApiError for more dimensions than they have.
+    """
+    width = len(vectors[0])
+    if wanted.dimensions is not None and wanted.dimensions > width:
+        reason = f"dimensions is {wanted.dimensions}; this model's vectors have {width}"
+        raise ApiError(reason, param="dimensions", code="invalid_value")
+    whole = np.stack([vector[: wanted.dimensions] for vector in vectors])
+    if normalize:
+        whole = whole / np.maximum(np.linalg.norm(whole, axis=1, keepdims=True), 1e-12)
+    if wanted.encoding_format == "base64":
+        return [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in whole]
+    listed: list[Any] = whole.tolist()
+    return listed

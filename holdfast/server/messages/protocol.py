@@ -1,0 +1,241 @@
+"""Requests of the Messages API as strict types, and as the chats that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta, Struct, field
+
+from holdfast.server.protocol import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    ApiError,
+    ChatRequest,
+    Count,
+    RequestBody,
+    StopString,
+    TemplateOptions,
+    check_parts,
+    refuse_extra,
+    shown,
+)  # fmt: skip
+
+Blocks = list[dict[str, Any]]
+
+TOOL_FIELDS = (
+    "type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming", "input_examples",
+    "defer_loading", "allowed_callers",
+)  # fmt: skip
+"""Of a tool that the client runs. Those after `strict` change no answer here."""
+BLOCK_FIELDS = {
+    "text": ("text", "citations"),
+    "tool_use": ("id", "name", "input", "caller"),
+    "tool_result": ("tool_use_id", "content", "is_error", "toolset_name"),
+    "thinking": ("thinking", "signature"),
+    "redacted_thinking": ("data",),
+}
+"""The fields of each type of block, besides its type and `cache_control`."""
+ROLES = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+}
+"""The types of blocks that messages of each role have."""
+
+
+class Thinking(Struct, kw_only=True, frozen=True):
+    """`thinking`. How much of it there is, is up to the model."""
+
+    type: str
+
+
+class MessagesChat(ChatRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A request of the Messages API as the chat that it stands for."""
+
+    route = "/v1/messages"
+
+
+class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/messages/count_tokens."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
+    harmless: ClassVar[tuple[str, ...]] = (
+        "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata",
+        "service_tier", "speed", "user_profile_id", "workspace_id",
+    )  # fmt: skip
+
+    model: str
+    messages: Annotated[Blocks, Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Blocks = ""
+    tools: Blocks = field(default_factory=list)
+    tool_choice: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    output_config: dict[str, Any] = field(default_factory=dict)
+    """Its `format`, a JSON schema, is what the answer must follow. An effort has no effect."""
+    chat_template_kwargs: TemplateOptions = field(default_factory=dict)
+
+    def chat(self, **more: Any) -> MessagesChat:
+        """The chat that it stands for; `more` are further fields of it. Raises ApiError."""
+        choice = self.tool_choice or {}
+        options = dict(self.chat_template_kwargs)
+        if self.thinking is not None:
+            options = {"enable_thinking": self.thinking.type != "disabled"} | options
+        return MessagesChat(
+            model=self.model,
+            messages=read_messages(self.system, self.messages),
+            tools=[_read_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools)],
+            tool_choice=_read_choice(choice),
+            parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
+            chat_template_kwargs=options,
+            response_format=_read_format(self.output_config.get("format")),
+            **more,
+        )
+
+
+class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/messages."""
+
+    max_tokens: Count
+    """More than the context has room for is not refused: the answer ends with the context."""
+    stream: bool = False
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = field(default_factory=list)
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] = 0
+
+    def to_answer(self) -> MessagesChat:
+        """The chat that is to be answered. Raises ApiError."""
+        return self.chat(
+            stream=self.stream,
+            stop=self.stop_sequences,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+        )
+
+
+def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -> Blocks:
+    """The messages as those of chat completions: results of tools are messages of their own. Raises ApiError."""
+    check_parts(messages, "messages")
+    read: Blocks = []
+    texts = [system] if isinstance(system, str) else [_text(block, f"system[{at}]") for at, block in enumerate(system)]
+    if any(texts):
+        read.append({"role": "system", "content": "\n".join(texts)})
+    for index, message in enumerate(messages):
+        read += _read_message(message, f"messages[{index}]")
+    if read[-1]["role"] == "assistant":
+        name = f"messages[{len(messages) - 1}]"
+        reason = f"{name} is the assistant's: answers that are begun by the client are not supported; end with a user's"
+        raise ApiError(reason, param=name, code="unsupported_parameter")
+    return read
+
+
+def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
+    """The messages that one stands for."""
+    role, content = message.get("role"), message.get("content")
+    refuse_extra(message, ("role", "content", "id", "type"), name)
+    if not isinstance(role, str) or role not in ROLES:
+        reason = f"{name}.role is {shown(role)}; supported: {', '.join(ROLES)}"
+        raise ApiError(reason, param=f"{name}.role", code="invalid_value")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise _invalid(f"{name}.content must be a string or a list of blocks", f"{name}.content")
+    texts, thoughts, calls, results = list[str](), list[str](), Blocks(), Blocks()
+    for index, block in enumerate(content):
+        path = f"{name}.content[{index}]"
+        match _kind(block, path, ROLES[role]):
+            case "text":
+                texts.append(_string(block, "text", path))
+            case "thinking":
+                thoughts.append(_string(block, "thinking", path))
+            case "tool_use":
+                given = block.get("input")
+                if not isinstance(given, Mapping):
+                    raise _invalid(f"{path}.input must be an object", f"{path}.input")
+                function = {"name": _string(block, "name", path), "arguments": json.dumps(given, ensure_ascii=False)}
+                calls.append({"id": _string(block, "id", path), "type": "function", "function": function})
+            case "tool_result":
+                call = _string(block, "tool_use_id", path)
+                results.append({"role": "tool", "tool_call_id": call, "content": _result(block, path)})
+    said: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if calls:
+        said["tool_calls"] = calls
+    if thoughts:
+        said["reasoning_content"] = "\n".join(thoughts)
+    return [*results, said] if texts or role != "user" or not results else results
+
+
+def _result(block: Mapping[str, Any], path: str) -> str:
+    """The text of a tool's result."""
+    content = block.get("content")
+    if isinstance(content, list):
+        return "\n".join(_text(each, f"{path}.content[{index}]") for index, each in enumerate(content))
+    if not isinstance(content, str | None):
+        raise _invalid(f"{path}.content must be a string or a list of blocks", f"{path}.content")
+    return content or ""
+
+
+def _text(block: Any, path: str) -> str:
+    _kind(block, path, ("text",))
+    return _string(block, "text", path)
+
+
+def _kind(block: Any, path: str, kinds: Sequence[str]) -> str:
+    """The type of a block, which must be one of `kinds`."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        reason = f"{path}.type is {shown(kind)}; supported here: {', '.join(kinds)}"
+        raise ApiError(reason, param=f"{path}.type", code="unsupported_content")
+    refuse_extra(block, ("type", "cache_control", *BLOCK_FIELDS[kind]), path)
+    return kind
+
+
+def _string(block: Mapping[str, Any], field: str, path: str) -> str:
+    value = block.get(field)
+    if not isinstance(value, str):
+        raise _invalid(f"{path}.{field} must be a string", f"{path}.{field}")
+    return value
+
+
+def _read_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A tool as chat completions have it."""
+    kind = tool.get("type", "custom")
+    if kind not in ("custom", None):
+        reason = f"{path}.type is {shown(kind)}; only tools with an input_schema are supported, which the client runs"
+        raise ApiError(reason, param=f"{path}.type", code="unsupported_parameter")
+    refuse_extra(tool, TOOL_FIELDS, path)
+    function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
+
+
+def _read_format(given: Any) -> dict[str, Any] | None:
+    """The format of the answer as chat completions have it."""
+    match given:
+        case None:
+            return None
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    raise _invalid("output_config.format must have the type json_schema, and a schema", "output_config.format")
+
+
+def _read_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
+    """`tool_choice` as chat completions have it."""
+    match choice.get("type"):
+        case None if not choice:
+            return None
+        case "auto" | "none" as same:
+            return str(same)
+        case "any":
+            return "required"
+        case "tool":
+            return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
+        case kind:
+            reason = f"tool_choice.type is {shown(kind)}; supported: auto, any, tool, none"
+            raise ApiError(reason, param="tool_choice.type", code="invalid_value")
+
+
+def _invalid(reason: str, param: str) -> ApiError:
+    return ApiError(reason, param=param, code="invalid_value")

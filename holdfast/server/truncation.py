@@ -1,0 +1,126 @@
+"""Truncation: which turns leave the prompt of a conversation that has outgrown the context.
+
+The rule. System messages stay, and so does the last turn. When the rest does not fit any more, the oldest whole turns
+leave, so many at once that the prompt fills half of its room. The next turns then find the same beginning, and the
+cache has it; a cut with each turn would shift every position each time, and nothing could be reused. The rule looks at
+nothing but the messages and the sizes of context and answer, so it finds the same cut again without any memory of it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, TypeVar
+
+from holdfast.engine.text import Text
+from holdfast.lm.limits import RequestRefused
+from holdfast.server.formats.toolset import Toolset
+
+Message = dict[str, Any]
+Composed = TypeVar("Composed", bound=Sized)
+
+ANSWER_SHARE = 8
+"""One part in so many of the context is left to the answer, or more if it may be longer."""
+KNOWN_SIZES = 1 << 16
+"""Messages whose sizes are remembered."""
+MARGIN = 8
+"""Tokens by which a message may be larger in its place than alone."""
+
+
+class Truncation:
+    """Cuts conversations to the context of one model. Safe to use from several threads."""
+
+    def __init__(self, text: Text, context: int) -> None:
+        self._text, self._context = text, context
+        self._overhead: int | None = None
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        """Tokens of messages, by digest; those asked for last are at the end."""
+        self._lock = threading.Lock()
+
+    def compose(
+        self,
+        messages: Sequence[Message],
+        answer: int | None,
+        build: Callable[[Sequence[Message]], Composed],
+        toolset: Toolset | None = None,
+    ) -> Composed:
+        """What `build` makes of the messages that stay: something of as many items as the prompt has tokens.
+
+        `answer` is the most tokens of the answer, if that is known. The prompt holds the tools of `toolset`, too. Where
+        the last turn alone does not fit, its prompt is too long. Raises as `build`, and ValueError where a message's
+        text cannot be tokenized.
+        """
+        room = self._context - (answer or 1)
+        budget = self._context - max(answer or 0, self._context // ANSWER_SHARE)
+        sizes = [self._size(message) for message in messages]
+        tools = () if toolset is None else toolset.tools
+        fixed = sum(self._size({"content": json.dumps(tool.shown())}) for tool in tools)
+        while True:
+            first = first_kept([message["role"] for message in messages], sizes, budget - fixed)
+            kept = [each for at, each in enumerate(messages) if at >= first or each["role"] == "system"]
+            last = first >= last_turn([message["role"] for message in messages])
+            try:
+                composed = build(kept)
+                excess = len(composed) - room
+            except RequestRefused:  # too long, whatever its tokens are
+                if last:
+                    raise
+                excess = max(budget // 2, 1)
+            if excess <= 0 or last:
+                return composed
+            budget -= excess
+
+    def _size(self, message: Message) -> int:
+        """Tokens that a message takes in a prompt, or somewhat more."""
+        content = message.get("content")
+        rest = {name: value for name, value in message.items() if name not in ("role", "content") and value}
+        written = content if isinstance(content, str) else json.dumps(content) if content else ""
+        written += json.dumps(rest) if rest else ""
+        digest = self._text.digest(written)
+        with self._lock:
+            if digest in self._sizes:
+                self._sizes.move_to_end(digest)
+                return self._sizes[digest]
+        size = len(self._text.encode(written, add_special_tokens=False)) + self._of_template() + MARGIN
+        with self._lock:
+            self._sizes[digest] = size
+            while len(self._sizes) > KNOWN_SIZES:
+                self._sizes.popitem(last=False)
+        return size
+
+    def _of_template(self) -> int:
+        """Tokens that the template puts around one message, and before an answer."""
+        if self._overhead is None:
+            rendered = self._text.render_chat([{"role": "user", "content": "x"}])
+            self._overhead = len(self._text.encode(rendered, add_special_tokens=False))
+        return self._overhead
+
+
+def first_kept(roles: Sequence[str], sizes: Sequence[int], budget: int) -> int:
+    """The first message that stays beside the system messages, where those that stay have at most `budget` tokens.
+
+    It begins a turn: a user's message with what was answered and called before the next one. The conversation is gone
+    through as it grew. Whenever a message other than the model's own did not fit, the turns before it left until half
+    of the budget was full. Its own turn stays, even if it does not fit.
+    """
+    first, turn, total = 0, 0, sum(size for role, size in zip(roles, sizes, strict=True) if role == "system")
+    for at, (role, size) in enumerate(zip(roles, sizes, strict=True)):
+        if role == "system":
+            continue
+        if role == "user":
+            turn = at
+        total += size
+        if role == "assistant" or total <= budget:
+            continue
+        while first < turn and total > budget // 2:
+            stop = next((later for later in range(first + 1, turn) if roles[later] == "user"), turn)
+            total -= sum(sizes[left] for left in range(first, stop) if roles[left] != "system")
+            first = stop
+    return first
+
+
+def last_turn(roles: Sequence[str]) -> int:
+    """The index of the message that begins the last turn."""
+    return max((at for at, role in enumerate(roles) if role == "user"), default=0)

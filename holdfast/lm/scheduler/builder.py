@@ -201,8 +201,8 @@ class StepBuilder:
         """
         sampling = [index for index, sampling in enumerate(self._samplings) if sampling is not None]
         for place, (index, entry) in enumerate(zip(sampling, self.sampling, strict=True)):
-            if self._tokens[index] is not LAST_SAMPLED:
-                continue
+            if self._tokens[index] is not LAST_SAMPLED or entry.sampling.grammar is not None:
+                continue  # a mask is of one place alone
             stop = self._stops[index]
             guesses = tuple(draft(entry))[: max(0, min(self.budget, entry.limit - 1 - stop))]
             self._preemption.grow_freely(entry, stop + len(guesses))

@@ -120,8 +120,8 @@ class CudaFlight:
     computed: tuple[PackedStep, torch.Tensor] | None = None
     """The step's inputs and its logits, until it is drawn."""
     drawn: Drawn | None = None
-    forced: tuple[Forced, ...] | None = None
-    """What must follow its tokens, once the matchers have read them."""
+    forced: tuple[Forced, ...] = ()
+    """What must follow its tokens."""
     training: LaunchedTraining | None = None
     error: Exception | None = None
 
@@ -140,7 +140,7 @@ class CudaFlight:
         seconds = self.began.elapsed_time(self.done) / 1000
         training = None if self.training is None else self.training.result()
         result = _result(self.plan.step, self.drawn, self.staged, seconds)
-        return replace(result, training=training, forced=self.forced or ())
+        return replace(result, training=training, forced=self.forced)
 
     def wait(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -222,13 +222,10 @@ class PagedExecutor:
         """Wait for the oldest step in flight. Raises what that step raised."""
         staged, waits, flight, drafts = self._in_flight.popleft()
         if isinstance(flight, CudaFlight):
-            while flight in self._unread:
-                self._read_next()
+            self._read(flight)
         result, memory = flight.result(), self.memory
         if drafts is not None and result.tokens:  # a stage before the last draws none
             result = result.verified(drafts)
-        if self._undrawn is not None and self._in_flight[0][2] is self._undrawn:
-            self._draw_late()
         if staged is not None:
             memory.batch.release(staged)
         if memory.transfers is not None:
@@ -271,7 +268,8 @@ class PagedExecutor:
             drawn = self._draw(staged, *self._forward(staged, layers), self._masks(staged))
         result = _result(plan.step, drawn, staged, 0.0)
         if staged is not None and staged.constrained and self.matchers is not None:
-            forced = self.matchers.read(staged.constrained, result.tokens)
+            self.matchers.read(staged.constrained, result.tokens)
+            forced = self.matchers.forced(staged.constrained)
         seconds = time.perf_counter() - began
         launched = self._train(plan)
         training = None if launched is None else launched.result()
@@ -289,7 +287,7 @@ class PagedExecutor:
                 began.record()
             if staged is not None:
                 flight.computed = self._forward(staged, layers)
-            if staged is not None and staged.constrained and self.matchers is not None and self._in_flight:
+            if staged is not None and staged.constrained and self._unread:
                 self._undrawn = flight
             else:
                 self._complete(flight)
@@ -318,11 +316,20 @@ class PagedExecutor:
         flight.done.record()
         flight.training = self._train(flight.plan)
 
+    def _read(self, flight: CudaFlight) -> None:
+        """Let the matchers read the oldest step in flight. Then draw the next one, if it waits for that."""
+        while flight in self._unread:
+            self._read_next()
+        if self._undrawn is not None and self._in_flight[0][2] is self._undrawn:
+            self._draw_late()
+        if flight.staged is not None and self.matchers is not None and flight.error is None:
+            flight.forced = self.matchers.forced(flight.staged.constrained)
+
     def _read_next(self) -> None:
         """Let the matchers read the tokens of the oldest step that they have not read. Waits for the device."""
         flight = self._unread.popleft()
         assert flight.staged is not None and self.matchers is not None
-        flight.forced = self.matchers.read(flight.staged.constrained, flight.tokens)
+        self.matchers.read(flight.staged.constrained, flight.tokens)
 
     def _masks(self, staged: StagedStep) -> torch.Tensor | None:
         """The masks of a step's rows with grammars [M, W] int32, on the device; None if it has no such row.

@@ -18,16 +18,20 @@ MOST_THREADS = 16
 
 
 class _State:
-    """A row's matcher, and the position of the next token that it reads."""
+    """A row's matcher, the position of the next token that it reads, and whether it may have no choice there."""
 
-    __slots__ = ("matcher", "position")
+    __slots__ = ("forced", "matcher", "position")
 
     def __init__(self, matcher: LLMatcher, position: int) -> None:
-        self.matcher, self.position = matcher, position
+        self.matcher, self.position, self.forced = matcher, position, True
 
 
 class Matchers:
-    """The matchers of an executor's rows. `masks` and `read` are called in the order of the steps, by one thread."""
+    """The matchers of an executor's rows.
+
+    One thread calls `masks` and then `read` for each step. Several steps may have been read before `forced` is asked of
+    one; it is cheapest once the next step's masks are there.
+    """
 
     def __init__(self, compiler: GrammarCompiler, threads: int | None = None) -> None:
         """`threads` compute masks beside each other; by default half of the machine's cores."""
@@ -69,22 +73,36 @@ class Matchers:
             shaping = each.sampling.shaping
             if shaping is not None and each.stop - shaping.prompt < shaping.min_tokens and shaping.ends:
                 self._forbid(into[index].view(np.uint32), shaping.ends)
-            if not into[index].any():  # the matcher has given up
+        allowed = np.bitwise_count(into).sum(axis=1)
+        for index, each in enumerate(rows):
+            self._rows[each.row].forced = bool(allowed[index] <= 1)
+            if not allowed[index]:  # the matcher has given up
                 self._allow(into[index].view(np.uint32), self._compiler.ends)
 
-    def read(self, rows: Sequence[ConstrainedRow], tokens: Sequence[int]) -> tuple[Forced, ...]:
-        """Read the tokens that a step's rows have drawn; what must follow those of rows that may skip draws."""
+    def read(self, rows: Sequence[ConstrainedRow], tokens: Sequence[int]) -> None:
+        """Read the tokens that a step's rows have drawn."""
+        read = []
         for each in rows:
             if (state := self._rows[each.row]).position == each.stop:
-                self._consume(state, (tokens[each.at],))
-        forced = []
+                state.position, state.forced = each.stop + 1, True
+                if not state.matcher.is_stopped():
+                    read.append((state.matcher, tokens[each.at]))
+        if read:
+            self._executor.consume_token_par(read)
+
+    def forced(self, rows: Sequence[ConstrainedRow]) -> tuple[Forced, ...]:
+        """What must follow the tokens that a step's rows have drawn, where rows may skip draws.
+
+        Nothing is told of a row that has gone on meanwhile.
+        """
+        found = []
         for each in rows:
             state = self._rows[each.row]
-            if state.position == each.stop + 1 and each.sampling.skips:
+            if state.forced and state.position == each.stop + 1 and each.sampling.skips:
                 follow = tuple(state.matcher.compute_ff_tokens())
                 if follow:
-                    forced.append(Forced(each.at, follow))
-        return tuple(forced)
+                    found.append(Forced(each.at, follow))
+        return tuple(found)
 
     def _consume(self, state: _State, tokens: Sequence[int]) -> None:
         """Advance by tokens. A matcher that has stopped, or has given up, stays as it is."""

@@ -62,11 +62,15 @@ def test_what_must_follow_is_told_and_is_all_that_the_mask_allows(compiler: Gram
     row, answer = first(3, sampling(Grammar("regex", "[ab] is the one and only answer")))
     (choices,) = allowed(matchers, [row], [answer])
     token = next(each for each in choices if text.decode([each]) == "a")
-    (forced,) = matchers.read([row], [token])
+    matchers.read([row], [token])
+    (forced,) = matchers.forced([row])
     assert forced.at == 0 and text.decode(forced.tokens).endswith("only answer")
     following = row._replace(start=PROMPT, stop=PROMPT + 1, tokens=(PENDING,))
     assert allowed(matchers, [following], []) == [[forced.tokens[0]]]
-    assert matchers.read([following], [forced.tokens[0]]) == (Forced(0, forced.tokens[1:]),)
+    assert matchers.forced([row]) == (forced,), "also once the next masks are there"
+    matchers.read([following], [forced.tokens[0]])
+    assert matchers.forced([following]) == (Forced(0, forced.tokens[1:]),)
+    assert matchers.forced([row]) == (), "it has gone on"
     # The scheduler goes on behind all of them; the segment has those that were not drawn.
     stop = PROMPT + 1 + len(forced.tokens)
     behind = row._replace(start=PROMPT + 1, stop=stop, tokens=forced.tokens)
@@ -77,7 +81,8 @@ def test_nothing_is_told_of_a_row_that_must_draw_each_token(compiler: GrammarCom
     matchers = Matchers(compiler, 1)
     row, answer = first(0, sampling(Grammar("regex", "the one and only"), logprobs=0))
     ((token,),) = allowed(matchers, [row], [answer])
-    assert matchers.read([row], [token]) == ()
+    matchers.read([row], [token])
+    assert matchers.forced([row]) == ()
 
 
 def test_a_row_with_another_sequence_begins_where_that_one_stands(compiler: GrammarCompiler, text: Text) -> None:
@@ -90,7 +95,8 @@ def test_a_row_with_another_sequence_begins_where_that_one_stands(compiler: Gram
     resumed = ConstrainedRow(0, 1, 0, stop, (9,) * PROMPT + known, record)
     (choices,) = allowed(matchers, [resumed], [Answer(1, PROMPT, known)])
     assert all(text.decode([each]).startswith(" ") for each in choices)
-    assert matchers.read([row], [5]) == (), "a late result of the sequence before is not read"
+    matchers.read([row], [5])  # a late result of the sequence before
+    assert matchers.forced([row]) == ()
     assert allowed(matchers, [resumed], []) == [choices]
 
 

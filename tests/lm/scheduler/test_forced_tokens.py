@@ -83,9 +83,6 @@ class ForcingHistory(History):
 
         self.scheduler.add = with_grammar
 
-    def draft(self, entry):
-        return () if entry.sampling.grammar is not None else super().draft(entry)
-
 
 def play(seed, name):
     history = ForcingHistory(seed, name)

@@ -178,8 +178,9 @@ class Bench:
 
 def beside(bench: Bench) -> None:
     """The peer's rows."""
+    chosen = {what: rows for what, rows in ROWS.items() if what.split()[0] in bench.args.rows}
     for _ in range(bench.args.repeat):
-        for what, rows in ROWS.items():
+        for what, rows in chosen.items():
             with bench.loop() as loop:
                 bench.say("beside", what, **offline(loop, what, bench.lengths(rows)))
 
@@ -417,6 +418,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the figures here, as JSON lines")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--limit", type=float, default=240.0, help="longest time of a part, and of the start, s")
+    names = [what.split()[0] for what in ROWS]
+    parser.add_argument("--rows", nargs="+", choices=names, default=names, help="of `beside`")
     parser.add_argument("--target", type=float, default=25.0, help="TBT target of `target`, ms")
     parser.add_argument("--pipeline-target", type=float, default=100.0, help="TBT target of `pipeline`, ms")
     parser.add_argument("--measure", action="store_true", help="measure the cost profile in full at the start")

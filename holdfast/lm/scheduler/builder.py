@@ -228,6 +228,8 @@ class StepBuilder:
         drafts: dict[Entry, tuple[int, ...]] = {}
         for index, place in self._decodes:
             entry = self.sampling[place]
+            if entry.sampling.grammar is not None:
+                continue  # a mask is of one place alone
             stop = self._stops[index]
             guesses = tuple(draft(entry))[: max(0, min(self.budget, entry.limit - 1 - stop))]
             self._preemption.grow_freely(entry, stop + len(guesses))

@@ -65,7 +65,11 @@ def outside(tmp_path: Path) -> dict[str, Any]:
 def test_every_file_of_the_package_is_in_the_wheel(installed: Path) -> None:
     packages = next((installed.parents[1] / "lib").glob("python*/site-packages"))
     wanted, found = (
-        {path.relative_to(base) for path in (base / "holdfast").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+        {
+            path.relative_to(base)
+            for path in (base / "holdfast").rglob("*")
+            if path.is_file() and path.parent.name != "__pycache__"
+        }
         for base in (ROOT, packages)
     )
     assert found == wanted

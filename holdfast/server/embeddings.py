@@ -5,16 +5,17 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 
 from holdfast.core.types import SamplingParams
 from holdfast.server.protocol import ApiError, CompletionRequest, RequestBody
 from holdfast.server.replies import Reply, RequestUsage
 from holdfast.server.service import Service
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 AT_ONCE = 64
 """Inputs of one request that are in the engine at a time, at most."""
@@ -64,7 +65,10 @@ async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: 
     pooling = service.client.pooling
     if pooling.refused:
         raise ApiError(pooling.refused, param="model", code="unsupported_parameter")
-    inputs, vectors = wanted.inputs(), list[npt.NDArray[np.float32]]()
+    import numpy as np  # not at the start: few servers need it
+
+    inputs = wanted.inputs()
+    vectors: list[npt.NDArray[np.float32]] = []
     size = min(AT_ONCE, service.config.max_choices)
     for start in range(0, len(inputs), size):
         some = inputs[start : start + size]
@@ -90,7 +94,7 @@ async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: 
     }
 
 
-def written(vectors: Sequence[npt.NDArray[np.float32]], wanted: EmbeddingRequest, *, normalize: bool) -> list[Any]:
+def written(vectors: Sequence[npt.NDArray[Any]], wanted: EmbeddingRequest, *, normalize: bool) -> list[Any]:
     """Vectors [hidden] as the client wants them: cut, then brought to length 1, as numbers or in base64.
 
     Raises ApiError for more dimensions than they have.
@@ -99,6 +103,8 @@ def written(vectors: Sequence[npt.NDArray[np.float32]], wanted: EmbeddingRequest
     if wanted.dimensions is not None and wanted.dimensions > width:
         reason = f"dimensions is {wanted.dimensions}; this model's vectors have {width}"
         raise ApiError(reason, param="dimensions", code="invalid_value")
+    import numpy as np
+
     whole = np.stack([vector[: wanted.dimensions] for vector in vectors])
     if normalize:
         whole = whole / np.maximum(np.linalg.norm(whole, axis=1, keepdims=True), 1e-12)

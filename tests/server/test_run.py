@@ -66,11 +66,9 @@ async def test_the_official_client_reads_answers_and_streams(listening: Listenin
 
 async def test_the_official_client_raises_its_own_errors(listening: Listening) -> None:
     async with listening(api_key=("sesame",)) as server, official(server.url, "sesame") as api:
-        with pytest.raises(openai.BadRequestError, match="tools is not supported yet") as refused:
-            await api.chat.completions.create(
-                model="tiny", messages=HELLO, tools=[{"type": "function", "function": {"name": "f"}}]
-            )
-        assert refused.value.param == "tools"
+        with pytest.raises(openai.BadRequestError, match="moderation is not supported yet") as refused:
+            await api.chat.completions.create(model="tiny", messages=HELLO, extra_body={"moderation": {"model": "x"}})
+        assert refused.value.param == "moderation"
         with pytest.raises(openai.NotFoundError):
             await api.chat.completions.create(model="other", messages=HELLO)
         async with official(server.url, "wrong") as stranger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -340,7 +341,7 @@ async def test_a_background_response_with_a_call_is_told_again(http: Http, clien
     async with http() as api:
         begun = (await api.post(RESPONSES, json={**TURN, "background": True})).json()
         while (given := (await api.get(f"{RESPONSES}/{begun['id']}")).json())["status"] != "completed":
-            pass
+            await asyncio.sleep(0.01)
         transport: Any = api._transport
         transport.app.state.responses._ended.clear()  # as after a restart
         told = (await api.get(f"{RESPONSES}/{begun['id']}?stream=true")).text

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -103,9 +104,9 @@ class _CopiedSum(SumInParts):
         return self._parts
 
     @staticmethod
+    @abstractmethod
     def num_rows(rows: int, size: int) -> int:
         """Rows of memory for so many rows of a part, or of all, among `size` devices."""
-        raise NotImplementedError
 
     def _count(self, part: int) -> int:
         return int(self._parts[part].stop - self._parts[part].start)

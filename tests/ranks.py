@@ -17,10 +17,11 @@ TIMEOUT = timedelta(seconds=20)
 
 
 class Rank:
-    """One rank of a layout."""
+    """One rank of a layout. Its connections stay open as long as it does: peers may still be connecting."""
 
     def __init__(self, layout: Layout, rank: int, store: dist.Store) -> None:
         self.layout, self.rank, self._store = layout, rank, store
+        self._open: list[dist.ProcessGroup] = []
 
     def processes(self, ranks: range) -> dist.ProcessGroup:
         """These ranks as a process group. All of them call this at the same time."""
@@ -28,7 +29,8 @@ class Rank:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = TIMEOUT
         store = dist.PrefixStore(str(ranks), self._store)
-        return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options)
+        self._open.append(dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options))
+        return self._open[-1]
 
     def group(self) -> TorchGroup | None:
         """The ranks of the same stage; None if it has one."""
@@ -41,8 +43,9 @@ class Rank:
 def in_ranks(layout: Layout, work: Callable[[Rank], Result]) -> list[Result]:
     """What `work` returns in each rank of a layout, all at the same time. Raises what the first rank raised."""
     store = dist.HashStore()
+    ranks = [Rank(layout, rank, store) for rank in range(layout.ranks)]
     with ThreadPoolExecutor(layout.ranks) as pool:
-        return [*pool.map(lambda rank: work(Rank(layout, rank, store)), range(layout.ranks))]
+        return [*pool.map(work, ranks)]
 
 
 def in_group(size: int, work: Callable[[TorchGroup], Result]) -> list[Result]:

@@ -1,8 +1,10 @@
 """A mixture of experts on one GPU: Qwen3-30B-A3B's shape with random weights, its kernels and its steps.
 
     python benchmarks/experts_gpu.py kernels [--tune] [--tokens 1 8 32 128 ...] [--json FILE]
-    python benchmarks/experts_gpu.py rows [bs1 bs32 bs128 prefill8] [--repeat N] [--profile] [--quick] [--json FILE]
-    python benchmarks/experts_gpu.py peer --peer vllm_peer.py --out DIR
+    python benchmarks/experts_gpu.py rows [bs1 bs32 bs128 prefill8] [--temperature T] [--repeat N] [--profile] [--quick]
+                                                          [--json FILE]
+    python benchmarks/experts_gpu.py touched [bs32] [--temperature T] [--json FILE]
+    python benchmarks/experts_gpu.py peer --peer vllm_peer.py --out DIR [--temperature T]
 
 `kernels` times a layer's experts as one CUDA graph over several inputs, whose tokens choose different experts, and each
 of its kernels alone. The bound is the larger of two times: the bytes of the experts that are chosen, and of what is
@@ -10,6 +12,9 @@ read and written between, at the rate of a device-to-device copy; and the operat
 `--tune` times other launches than the rule's. `rows` runs the engine; the rows are those of llama8b.py. `--profile`
 shows the kernels of decode steps of 1 and 32 sequences, and `--quick` captures no more graphs than a start does. `peer`
 writes a copy of the peer's driver with this shape, to be run as `python OUT/peer_moe.py short` with its packages.
+`touched` runs rows without graphs and counts the experts that a layer's tokens choose in a step, on the device.
+All draw tokens at temperature 1: greedy text of random weights may end in the same tokens for all streams, which
+choose the same experts. `distinct_share` says whether they differ.
 """
 
 from __future__ import annotations
@@ -287,8 +292,45 @@ def shown(launch: Any) -> str:
     return f"{launch.block_n}/{launch.block_k}/{launch.num_warps}/{launch.num_stages}"
 
 
+def touched(names: Sequence[str], options: dict[str, Any], shape: dict[str, Any], temperature: float) -> Any:
+    """Mean experts that a layer reads in a step, and what independent choices would give, by tokens of the step."""
+    import torch
+
+    from holdfast.lm.kernels.linear import fused_layers, layers
+    from holdfast.lm.kernels.linear.experts.experts import choose
+
+    counts: dict[int, list[torch.Tensor]] = {}
+
+    def counted(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: Any, experts: Any, *rest: Any) -> Any:
+            counts.setdefault(len(x), []).append((torch.bincount(choose(x, experts)[0].flatten()) > 0).sum())
+            return own(x, experts, *rest)
+
+        return call
+
+    fused_layers.grouped_experts = counted(fused_layers.grouped_experts)
+    layers.apply_experts = counted(layers.apply_experts)
+    found = rows(names, options | dict(cuda_graphs=False), shape, temperature=temperature)
+    full = QWEN3_30B_A3B | shape
+    count, chosen = full["num_experts"], full["num_experts_per_tok"]
+    lines = []
+    for tokens, seen in sorted(counts.items()):
+        mean = torch.stack(seen).float().mean().item()
+        independent = count * (1 - (1 - chosen / count) ** tokens)
+        lines.append(dict(tokens=tokens, layers=len(seen), touched=round(mean, 1), independent=round(independent, 1)))
+        print("HOLDFAST " + json.dumps(lines[-1]), flush=True)
+    return found | dict(touched=lines)
+
+
 def rows(
-    names: Sequence[str], options: dict[str, Any], shape: dict[str, Any], repeat: int, profile: bool, quick: bool
+    names: Sequence[str],
+    options: dict[str, Any],
+    shape: dict[str, Any],
+    *,
+    temperature: float,
+    repeat: int = 1,
+    profile: bool = False,
+    quick: bool = True,
 ) -> Any:
     """Build the engine and run the rows; with `profile`, the kernels of decode steps too."""
     from holdfast.core.config import EngineConfig
@@ -312,7 +354,7 @@ def rows(
     results = []
     for name in names:
         for _ in range(repeat):
-            results.append(dict(what=name, **ROWS[name](loop)))
+            results.append(dict(what=name, **ROWS[name](loop, temperature)))
             print("HOLDFAST " + json.dumps(results[-1]), flush=True)
     if profile:
         from step_breakdown import breakdown
@@ -324,11 +366,12 @@ def rows(
     return dict(started_in=started, results=results)
 
 
-def peer_copy(peer: Path, out: Path) -> Path:
-    """A copy of the peer's driver with this shape. Raises ValueError if it is not the driver that is known."""
-    text, place = peer.read_text(), "\ndef say("
-    if "LLAMA_8B = dict(" not in text or text.count(place) != 1:
-        raise ValueError(f"{peer} is not the driver that is known: no place for another shape")
+def peer_copy(peer: Path, out: Path, temperature: float) -> Path:
+    """A copy of the driver with this shape and temperature. Raises ValueError if it is not the driver that is known."""
+    text, place, greedy = peer.read_text(), "\ndef say(", "SamplingParams(temperature=0,"
+    if "LLAMA_8B = dict(" not in text or text.count(place) != 1 or text.count(greedy) != 1:
+        raise ValueError(f"{peer} is not the driver that is known: no place for another shape or temperature")
+    text = text.replace(greedy, f"SamplingParams(temperature={temperature},")
     text = text.replace(place, f"\nLLAMA_8B.clear(); LLAMA_8B.update({QWEN3_30B_A3B!r})\n{place}")
     copy = out / "peer_moe.py"
     copy.write_text(text.replace('"llama8b")', '"qwen3moe")'))
@@ -337,11 +380,12 @@ def peer_copy(peer: Path, out: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("kernels", "rows", "peer"))
+    parser.add_argument("part", choices=("kernels", "rows", "touched", "peer"))
     parser.add_argument("names", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
     add_engine_options(parser)
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--tune", action="store_true", help="time other launches than the rule's too")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="show the kernels of decode steps")
     parser.add_argument("--quick", action="store_true", help="do not capture the graphs that a start leaves out")
@@ -351,7 +395,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.part == "peer":
-        print(peer_copy(arguments.peer, arguments.out))
+        print(peer_copy(arguments.peer, arguments.out, arguments.temperature))
         return
     found: Any
     if arguments.part == "kernels":
@@ -361,15 +405,19 @@ def main() -> None:
             rates = measured_rates()
             print(f"copy {rates.copy / 1e12:.2f} TB/s, product {rates.product / 1e12:.0f} TFLOP/s", flush=True)
             found = dict(rates=rates.__dict__, kernels=kernels(arguments.tokens, rates, arguments.tune))
+    elif arguments.part == "touched":
+        shape = json.loads(arguments.shape)
+        found = touched(arguments.names or ["bs32"], dict(arguments.set), shape, arguments.temperature)
     else:
         names = arguments.names or ["bs1", "bs32", "bs128", "prefill8"]
         found = rows(
             names,
             dict(arguments.set),
             json.loads(arguments.shape),
-            arguments.repeat,
-            arguments.profile,
-            arguments.quick,
+            temperature=arguments.temperature,
+            repeat=arguments.repeat,
+            profile=arguments.profile,
+            quick=arguments.quick,
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(provenance() | found, indent=1))

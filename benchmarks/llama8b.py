@@ -101,24 +101,31 @@ def draw(rng: random.Random, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(10, 100000) for _ in range(count))
 
 
-def request(name: str, prompt: tuple[int, ...], output: int) -> Request:
-    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+def request(name: str, prompt: tuple[int, ...], output: int, temperature: float = 0.0) -> Request:
+    params = SamplingParams(temperature=temperature, max_tokens=output, ignore_eos=True)
     return Request(name, prompt=prompt, params=params, arrival=time.monotonic())
 
 
-def offline(loop: Loop, label: str, lengths: Lengths) -> dict[str, Any]:
-    """Seconds from submitting all requests at once until the last ends."""
+def offline(loop: Loop, label: str, lengths: Lengths, temperature: float = 0.0) -> dict[str, Any]:
+    """Seconds from submitting all requests at once until the last ends.
+
+    `distinct_share` says how many of the tokens that a step gives differ, in the mean of all steps. Greedy text of
+    random weights may end in the same tokens for all, which choose the same experts.
+    """
     rng = random.Random(0)
     prompts = [draw(rng, tokens) for tokens, _ in lengths]
     steps: list[float] = []
-    produced = 0
+    produced = distinct = 0
     begin = time.perf_counter()
     for index, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
-        loop.add(request(f"{label}-{index}-{begin}", prompt, output))
+        loop.add(request(f"{label}-{index}-{begin}", prompt, output, temperature))
     while loop.has_work():
         before = time.perf_counter()
-        produced += sum(len(output.tokens) for output in loop.step() or ())
+        outputs = loop.step() or ()
         steps.append(time.perf_counter() - before)
+        tokens = [token for output in outputs for token in output.tokens]
+        produced += len(tokens)
+        distinct += len({*tokens})
     seconds = time.perf_counter() - begin
     prompt_tokens = sum(tokens for tokens, _ in lengths)
     return dict(
@@ -128,6 +135,7 @@ def offline(loop: Loop, label: str, lengths: Lengths) -> dict[str, Any]:
         total_tok_s=round((produced + prompt_tokens) / seconds, 1),
         steps=len(steps),
         step_ms_p50=round(1e3 * statistics.median(steps), 3),
+        distinct_share=round(distinct / produced, 3),
     )
 
 
@@ -232,15 +240,15 @@ def stall(loop: Loop, cost: CostModel | None = None) -> dict[str, Any]:
     )
 
 
-ROWS: dict[str, Callable[[Loop], dict[str, Any]]] = {
-    "bs1": lambda loop: offline(loop, "bs1 512/256", [(512, 256)]),
-    "bs32": lambda loop: offline(loop, "bs32 512/128", [(512, 128)] * 32),
-    "bs128": lambda loop: offline(loop, "bs128 512/128", [(512, 128)] * 128),
-    "chat": lambda loop: offline(loop, "chat 1000", chat_lengths()),
-    "prefill": lambda loop: offline(loop, "prefill 16x8192", [(8192, 16)] * 16),
-    "prefill8": lambda loop: offline(loop, "prefill 8x8192", [(8192, 16)] * 8),
-    "bs256": lambda loop: offline(loop, "bs256 128/128", [(128, 128)] * 256),
-    "first": lambda loop: first_token(loop),
+ROWS: dict[str, Callable[..., dict[str, Any]]] = {
+    "bs1": lambda loop, temperature=0.0: offline(loop, "bs1 512/256", [(512, 256)], temperature),
+    "bs32": lambda loop, temperature=0.0: offline(loop, "bs32 512/128", [(512, 128)] * 32, temperature),
+    "bs128": lambda loop, temperature=0.0: offline(loop, "bs128 512/128", [(512, 128)] * 128, temperature),
+    "chat": lambda loop, temperature=0.0: offline(loop, "chat 1000", chat_lengths(), temperature),
+    "prefill": lambda loop, temperature=0.0: offline(loop, "prefill 16x8192", [(8192, 16)] * 16, temperature),
+    "prefill8": lambda loop, temperature=0.0: offline(loop, "prefill 8x8192", [(8192, 16)] * 8, temperature),
+    "bs256": lambda loop, temperature=0.0: offline(loop, "bs256 128/128", [(128, 128)] * 256, temperature),
+    "first": lambda loop, temperature=0.0: first_token(loop),
 }
 DEFAULT = ("bs1", "bs32", "bs128", "chat", "prefill", "stall")
 

@@ -1,9 +1,9 @@
 """A mixture of experts on one GPU: Qwen3-30B-A3B's shape with random weights, its kernels and its steps.
 
     python benchmarks/experts_gpu.py kernels [--tune] [--tokens 1 8 32 128 ...] [--json FILE]
-    python benchmarks/experts_gpu.py rows [bs1 bs32 bs128 prefill8] [--temperature T] [--repeat N] [--profile] [--quick]
-                                                          [--json FILE]
-    python benchmarks/experts_gpu.py touched [bs32] [--temperature T] [--json FILE]
+    python benchmarks/experts_gpu.py rows [bs1 bs32 bs128 prefill8] [--temperature T] [--spread F] [--repeat N]
+                                                         [--profile] [--quick] [--json FILE]
+    python benchmarks/experts_gpu.py touched [bs32] [--temperature T] [--spread F] [--json FILE]
     python benchmarks/experts_gpu.py peer --peer vllm_peer.py --out DIR [--temperature T]
 
 `kernels` times a layer's experts as one CUDA graph over several inputs, whose tokens choose different experts, and each
@@ -13,8 +13,10 @@ read and written between, at the rate of a device-to-device copy; and the operat
 shows the kernels of decode steps of 1 and 32 sequences, and `--quick` captures no more graphs than a start does. `peer`
 writes a copy of the peer's driver with this shape, to be run as `python OUT/peer_moe.py short` with its packages.
 `touched` runs rows without graphs and counts the experts that a layer's tokens choose in a step, on the device.
-All draw tokens at temperature 1: greedy text of random weights may end in the same tokens for all streams, which
-choose the same experts. `distinct_share` says whether they differ.
+
+Deep layers of random weights make all tokens alike, so that they choose the same few experts. So `rows` and `touched`
+draw tokens at temperature 1 and multiply the embedding by `--spread`: choices are independent then, as `touched` shows.
+The peer has a setting for the same: run it with VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random.
 """
 
 from __future__ import annotations
@@ -292,7 +294,7 @@ def shown(launch: Any) -> str:
     return f"{launch.block_n}/{launch.block_k}/{launch.num_warps}/{launch.num_stages}"
 
 
-def touched(names: Sequence[str], options: dict[str, Any], shape: dict[str, Any], temperature: float) -> Any:
+def touched(names: Sequence[str], options: dict[str, Any], shape: dict[str, Any], **how: float) -> Any:
     """Mean experts that a layer reads in a step, and what independent choices would give, by tokens of the step."""
     import torch
 
@@ -310,7 +312,7 @@ def touched(names: Sequence[str], options: dict[str, Any], shape: dict[str, Any]
 
     fused_layers.grouped_experts = counted(fused_layers.grouped_experts)
     layers.apply_experts = counted(layers.apply_experts)
-    found = rows(names, options | dict(cuda_graphs=False), shape, temperature=temperature)
+    found = rows(names, options | dict(cuda_graphs=False), shape, **how)
     full = QWEN3_30B_A3B | shape
     count, chosen = full["num_experts"], full["num_experts_per_tok"]
     lines = []
@@ -328,6 +330,7 @@ def rows(
     shape: dict[str, Any],
     *,
     temperature: float,
+    spread: float,
     repeat: int = 1,
     profile: bool = False,
     quick: bool = True,
@@ -341,6 +344,7 @@ def rows(
     given = dict(max_sequences=512, prefix_sharing=False, max_waiting=10_000) | options
     begin = time.perf_counter()
     loop, info = build(EngineConfig(model=str(directory), load_format="random", **given))
+    loop.executor._model.embedding.mul_(spread)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -386,6 +390,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--tune", action="store_true", help="time other launches than the rule's too")
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--spread", type=float, default=1000.0, help="factor on the embedding")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="show the kernels of decode steps")
     parser.add_argument("--quick", action="store_true", help="do not capture the graphs that a start leaves out")
@@ -407,7 +412,8 @@ def main() -> None:
             found = dict(rates=rates.__dict__, kernels=kernels(arguments.tokens, rates, arguments.tune))
     elif arguments.part == "touched":
         shape = json.loads(arguments.shape)
-        found = touched(arguments.names or ["bs32"], dict(arguments.set), shape, arguments.temperature)
+        how = dict(temperature=arguments.temperature, spread=arguments.spread)
+        found = touched(arguments.names or ["bs32"], dict(arguments.set), shape, **how)
     else:
         names = arguments.names or ["bs1", "bs32", "bs128", "prefill8"]
         found = rows(
@@ -415,6 +421,7 @@ def main() -> None:
             dict(arguments.set),
             json.loads(arguments.shape),
             temperature=arguments.temperature,
+            spread=arguments.spread,
             repeat=arguments.repeat,
             profile=arguments.profile,
             quick=arguments.quick,

@@ -147,9 +147,7 @@ def put_together(
     path = cached_profile_path(checkpoint.directory, device.precision, pace)
     profile = None
     ranks_chunks = shape.rows is None and shape.num_host_blocks > 0 and config.eviction == "retention"
-    drafter = make_drafter(config) if shape.rows is None else None
-    if config.speculation == "auto" and device.kind == "cpu" and config.tbt_target is None:
-        drafter = None  # an estimate of a CPU's pace takes seconds
+    drafter = make_drafter(config, shape, device.kind)
     if measure or config.tbt_target is not None or ranks_chunks or tuned is not None or drafter is not None:
         profile = find_profile(device, shape, path, stages, measure=measure, on_progress=on_progress)
     cost = profile.cost if profile is not None else None

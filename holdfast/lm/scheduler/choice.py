@@ -289,8 +289,14 @@ def make_scheduler(
     return Scheduler(policy, pool, **settings, adapters=adapters, tuner=tuner, stages=stages)
 
 
-def make_drafter(config: EngineConfig) -> Drafter | None:
-    """What guesses tokens by a configuration; None where none are verified."""
+def make_drafter(config: EngineConfig, shape: EngineShape, kind: str) -> Drafter | None:
+    """What guesses tokens on a device of a `kind` ("cuda", "cpu"); None where none are verified.
+
+    Padded rows verify none. A drafter needs a cost profile to judge by, whose estimate takes seconds on a CPU. So
+    "auto" is off on a CPU, unless a latency target needs the profile in any case.
+    """
+    if shape.rows is not None or (config.speculation == "auto" and kind == "cpu" and config.tbt_target is None):
+        return None
     match config.drafter:
         case "ngram":
             return NgramDrafter()

@@ -90,7 +90,7 @@ def play(model: Model, seed: int, speculation: Any, **options: Any) -> tuple[Ans
     )
     device = PagedDevice(model, config)
     shape = device.allocate(sizes(60, host))
-    scheduler = make_scheduler(config, shape, FREE, drafter=make_drafter(config))
+    scheduler = make_scheduler(config, shape, FREE, drafter=make_drafter(config, shape, "cpu"))
     loop = Loop(scheduler, device.executor, choose.choice((1, 2, 3)), time.monotonic)
     answers: Answers = {}
     aborted: set[str] = set()

@@ -16,6 +16,36 @@ from holdfast.lm.kernels.linear.experts.gate import gated_product
 
 
 @triton.jit
+def _product(
+    weight_at, x, norm, inputs, eps,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The products [BLOCK_N] of rows of weights at `weight_at` [BLOCK_N, 1] and x [inputs], in float32.
+
+    With a `norm`, x is replaced by its RMS norm times `norm`. The next kernel is launched at the last read.
+    """
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for first in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = k < inputs
+        if EVEN:
+            tile = tl.load(weight_at + k[None, :])
+        else:
+            tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
+        values = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)
+        if norm is not None:
+            squares += values * values
+            values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
+        acc += tile.to(tl.float32) * values[None, :]
+    launch_dependents(DEPENDENT)
+    result = tl.sum(acc, 1)
+    if norm is not None:
+        result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+    return result
+
+
+@triton.jit
 def router_kernel(
     x, norm, router, bias, logits, experts, inputs, x_stride, eps,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -29,24 +59,7 @@ def router_kernel(
     row = tl.minimum(n, experts - 1)
     weight_at = router + row[:, None] * inputs
     wait_for_previous(DEPENDENT)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
-    for first in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
-        k = first + tl.arange(0, BLOCK_K)
-        inside = k < inputs
-        if EVEN:
-            tile = tl.load(weight_at + k[None, :])
-        else:
-            tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
-        values = tl.load(x + token * x_stride + k, mask=inside, other=0.0).to(tl.float32)
-        if norm is not None:
-            squares += values * values
-            values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
-        acc += tile.to(tl.float32) * values[None, :]
-    launch_dependents(DEPENDENT)
-    result = tl.sum(acc, 1)
-    if norm is not None:
-        result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+    result = _product(weight_at, x + token * x_stride, norm, inputs, eps, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT)
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)
     tl.store(logits + token * experts + n, result, mask=n < experts)
@@ -89,24 +102,7 @@ def gate_few_kernel(
     row = tl.minimum(tl.program_id(0) * TAKEN + item // 2, inner - 1) + item % 2 * inner
     row = expert.to(tl.int64) * 2 * inner + row
     weight_at = weight + row[:, None] * inputs
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
-    for first in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
-        k = first + tl.arange(0, BLOCK_K)
-        inside = k < inputs
-        if EVEN:
-            tile = tl.load(weight_at + k[None, :])
-        else:
-            tile = tl.load(weight_at + k[None, :], mask=inside[None, :], other=0.0)
-        values = tl.load(x + token * x_stride + k, mask=inside, other=0.0).to(tl.float32)
-        if norm is not None:
-            squares += values * values
-            values *= tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)
-        acc += tile.to(tl.float32) * values[None, :]
-    launch_dependents(DEPENDENT)
-    result = tl.sum(acc, 1)
-    if norm is not None:
-        result *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
+    result = _product(weight_at, x + token * x_stride, norm, inputs, eps, BLOCK_N, BLOCK_K, EVEN, STAGES, DEPENDENT)
     if bias is not None:
         result += tl.load(bias + row).to(tl.float32)
     gate, up = tl.split(tl.reshape(result, (TAKEN, 2)))

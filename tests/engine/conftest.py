@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.config import EngineConfig
+from holdfast.engine import in_service
+from holdfast.lm.execution import cost_profile
 from tests.checkpoints import make
 from tests.tokenizers_made import byte_level
 
@@ -39,7 +41,12 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture
 def small(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
-    """Makes configurations of the checkpoint that start fast and cache files in the test's own directory."""
+    """Makes configurations of the checkpoint that start fast and cache files in the test's own directory.
+
+    An engine in this process measures its profile as briefly as it can.
+    """
+    monkeypatch.setattr(cost_profile, "SECONDS_A_POINT", 0.0)
+    monkeypatch.setattr(in_service, "SECONDS", 0.3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return lambda **changes: EngineConfig(**{"model": str(checkpoint), **SMALL, **changes})
 

@@ -108,7 +108,9 @@ def test_a_cpu_engine_has_no_host_tier_by_default(small):
 
 
 def test_fp8_weights_take_less_memory_and_have_their_own_profile(small):
-    (_, plain), (loop, quantized) = (build(small(quantization=kind), measure=True) for kind in ("none", "fp8"))
+    (_, plain), (loop, quantized) = (
+        build(small(max_model_len=64, quantization=kind), measure=True) for kind in ("none", "fp8")
+    )
     assert quantized.memory.weights < plain.memory.weights
     assert (plain.precision, quantized.precision) == ("float32", "float32, fp8 weights")
     assert quantized.profile_path != plain.profile_path

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
 
 from holdfast import LLM, SamplingParams
 from holdfast.engine.llm import Completion
 from tests.engine.conftest import SMALL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=150, repetition_penalty=1.5, frequency_penalty=0.2)
 PROMPTS = [f"{number} hello world " * (number % 5 + 1) for number in range(1, 13)]
 
 
@@ -124,20 +126,28 @@ def test_a_request_draws_the_same_tokens_alone_and_beside_others(llm: LLM) -> No
     assert [each.token_ids for each in together] != [each.token_ids for each in plain]
 
 
-@pytest.mark.parametrize("host", [0.0, 0.001], ids=["computed again", "swapped"])
-def test_penalties_are_exact_where_memory_makes_sequences_wait_and_come_back(
-    checkpoint: Path, model: transformers.PreTrainedModel, llm: LLM, host: float
-) -> None:
-    # So many positions hold fewer than these sequences at their ends.
-    asked = replace(GREEDY, max_tokens=150, repetition_penalty=1.5, frequency_penalty=0.2)
+@pytest.fixture(scope="module")
+def expected_beside_others(checkpoint: Path, model: transformers.PreTrainedModel) -> dict[str, list[int]]:
+    """The answers of the next test, by their prompts."""
     prompts = ["hello world " * 3, "hello world " * 3 + "again", "hello", "world"]
-    cache_gb = 26.5 * llm.info.memory.block / 1e9
-    with LLM(str(checkpoint), **SMALL | {"cache_gb": cache_gb, "host_cache_gb": host}) as llm:
-        completions = llm.generate(prompts, asked, progress=False)
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    return {prompt: penalised(model, tokenizer.encode(prompt).ids, LONG) for prompt in prompts}
+
+
+@pytest.mark.parametrize(("host", "steps"), [(0.0, 2), (0.001, 1)], ids=["computed again", "swapped"])
+def test_penalties_are_exact_where_memory_makes_sequences_wait_and_come_back(
+    checkpoint: Path, expected_beside_others: dict[str, list[int]], host: float, steps: int
+) -> None:
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    # So many positions hold fewer than these sequences at their ends.
+    block = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 16 * 4
+    options = SMALL | {"cache_gb": 26.5 * block / 1e9, "host_cache_gb": host, "steps_in_flight": steps}
+    with LLM(str(checkpoint), **options) as llm:
+        assert llm.info.memory.block == block
+        completions = llm.generate(list(expected_beside_others), LONG, progress=False)
         stats = llm._thread.run(llm._client.health())
     assert stats.preemptions > 0
-    for completion in completions:
-        assert list(completion.token_ids) == penalised(model, list(completion.prompt_token_ids), asked)
+    assert [list(each.token_ids) for each in completions] == list(expected_beside_others.values())
 
 
 def test_no_end_token_or_stop_string_counts_before_the_answer_is_long_enough(llm: LLM) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,9 @@ TRIMS = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content | trim }}</s>{% en
 END = 1
 
 
+@cache
 def text_of(template: str) -> Text:
+    """One for all tests and examples: each has a process that renders its template."""
     return Text(byte_level(), template)
 
 

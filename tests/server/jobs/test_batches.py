@@ -476,9 +476,9 @@ async def test_lines_are_bounded_and_chats_find_their_places_free(tmp_path: Path
     client = FakeClient(hold=asyncio.Event(), info=engine_info(max_sequences=2, max_waiting=4))
     async with server(tmp_path, client, max_choices=3) as here:
         await here.submit([line(f"r{n}") for n in range(40)])
-        await here.submit([line(f"s{n}", n=3) for n in range(40)], "two")
         while len(client.asked) < 4:
             await asyncio.sleep(0.01)
+        await here.submit([line(f"s{n}", n=3) for n in range(40)], "two")
         await asyncio.sleep(0.05)
         assert here.service.batch_lane.admission.in_progress <= 4
         assert len(client.asked) <= 4

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.core.config import EngineConfig, check_adapter_name
 from holdfast.core.types import (
@@ -111,10 +112,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """Use `start` instead."""
         self.config = config
         self.text: Text
+        self._closes_text = True
         self.pooling = NONE
         """How embeddings are made, if the model gives any."""
         self._measure = measure
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
         self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
         """Called with the tokens and the seconds of the engine's steps, some at a time."""
@@ -157,6 +159,13 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             client.adapters.update({adapter.name: adapter for adapter in client.info.adapters})
         return client
 
+    def use_text(self, text: Text) -> None:
+        """Use a text that somebody else closes, in place of the engine's own."""
+        if text is not self.text:
+            self.text.close()
+        self.text = text
+        self._closes_text = False
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the model itself, first the one that it goes by."""
@@ -185,6 +194,20 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
+        return self.run(self.prepare(prompt, params, request_id, priority, tenant, adapter, deadline, shown))
+
+    def prepare(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        tenant: str = "",
+        adapter: str = "",
+        deadline: float | None = None,
+        shown: Collection[int] = (),
+    ) -> Stream:
+        """Check a request as `stream` does, for this engine or another one like it. Raises RequestRefused."""
         if adapter and adapter not in self.adapters:
             raise RequestRefused(f"there is no adapter {adapter}", "model")
         content = self.adapters[adapter].id if adapter else ""
@@ -205,7 +228,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             text = TextStream(self.text, params.stop, params.min_tokens, shown)
         except ValueError as error:
             raise RequestRefused(str(error), "stop") from error
-        return self._run(_Stream(request, text))
+        return Stream(request, text)
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Serve the adapter in a directory under a name. With `replace`, the name may have another one by now.
@@ -262,10 +285,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
     async def close(self) -> None:
         """End the engine process. Running streams raise EngineDead. May be called more than once."""
-        self.text.close()
+        if self._closes_text:
+            self.text.close()
         await super().close()
 
-    async def _run(self, stream: _Stream) -> AsyncGenerator[Delta, None]:
+    async def run(self, stream: Stream) -> AsyncGenerator[Delta, None]:
+        """Submit a request when the first delta is awaited, and give its deltas. Raises as `stream` does."""
         request_id = stream.request.id
         self._admit(request_id)  # again: this may be long after `stream` was called
         self._streams[request_id] = stream
@@ -343,7 +368,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self.tuning.fail(reason)
 
 
-class _Stream:
+class Stream:
     """One request in progress, from the engine's outputs to deltas. Outputs that are not read yet are merged."""
 
     def __init__(self, request: Request, text: TextStream) -> None:
@@ -362,6 +387,29 @@ class _Stream:
         self._scheduled = self._first = self._last = 0.0
         self._error: Exception | None = None
         self._changed = asyncio.Event()
+        self._answer = array("I")
+        self._told = self._told_again = 0
+
+    @property
+    def answer(self) -> Sequence[int]:
+        """All tokens so far, with those that no reader has."""
+        return self._answer
+
+    def resume(self) -> None:
+        """Prepare the request to go on at another engine, after this one has ended.
+
+        The tokens so far then begin its answer, and what was told of the prompt is not told again. Draws depend on the
+        seed and the position alone, so a request that has a seed goes on as if nothing had happened.
+        """
+        request, params = self.request, self.request.params
+        if self._answer:
+            params = replace(params, prompt_logprobs=None)  # all is told when the first token comes
+        prompt = array("I", request.prompt[: request.answer_start]) + self._answer
+        self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer))
+        self._told_again = self._told
+        self._error = None
+        if not (self._tokens or self._prompt_logprobs):
+            self._changed.clear()
 
     def take(self, output: SequenceOutput, now: float) -> None:
         """Add the output of one step."""
@@ -383,10 +431,14 @@ class _Stream:
             self._pieces.append(self._text.push(visible, last=reason is not None))
         self._count += len(tokens)
         self._tokens.extend(tokens)
+        self._answer.extend(tokens)
         if output.logprobs:
             self._logprobs.extend(output.logprobs[: len(visible)])
         if output.prompt_logprobs:
-            self._prompt_logprobs.extend(output.prompt_logprobs)
+            again = min(self._told_again, len(output.prompt_logprobs))
+            self._told_again -= again
+            self._told += len(output.prompt_logprobs) - again
+            self._prompt_logprobs.extend(output.prompt_logprobs[again:])
         self.finish_reason = FinishReason.STOP if self._text.stopped else reason
         self._changed.set()
 
@@ -409,7 +461,7 @@ class _Stream:
             return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt)
         self.given = True
         request = self.request
-        usage = Usage(len(request.prompt), self._count, self._cached)
+        usage = Usage(request.answer_start, self._count, self._cached)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
         stop = self._text.stop_string
         return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)

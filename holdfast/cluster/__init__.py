@@ -1,1 +1,1 @@
-"""Many engines behind one API process: which one serves a request (pure), and the replicas themselves."""
+"""Many engines behind one address: routing (pure), replicas and what starts them."""

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -108,6 +108,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
         process: EngineProcess | None = None,
+        *,
+        priced: bool = False,
     ) -> None:
         """Use `start` instead."""
         self.config = config
@@ -115,7 +117,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._closes_text = True
         self.pooling = NONE
         """How embeddings are made, if the model gives any."""
-        self._measure = measure
+        self._measure, self._priced = measure, priced
         self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
         self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
@@ -137,17 +139,19 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
         process: EngineProcess | None = None,
+        *,
+        priced: bool = False,
     ) -> EngineClient:
         """Start an engine in a new process, or in one that was begun before, and wait until it takes requests.
 
         `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
-        and writes it to `info.profile_path`. Raises EngineStartError with the reason. If the wait ends early, for
-        whatever reason, so does the process.
+        and writes it to `info.profile_path`; with `priced`, it finds one even if it needs none. Raises EngineStartError
+        with the reason. If the wait ends early, for whatever reason, so does the process.
         """
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
             config = settled(config, checkpoint)
-            client = cls(config, on_progress, measure, process)
+            client = cls(config, on_progress, measure, process, priced=priced)
             client.pooling = find_pooling(checkpoint.directory, config.convert)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
@@ -167,6 +171,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._closes_text = False
 
     @property
+    def full(self) -> bool:
+        """Whether as many requests wait as may."""
+        return len(self._waiting) >= self.config.max_waiting
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the model itself, first the one that it goes by."""
         return self.info.model, *self.config.served_model_name[1:]
@@ -182,53 +191,34 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         adapter: str = "",
         deadline: float | None = None,
         shown: Collection[int] = (),
+        conversation: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
         the same `tenant`, and with the same adapter. `deadline` is the time until
         the first token is due, in seconds from now, for the deadline order. `shown` are special tokens whose names
-        belong to the text. Leaving the iterator before its last Delta
-        (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can never be served,
+        belong to the text. `conversation` names the one that this is a turn of, for who chooses among several engines.
+        Leaving the iterator before its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can never be served,
         QueueFull, and EngineDead, also while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
-        return self.run(self.prepare(prompt, params, request_id, priority, tenant, adapter, deadline, shown))
-
-    def prepare(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        priority: int = 0,
-        tenant: str = "",
-        adapter: str = "",
-        deadline: float | None = None,
-        shown: Collection[int] = (),
-    ) -> Stream:
-        """Check a request as `stream` does, for this engine or another one like it. Raises RequestRefused."""
-        if adapter and adapter not in self.adapters:
-            raise RequestRefused(f"there is no adapter {adapter}", "model")
-        content = self.adapters[adapter].id if adapter else ""
-        identity = Identity(self.info.model, content, self.info.precision, tenant)
-        tokens = self.info.limits.check(
-            prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)
+        return self.run(
+            prepare(
+                self.info,
+                self.text,
+                self.adapters,
+                prompt,
+                params,
+                request_id,
+                priority,
+                tenant,
+                adapter,
+                deadline,
+                shown,
+            )
         )
-        request = Request(
-            id=request_id,
-            prompt=tokens,
-            params=params,
-            priority=priority,
-            identity=identity,
-            arrival=time.monotonic(),
-            deadline=deadline,
-        )
-        try:
-            text = TextStream(self.text, params.stop, params.min_tokens, shown)
-        except ValueError as error:
-            raise RequestRefused(str(error), "stop") from error
-        return Stream(request, text)
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Serve the adapter in a directory under a name. With `replace`, the name may have another one by now.
@@ -313,11 +303,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._check_alive()
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
-        if len(self._waiting) >= self.config.max_waiting:
+        if self.full:
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
     def _start_message(self) -> messages.Start:
-        return messages.Start(self.config, self._began, self._measure)
+        return messages.Start(self.config, self._began, self._measure, self._priced)
 
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:
@@ -465,3 +455,43 @@ class Stream:
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
         stop = self._text.stop_string
         return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)
+
+
+def prepare(
+    info: messages.EngineInfo,
+    text: Text,
+    adapters: Mapping[str, AdapterInfo],
+    prompt: Sequence[int],
+    params: SamplingParams,
+    request_id: str,
+    priority: int = 0,
+    tenant: str = "",
+    adapter: str = "",
+    deadline: float | None = None,
+    shown: Collection[int] = (),
+) -> Stream:
+    """Check a request for an engine as `EngineClient.stream` does, to be run by it or another like it.
+
+    `adapters` are those that requests may name. Raises RequestRefused.
+    """
+    if adapter and adapter not in adapters:
+        raise RequestRefused(f"there is no adapter {adapter}", "model")
+    content = adapters[adapter].id if adapter else ""
+    identity = Identity(info.model, content, info.precision, tenant)
+    tokens = info.limits.check(
+        prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)
+    )
+    request = Request(
+        id=request_id,
+        prompt=tokens,
+        params=params,
+        priority=priority,
+        identity=identity,
+        arrival=time.monotonic(),
+        deadline=deadline,
+    )
+    try:
+        text_stream = TextStream(text, params.stop, params.min_tokens, shown)
+    except ValueError as error:
+        raise RequestRefused(str(error), "stop") from error
+    return Stream(request, text_stream)

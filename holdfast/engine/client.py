@@ -199,8 +199,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         the same `tenant`, and with the same adapter. `deadline` is the time until
         the first token is due, in seconds from now, for the deadline order. `shown` are special tokens whose names
         belong to the text. `conversation` names the one that this is a turn of, for who chooses among several engines.
-        Leaving the iterator before its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can never be served,
-        QueueFull, and EngineDead, also while it runs.
+        Leaving the iterator before its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at
+        once for a request that can never be served, QueueFull, and EngineDead, also while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)

@@ -71,9 +71,9 @@ async def run(
     """Serve on `listener` until a signal or an engine's death. Returns the process's exit code.
 
     Without `engine` there is no language model, and no store. `cluster` says how many engines serve it. `threads` is
-    for the engines of applications. `on_ready` is called with the engines and the base URL once the server takes requests. Raises StoreError if the store cannot be
-    opened, and EngineStartError if an engine cannot start, that of the language model in its `process`, which the
-    caller ends.
+    for the engines of applications. `on_ready` is called with the engines and the base URL once the server takes
+    requests. Raises StoreError if the store cannot be opened, and EngineStartError if an engine cannot start, that of
+    the language model in its `process`, which the caller ends.
     """
     if not config.api_key and not loopback(config.host):
         log.warning(

@@ -34,7 +34,7 @@ class RoutingRules:
     fair_ratio: float = 1.5
     fair_ms: float = 1000.0
     """A replica gets no turn while its load exceeds the least load by more than this, and by more than the ratio."""
-    thrift: float = 0.0
+    thrift: float = 0.5
     """How much a ms of computing weighs beyond itself, as it also delays the turns that come later."""
     settle: float = 30.0
     """Seconds after a change of replica in which a conversation does not go back, nor move ahead of need."""

@@ -19,7 +19,7 @@ COST = CostModel(
     attention_seconds=((0.00001, 0.0001), (0.0005, 0.008)),
 )
 BLOCK = 16
-RULES = RoutingRules(block_size=BLOCK, step_tokens=1024, fair_ms=300.0, settle=5.0, patience=0.0)
+RULES = RoutingRules(block_size=BLOCK, step_tokens=1024, fair_ms=300.0, settle=5.0, patience=0.0, thrift=0.5)
 PRICING = Pricing(COST, RULES.step_tokens)
 
 
@@ -149,11 +149,12 @@ def test_each_choice_is_the_cheapest_that_fairness_allows(seed):
         found = {name: each if each.tokens < asked.prompt_tokens else Found() for name, each in found.items()}
         choice = router.choose(asked, replicas, now, found.__getitem__)
         prices = {view.name: oracle.price(asked, view, found, now) for view in able}
+        ranks = {name: prices[name] + RULES.thrift * choice.priced[name].work for name in prices}
         allowed = oracle.allowed(asked, able, now)
         assert choice.replica in allowed
-        assert prices[choice.replica] == pytest.approx(min(prices[name] for name in allowed))
+        assert ranks[choice.replica] == pytest.approx(min(ranks[name] for name in allowed))
         assert {name: each.total for name, each in choice.priced.items()} == pytest.approx(prices)
-        seen += prices[choice.replica] > min(prices.values()) + 1e-6
+        seen += ranks[choice.replica] > min(ranks.values()) + 1e-6
         router.sent(str(number), asked, choice, now)
         oracle.sent(str(number), asked, choice.replica, choice.priced[choice.replica].work, now)
         if choice.move_from is not None:

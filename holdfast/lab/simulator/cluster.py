@@ -76,7 +76,12 @@ class ClusterOutcome:
     @property
     def spread(self) -> float:
         """How far the busiest and the idlest replica are apart, as a share of the mean."""
-        return (max(self.busy) - min(self.busy)) / (sum(self.busy) / len(self.busy))
+        return spread(self.busy)
+
+
+def spread(values: Sequence[float]) -> float:
+    """How far the largest and the smallest value are apart, as a share of the mean."""
+    return (max(values) - min(values)) / (sum(values) / len(values))
 
 
 def simulate_cluster(

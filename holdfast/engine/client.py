@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from array import array
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from holdfast.core.config import EngineConfig, check_adapter_name
 from holdfast.core.types import (
@@ -27,7 +30,21 @@ from holdfast.engine.spawn import EngineProcess
 from holdfast.engine.text import Text, TextStream
 from holdfast.engine.tuning import TuningClient
 from holdfast.lm.limits import RequestRefused
+from holdfast.lm.memory.digests import DigestCache, usable_blocks
 from holdfast.lm.types import SchedulerStats
+
+REMEMBERED_BLOCKS = 1 << 16
+"""Blocks whose digests a client remembers, about 100 bytes each, so that it hashes only what is new in a prompt."""
+
+log = logging.getLogger("holdfast.engine")
+
+
+class Found(NamedTuple):
+    """Tokens of a chain of digests that an engine has, by the first tier that has them."""
+
+    device: int
+    host: int
+    lower: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +124,23 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
         process: EngineProcess | None = None,
+        *,
+        priced: bool = False,
+        chunk_secret: bytes = b"",
     ) -> None:
         """Use `start` instead."""
         self.config = config
+        self._chunk_secret = chunk_secret
+        self._digests = DigestCache(config.block_size, REMEMBERED_BLOCKS)
+        self._searches: dict[int, asyncio.Future[Found]] = {}
+        self._fetches: dict[int, asyncio.Future[int]] = {}
+        """Questions about KV blocks that the engine has not answered, by number."""
         self.text: Text
+        self._closes_text = True
         self.pooling = NONE
         """How embeddings are made, if the model gives any."""
-        self._measure = measure
-        self._streams: dict[str, _Stream] = {}
+        self._measure, self._priced = measure, priced
+        self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
         self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
         """Called with the tokens and the seconds of the engine's steps, some at a time."""
@@ -135,17 +161,21 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
         process: EngineProcess | None = None,
+        *,
+        priced: bool = False,
+        chunk_secret: bytes = b"",
     ) -> EngineClient:
         """Start an engine in a new process, or in one that was begun before, and wait until it takes requests.
 
         `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
-        and writes it to `info.profile_path`. Raises EngineStartError with the reason. If the wait ends early, for
-        whatever reason, so does the process.
+        and writes it to `info.profile_path`; with `priced`, it finds one even if it needs none. With `chunk_host`,
+        engines of one `chunk_secret` fetch blocks from each other; empty: from no other. Raises EngineStartError with
+        the reason. If the wait ends early, for whatever reason, so does the process.
         """
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
             config = settled(config, checkpoint)
-            client = cls(config, on_progress, measure, process)
+            client = cls(config, on_progress, measure, process, priced=priced, chunk_secret=chunk_secret)
             client.pooling = find_pooling(checkpoint.directory, config.convert)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
@@ -156,6 +186,18 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             client.info, client.text = await asyncio.gather(client._ready, text)
             client.adapters.update({adapter.name: adapter for adapter in client.info.adapters})
         return client
+
+    def use_text(self, text: Text) -> None:
+        """Use a text that somebody else closes, in place of the engine's own."""
+        if text is not self.text:
+            self.text.close()
+        self.text = text
+        self._closes_text = False
+
+    @property
+    def full(self) -> bool:
+        """Whether as many requests wait as may."""
+        return len(self._waiting) >= self.config.max_waiting
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,39 +215,89 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         adapter: str = "",
         deadline: float | None = None,
         shown: Collection[int] = (),
+        conversation: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
         the same `tenant`, and with the same adapter. `deadline` is the time until
         the first token is due, in seconds from now, for the deadline order. `shown` are special tokens whose names
-        belong to the text. Leaving the iterator before its last Delta
-        (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can never be served,
-        QueueFull, and EngineDead, also while it runs.
+        belong to the text. `conversation` names the one that this is a turn of, for who chooses among several engines.
+        Leaving the iterator before its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at
+        once for a request that can never be served, QueueFull, and EngineDead, also while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
+        return self.run(
+            prepare(
+                self.info,
+                self.text,
+                self.adapters,
+                prompt,
+                params,
+                request_id,
+                priority,
+                tenant,
+                adapter,
+                deadline,
+                shown,
+            )
+        )
+
+    @property
+    def chunk_address(self) -> str:
+        """Where other engines fetch KV blocks from this one; empty if they cannot, and `info.chunk_reason` says why."""
+        return self.info.chunk_address
+
+    def chain(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> list[bytes]:
+        """The digests of those blocks of a prompt whose state a request can use, as the engine makes them.
+
+        Equal for all engines of one model, precision and block size. Raises RequestRefused for an unknown adapter.
+        """
         if adapter and adapter not in self.adapters:
             raise RequestRefused(f"there is no adapter {adapter}", "model")
-        content = self.adapters[adapter].id if adapter else ""
-        identity = Identity(self.info.model, content, self.info.precision, tenant)
-        tokens = self.info.limits.check(
-            prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)
-        )
-        request = Request(
-            id=request_id,
-            prompt=tokens,
-            params=params,
-            priority=priority,
-            identity=identity,
-            arrival=time.monotonic(),
-            deadline=deadline,
-        )
+        tokens = prompt[: usable_blocks(len(prompt), self.info.block_size) * self.info.block_size]
+        return self._digests.digests(self._identity(tenant, adapter).root(), tokens)
+
+    async def found(self, chain: Sequence[bytes]) -> Found:
+        """How many tokens of a chain (`chain`) the engine has, by tier. A dictionary look-up for each block.
+
+        Raises EngineDead.
+        """
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+        self._searches[number] = answer
         try:
-            text = TextStream(self.text, params.stop, params.min_tokens, shown)
-        except ValueError as error:
-            raise RequestRefused(str(error), "stop") from error
-        return self._run(_Stream(request, text))
+            self._child.send(messages.FindChunks(number, list(chain)))
+            return await answer
+        finally:
+            self._searches.pop(number, None)
+
+    async def fetch(self, chain: Sequence[bytes], indices: Sequence[int], source: str) -> int:
+        """Bring the blocks at these places of a chain from the engine at `source`, its `chunk_address`.
+
+        Returns how many tokens have come. Requests find them then, in the host tier. It is less than asked for if the
+        source does not have all, if the host tier holds what is worth more, if the source ends, or if this engine moves
+        nothing; the engine's log says why. What has come stays in any case, also when this is cancelled. Raises
+        EngineDead.
+        """
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._fetches[number] = answer
+        digests = [chain[index] for index in indices]
+        try:
+            message = messages.FetchChunks(number, digests, list(indices), source, self.info.block_size)
+            self._child.send(message)
+            return await answer
+        finally:
+            if self._fetches.pop(number, None) is not None and not self.dead.is_set() and not answer.done():
+                self._child.send(messages.StopFetch(number))
+
+    def _identity(self, tenant: str, adapter: str) -> Identity:
+        content = self.adapters[adapter].id if adapter else ""
+        return Identity(self.info.model, content, self.info.precision, tenant)
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Serve the adapter in a directory under a name. With `replace`, the name may have another one by now.
@@ -262,10 +354,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
     async def close(self) -> None:
         """End the engine process. Running streams raise EngineDead. May be called more than once."""
-        self.text.close()
+        if self._closes_text:
+            self.text.close()
         await super().close()
 
-    async def _run(self, stream: _Stream) -> AsyncGenerator[Delta, None]:
+    async def run(self, stream: Stream) -> AsyncGenerator[Delta, None]:
+        """Submit a request when the first delta is awaited, and give its deltas. Raises as `stream` does."""
         request_id = stream.request.id
         self._admit(request_id)  # again: this may be long after `stream` was called
         self._streams[request_id] = stream
@@ -288,11 +382,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._check_alive()
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
-        if len(self._waiting) >= self.config.max_waiting:
+        if self.full:
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
     def _start_message(self) -> messages.Start:
-        return messages.Start(self.config, self._began, self._measure)
+        return messages.Start(self.config, self._began, self._measure, self._chunk_secret, self._priced)
 
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:
@@ -306,6 +400,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 stream = self._streams.get(request_id)
                 if stream is not None and self._forget(request_id):
                     stream.fail(RequestRefused(reason, param))
+            case messages.ChunksFound(number, device, host, lower):
+                self._settle(self._searches.get(number), Found(device, host, lower))
+            case messages.ChunksFetched(number, tokens, reason):
+                if reason:
+                    log.debug("holdfast: a fetch gave %d tokens: %s", tokens, reason)
+                self._settle(self._fetches.get(number), tokens)
             case messages.AdapterLoaded(number, info):
                 self._settle(self._asked.pop(number, None), info)
             case messages.AdapterUnloaded(number):
@@ -338,12 +438,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             stream.fail(EngineDead(reason))
         self._streams.clear()
         self._waiting.clear()
-        fail_all(self._asked.values(), reason)
+        fail_all([*self._asked.values(), *self._searches.values(), *self._fetches.values()], reason)
         self._asked.clear()
         self.tuning.fail(reason)
 
 
-class _Stream:
+class Stream:
     """One request in progress, from the engine's outputs to deltas. Outputs that are not read yet are merged."""
 
     def __init__(self, request: Request, text: TextStream) -> None:
@@ -362,6 +462,29 @@ class _Stream:
         self._scheduled = self._first = self._last = 0.0
         self._error: Exception | None = None
         self._changed = asyncio.Event()
+        self._answer = array("I")
+        self._told = self._told_again = 0
+
+    @property
+    def answer(self) -> Sequence[int]:
+        """All tokens so far, with those that no reader has."""
+        return self._answer
+
+    def resume(self) -> None:
+        """Prepare the request to go on at another engine, after this one has ended.
+
+        The tokens so far then begin its answer, and what was told of the prompt is not told again. Draws depend on the
+        seed and the position alone, so a request that has a seed goes on as if nothing had happened.
+        """
+        request, params = self.request, self.request.params
+        if self._answer:
+            params = replace(params, prompt_logprobs=None)  # all is told when the first token comes
+        prompt = array("I", request.prompt[: request.answer_start]) + self._answer
+        self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer))
+        self._told_again = self._told
+        self._error = None
+        if not (self._tokens or self._prompt_logprobs):
+            self._changed.clear()
 
     def take(self, output: SequenceOutput, now: float) -> None:
         """Add the output of one step."""
@@ -383,10 +506,14 @@ class _Stream:
             self._pieces.append(self._text.push(visible, last=reason is not None))
         self._count += len(tokens)
         self._tokens.extend(tokens)
+        self._answer.extend(tokens)
         if output.logprobs:
             self._logprobs.extend(output.logprobs[: len(visible)])
         if output.prompt_logprobs:
-            self._prompt_logprobs.extend(output.prompt_logprobs)
+            again = min(self._told_again, len(output.prompt_logprobs))
+            self._told_again -= again
+            self._told += len(output.prompt_logprobs) - again
+            self._prompt_logprobs.extend(output.prompt_logprobs[again:])
         self.finish_reason = FinishReason.STOP if self._text.stopped else reason
         self._changed.set()
 
@@ -409,7 +536,47 @@ class _Stream:
             return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt)
         self.given = True
         request = self.request
-        usage = Usage(len(request.prompt), self._count, self._cached)
+        usage = Usage(request.answer_start, self._count, self._cached)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
         stop = self._text.stop_string
         return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)
+
+
+def prepare(
+    info: messages.EngineInfo,
+    text: Text,
+    adapters: Mapping[str, AdapterInfo],
+    prompt: Sequence[int],
+    params: SamplingParams,
+    request_id: str,
+    priority: int = 0,
+    tenant: str = "",
+    adapter: str = "",
+    deadline: float | None = None,
+    shown: Collection[int] = (),
+) -> Stream:
+    """Check a request for an engine as `EngineClient.stream` does, to be run by it or another like it.
+
+    `adapters` are those that requests may name. Raises RequestRefused.
+    """
+    if adapter and adapter not in adapters:
+        raise RequestRefused(f"there is no adapter {adapter}", "model")
+    content = adapters[adapter].id if adapter else ""
+    identity = Identity(info.model, content, info.precision, tenant)
+    tokens = info.limits.check(
+        prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)
+    )
+    request = Request(
+        id=request_id,
+        prompt=tokens,
+        params=params,
+        priority=priority,
+        identity=identity,
+        arrival=time.monotonic(),
+        deadline=deadline,
+    )
+    try:
+        text_stream = TextStream(text, params.stop, params.min_tokens, shown)
+    except ValueError as error:
+        raise RequestRefused(str(error), "stop") from error
+    return Stream(request, text_stream)

@@ -1,0 +1,424 @@
+"""Replicas: several engines that look like one EngineClient. Each request goes to one of them, and outlives it.
+
+Where a request goes is `routing`'s decision. When an engine ends in the middle of an answer, the request goes on at
+another: the tokens so far become the beginning of its answer there. The reader of the stream notices a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+import uuid
+from array import array
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.fleet import HANG_SECONDS, WATCH_SECONDS, Fleet, NoReplica
+from holdfast.cluster.moving import Mover
+from holdfast.cluster.replica import Replica, State
+from holdfast.cluster.routing import (
+    Choice,
+    Move,
+    ReplicaState,
+    ReplicaView,
+    Router,
+    RouterName,
+    RoutingRules,
+    Turn,
+    make_router,
+)
+from holdfast.cluster.scaling import Load, Scaler
+from holdfast.cluster.spawner import Spawner
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import MAX_SEED, AdapterInfo, SamplingParams
+from holdfast.engine import messages
+from holdfast.engine.client import Delta, EngineClient, Stream, prepare
+from holdfast.engine.connection import EngineDead, QueueFull
+from holdfast.engine.pooling import Pooling
+from holdfast.engine.profiles import CostProfile
+from holdfast.engine.text import Text
+from holdfast.engine.tuning import TuningClient, TuningError
+from holdfast.lm.limits import RequestRefused
+from holdfast.lm.memory.digests import DigestCache
+from holdfast.lm.types import SchedulerStats
+
+MOST_LOSSES = 2
+"""Engines that may end under a request without any new token of it. It may be what ends them."""
+RESCUE_SECONDS = 60.0
+"""How long a request waits for any replica while none serves."""
+CHAIN_BLOCK = 16
+"""Tokens of a block of a prompt's chain of digests, where the engine's cache has no blocks."""
+CHAIN_BLOCKS = 1 << 18
+"""Blocks of recent prompts whose digests are remembered."""
+
+log = logging.getLogger("holdfast.cluster")
+
+
+class ReplicaLost(EngineDead):
+    """A request that cannot go on at another replica. The message says why, for the client."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened since the start."""
+
+    resumed: int = 0
+    """Requests that went on at another replica, each time."""
+    lost: int = 0
+    """Requests that could not."""
+    routed_tokens: int = 0
+    """Prompt tokens of all requests."""
+    moved_tokens: int = 0
+    """Tokens of state that were copied from one replica to another."""
+    moves: int = 0
+
+
+class Replicas:
+    """As EngineClient, over several of them. Made by `start`, for one event loop."""
+
+    def __init__(self, config: ClusterConfig, spawner: Spawner, on_progress: Callable[[str], None]) -> None:
+        """Use `start` instead."""
+        self.cluster = config
+        self.config: EngineConfig
+        self.info: messages.EngineInfo
+        """That of one engine, but with the places of all that there may be."""
+        self.text: Text
+        self.pooling: Pooling
+        self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
+        """Called with the tokens and the seconds of all engines' steps, some at a time."""
+        self.tuning = TuningClient(lambda message: None, {}, refuse_tuning)
+        """Takes no jobs: a job needs an engine of its own."""
+        self.counts = Counts()
+        self.router: Router
+        self.fleet = Fleet(config, spawner, on_progress)
+        """The engines."""
+        self._streams: dict[str, float] = {}
+        """Requests in progress, each with the time of its arrival until its first output, then 0."""
+        self._drawn = 0
+        self._answer_tokens = 128.0
+        """How long answers are of late."""
+        self._moving: set[asyncio.Task[int]] = set()
+        """Moves of idle conversations that are under way."""
+        self._watching: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, config: ClusterConfig, spawner: Spawner, on_progress: Callable[[str], None] = lambda stage: None
+    ) -> Replicas:
+        """Start all engines side by side; returns when all take requests. Raises EngineStartError if one cannot."""
+        replicas = cls(config, spawner, on_progress)
+        replicas._begin(await replicas.fleet.start())
+        return replicas
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As `EngineClient.names`."""
+        return self.info.model, *self.config.served_model_name[1:]
+
+    @property
+    def members(self) -> list[Replica]:
+        """All replicas, by number."""
+        return self.fleet.members
+
+    @property
+    def serving(self) -> list[Replica]:
+        """Those that may get requests."""
+        return self.fleet.serving
+
+    @property
+    def adapters(self) -> dict[str, AdapterInfo]:
+        """The adapters that requests may name, by name. Every replica has them."""
+        return self.fleet.adapters
+
+    @property
+    def dead(self) -> asyncio.Event:
+        """Set when no replica will serve any more."""
+        return self.fleet.dead
+
+    @property
+    def reason(self) -> str:
+        """Why none will, in one line."""
+        return self.fleet.reason
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        adapter: str = "",
+        deadline: float | None = None,
+        shown: Collection[int] = (),
+        conversation: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        """As `EngineClient.stream`. `conversation` names the one that this is a turn of, if it is known.
+
+        An EngineDead is only raised if no replica can go on with the request; its message is for the client.
+        """
+        self.fleet.check_alive()
+        request_id = request_id or uuid.uuid4().hex
+        if request_id in self._streams:
+            raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
+        if (serving := self.serving) and all(replica.engine is None or replica.engine.full for replica in serving):
+            raise QueueFull(f"the queues of all {len(serving)} replicas are full")
+        if params.seed is None and params.temperature > 0:
+            params = replace(params, seed=self._draw_seed())  # the same at whatever replica it goes on
+        stream = prepare(
+            self.info, self.text, self.adapters, prompt, params, request_id, priority, tenant, adapter, deadline, shown
+        )
+        return self._run(stream, f"{tenant}/{conversation}" if conversation else None)
+
+    async def _run(self, stream: Stream, key: str | None) -> AsyncGenerator[Delta, None]:
+        """The deltas of a request, from as many replicas as it takes."""
+        request_id, losses, resumed = stream.request.id, 0, False
+        if request_id in self._streams:
+            raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
+        self._streams[request_id] = time.monotonic()
+        turn = self._turn(stream, key)
+        self.counts.routed_tokens += turn.prompt_tokens
+        try:
+            while True:
+                known = len(stream.answer)
+                replica, engine, choice = await self._choose(stream, turn, patient=resumed)
+                try:
+                    if choice.move_from is not None:
+                        await self._bring(turn, choice, engine)
+                    async with aclosing(engine.run(stream)) as deltas:
+                        async for delta in deltas:
+                            if delta.tokens and self._streams[request_id]:
+                                self._streams[request_id] = 0.0
+                                self.router.started(request_id, time.monotonic())
+                            yield delta
+                    self._answer_tokens += 0.02 * (len(stream.answer) - self._answer_tokens)
+                    return
+                except RequestRefused as error:
+                    if not resumed:
+                        raise
+                    self.counts.lost += 1
+                    raise ReplicaLost(f"the answer could not go on at another replica: {error}") from error
+                except QueueFull:
+                    if not resumed:
+                        raise
+                    await asyncio.sleep(0.05)
+                except EngineDead as error:
+                    self.fleet.check_alive()
+                    self.fleet.forget(replica, engine)
+                    losses = 1 if len(stream.answer) > known else losses + 1
+                    if losses > MOST_LOSSES:
+                        self.counts.lost += 1
+                        raise ReplicaLost(
+                            f"{losses} replicas ended one after another while they had this request; it is not tried "
+                            "again, as it may be the cause"
+                        ) from error
+                    log.info("request %s goes on elsewhere with %d tokens", request_id, len(stream.answer))
+                    stream.resume()
+                    turn, resumed = self._turn(stream, key), True
+                    self.counts.resumed += 1
+                finally:
+                    replica.leave(request_id)
+                    self.router.ended(request_id, time.monotonic(), self._chain(stream))
+        finally:
+            del self._streams[request_id]
+
+    async def _choose(self, stream: Stream, turn: Turn, *, patient: bool) -> tuple[Replica, EngineClient, Choice]:
+        """The replica for a request, which counts as sent there. Waits for one while none serves.
+
+        Raises NoReplica if none serves for a long time, and QueueFull if all queues are full, unless it is `patient`.
+        """
+        until = time.monotonic() + RESCUE_SECONDS
+        while not (serving := self.serving):
+            self.fleet.check_alive()
+            self.fleet.changed.clear()
+            try:
+                await asyncio.wait_for(self.fleet.changed.wait(), until - time.monotonic())
+            except TimeoutError:
+                raise NoReplica(f"no replica has served for {RESCUE_SECONDS:g} s; try again later") from None
+        able = [replica for replica in serving if replica.engine is not None and not replica.engine.full]
+        if not able and not patient:
+            raise QueueFull(f"the queues of all {len(serving)} replicas are full")
+        now = time.monotonic()
+        choice = self.router.choose(turn, self._views(able or serving), now)
+        replica = next(each for each in serving if each.name == choice.replica)
+        engine = replica.engine
+        assert engine is not None
+        self.router.sent(stream.request.id, turn, choice, now)
+        replica.enter(stream.request.id)
+        return replica, engine, choice
+
+    async def _bring(self, turn: Turn, choice: Choice, engine: EngineClient) -> None:
+        """Bring the state that a turn goes without at its replica, where that is cheaper than to compute it."""
+        source = self.fleet.engines.get(choice.move_from or "")
+        price = (choice.priced or {}).get(choice.replica)
+        if source is None or price is None:
+            return
+        first = price.found.tokens // self._block
+        last = first + -(-price.brought // self._block)
+        self._count_move(await self.mover.move(turn.chain, first, last, source, engine))
+
+    async def _move(self, move: Move) -> int:
+        """Move an idle conversation. It belongs to its new replica once its state is there."""
+        engines, tokens = self.fleet.engines, 0
+        if move.source in engines and move.target in engines:
+            source, target = engines[move.source], engines[move.target]
+            tokens = await self.mover.move(move.chain, 0, len(move.chain), source, target)
+        self._count_move(tokens)
+        self.router.moved(move, tokens, time.monotonic())
+        return tokens
+
+    def _count_move(self, tokens: int) -> None:
+        self.counts.moves += tokens > 0
+        self.counts.moved_tokens += tokens
+
+    async def _move_away(self, replica: Replica) -> None:
+        """Move the conversations of a replica that drains to the others, until none is left that is worth it."""
+        while self.serving:
+            moves = self.router.rebalance(time.monotonic(), self._views())
+            came = await asyncio.gather(*(self._move(move) for move in moves))
+            if not any(tokens for move, tokens in zip(moves, came, strict=True) if move.source == replica.name):
+                return
+
+    def _views(self, able: Sequence[Replica] | None = None) -> list[ReplicaView]:
+        """All engines that live, as the router sees them; by default all that serve take requests."""
+        views, block = [], self.info.block_size
+        for replica in self.fleet.answering:
+            takes = replica.serves and (able is None or replica in able)
+            stats = replica.stats
+            free = None if stats is None else (stats.blocks_total - stats.blocks_used) * block
+            state = ReplicaState.READY if takes else ReplicaState.DRAINING
+            movable = replica.engine is not None and self.mover.can(replica.engine)
+            link = self.mover.ms_per_token if movable else None
+            views.append(ReplicaView(replica.name, free_tokens=free, link_ms_per_token=link, state=state))
+        return views
+
+    def _turn(self, stream: Stream, key: str | None) -> Turn:
+        request = stream.request
+        rest = max(1, request.params.max_tokens - request.answered)
+        return Turn(
+            key=key,
+            chain=self._digests.digests(request.identity.root(), request.prompt),
+            prompt_tokens=len(request.prompt),
+            output_estimate=min(rest, int(self._answer_tokens) + 1),
+            tenant=request.identity.tenant,
+        )
+
+    def _chain(self, stream: Stream) -> list[bytes]:
+        """Digests of the prompt and the answer so far; none of a request that leaves nothing to share."""
+        request = stream.request
+        if not stream.answer:
+            return []
+        tokens = array("I", request.prompt[: request.answer_start])
+        tokens.extend(stream.answer)
+        return self._digests.digests(request.identity.root(), tokens)
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        """As `EngineClient.load_adapter`, at every replica: at all or none."""
+        return await self.fleet.load_adapter(name, path, replace=replace)
+
+    async def unload_adapter(self, name: str) -> None:
+        """As `EngineClient.unload_adapter`, at every replica."""
+        await self.fleet.unload_adapter(name)
+
+    async def health(self, timeout: float = HANG_SECONDS) -> SchedulerStats:
+        """Queues and memory of all replicas that answer in time, summed. Raises NoReplica, and TimeoutError if none."""
+        self.fleet.check_alive()
+        return await self.fleet.health(timeout)
+
+    async def close(self) -> None:
+        """End all engines. Running streams raise EngineDead. May be called more than once."""
+        self.fleet.end("the engines were closed")
+        tasks = [*self._moving, *([] if self._watching is None else [self._watching])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.fleet.close()
+        self.text.close()
+
+    def _begin(self, engines: Sequence[EngineClient]) -> None:
+        """Take over the first engines, all of which are ready."""
+        first = engines[0]
+        self.config, self.text, self.pooling = first.config, first.text, first.pooling
+        most, info = self.cluster.most, first.info
+        self.info = replace(
+            info, max_sequences=most * info.max_sequences, max_waiting=most * info.max_waiting,
+            started_in=max(engine.info.started_in for engine in engines),
+        )  # fmt: skip
+        self._block = info.block_size if info.executor == "paged" else CHAIN_BLOCK
+        self._digests = DigestCache(self._block, CHAIN_BLOCKS)
+        self.router = router_for(self.cluster.routing, info, self._block)
+        self.mover = Mover(info.memory.block / info.block_size, self._block)
+        self.fleet.on_ready = self._adopt
+        self.fleet.on_lost = lambda replica: self.router.lost(replica.name)
+        self.fleet.before_end = self._move_away
+        self.fleet.begin(engines)
+        self._watching = asyncio.create_task(self._watch())
+
+    def _adopt(self, engine: EngineClient) -> None:
+        """Let a new engine share what all have."""
+        engine.use_text(self.text)
+        engine.on_steps = lambda tokens, seconds: self.on_steps(tokens, seconds)
+
+    async def _watch(self) -> None:
+        """Once a second: ask all replicas how they are, and change their number if need be."""
+        scaler = Scaler(
+            self.cluster.replicas, self.cluster.most, self.cluster.scale_up_ms / 1000, self.cluster.scale_down_seconds
+        )
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            self.fleet.look(now)
+            if self.cluster.max_replicas is not None:
+                self._scale(scaler, now)
+            if len(self.members) > 1:
+                for move in self.router.rebalance(now, self._views()):
+                    moving = asyncio.create_task(self._move(move))
+                    self._moving.add(moving)
+                    moving.add_done_callback(self._moving.discard)
+
+    def _scale(self, scaler: Scaler, now: float) -> None:
+        members = [replica for replica in self.members if not replica.leaving.is_set()]
+        changing = any(replica.state is State.STARTING or replica.leaving.is_set() for replica in self.members)
+        load = Load(self._queued(now), len(self._streams), self.info.max_sequences // self.cluster.most)
+        match scaler.decide(load, len(members), now, changing=changing):
+            case 1:
+                with suppress(ValueError):
+                    added = self.fleet.add()
+                    log.warning("requests queue for %.1f s: replica %s is added", load.queued_seconds, added.name)
+            case -1 if len(self.serving) > 1:
+                self.fleet.drain(min(reversed(self.serving), key=lambda replica: len(replica.running)).name)
+
+    def _queued(self, now: float) -> float:
+        """How long the request that waits longest for its first step has waited."""
+        waiting = sum(replica.stats.waiting for replica in self.members if replica.stats is not None)
+        since = sorted(at for at in self._streams.values() if at)[-waiting:] if waiting else []
+        return now - since[0] if since else 0.0
+
+    def _draw_seed(self) -> int:
+        """The next seed for a request that brings none, the same in every run."""
+        self._drawn += 1
+        digest = hashlib.sha256(f"{self.config.seed}/{self._drawn}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") & MAX_SEED
+
+
+def router_for(name: RouterName, info: messages.EngineInfo, block_size: int) -> Router:
+    """The router of this policy. Without a cost profile, none can price; then conversations stay where they are."""
+    rules = RoutingRules(block_size=block_size, step_tokens=info.token_budget)
+    if name != "priced":
+        return make_router(name)
+    try:
+        cost = CostProfile.load(Path(info.profile_path)).cost
+    except (OSError, ValueError) as error:
+        log.warning("there is no cost profile to price requests with, so routing is by prefix-tree: %s", error)
+        return make_router("prefix-tree")
+    return make_router("priced", cost, rules)
+
+
+def refuse_tuning() -> None:
+    """Raises TuningError."""
+    raise TuningError("tuning needs an engine of its own, and this server has several; run a server with --tuning")

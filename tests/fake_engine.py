@@ -14,6 +14,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs
 from holdfast.engine.client import AdapterError, Delta, Timings, Usage
 from holdfast.engine.connection import EngineDead
+from holdfast.engine.generation import GenerationDefaults
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.pooling import NONE, Pooling
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
@@ -151,6 +152,7 @@ class FakeClient:
 
     on_steps: Any = None
     pooling: Pooling = NONE
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     def __post_init__(self) -> None:
         self.tuner = FakeTuner(self.adapters, self._check_alive)

@@ -88,6 +88,14 @@ class EngineConfig:
         (), "name that requests give for the model; repeat it for several; default: the directory's name, or the id"
     )
     chat_template: str | None = option(None, "chat template in place of the checkpoint's: a file, or its text")
+    generation_config: str = option(
+        "auto",
+        "sampling of requests that do not say: auto takes the checkpoint's generation_config.json, none the API's own "
+        "defaults; or another such file, or its directory",
+    )
+    override_generation_config: str | None = option(
+        None, 'fields in place of that file\'s, as a JSON object: {"temperature": 0.5}'
+    )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "where to run; auto is CUDA if there is a GPU, else the CPU"
     )

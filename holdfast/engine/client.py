@@ -25,6 +25,7 @@ from holdfast.core.types import (
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint, settled
 from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
+from holdfast.engine.generation import GenerationDefaults, find_generation
 from holdfast.engine.pooling import NONE, find_pooling
 from holdfast.engine.spawn import EngineProcess
 from holdfast.engine.text import Text, TextStream
@@ -139,6 +140,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._closes_text = True
         self.pooling = NONE
         """How embeddings are made, if the model gives any."""
+        self.generation = GenerationDefaults()
+        """Sampling of requests that do not say."""
         self._measure, self._priced = measure, priced
         self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
@@ -177,6 +180,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             config = settled(config, checkpoint)
             client = cls(config, on_progress, measure, process, priced=priced, chunk_secret=chunk_secret)
             client.pooling = find_pooling(checkpoint.directory, config.convert)
+            client.generation = find_generation(
+                checkpoint.directory, config.generation_config, config.override_generation_config
+            )
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
         async with client._starting():

@@ -83,6 +83,11 @@ class LLM:
         """The model's tokenizer and chat template."""
         return self._client.text
 
+    @property
+    def default_params(self) -> SamplingParams:
+        """The sampling of prompts that are given none: by the checkpoint's generation_config.json."""
+        return self._client.generation.params()
+
     def generate(
         self,
         prompts: str | Sequence[int] | Sequence[Prompt],
@@ -93,9 +98,9 @@ class LLM:
     ) -> list[Completion]:
         """Continue prompts, each a text or its token ids, in parallel. Returns the completions in the prompts' order.
 
-        `sampling_params` is one for all prompts, or one for each; `adapter` is the name of a LoRA adapter given as an
-        option, as in LLM(adapter=("name=directory",)). Raises RequestRefused (a ValueError) for a prompt
-        that can never be served; this aborts the others, as Ctrl-C does.
+        `sampling_params` is one for all prompts, or one for each; by default `default_params`. `adapter` is the name of
+        a LoRA adapter given as an option, as in LLM(adapter=("name=directory",)). Raises RequestRefused (a ValueError)
+        for a prompt that can never be served; this aborts the others, as Ctrl-C does.
         """
         ids = [self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _many(prompts)]
         return self._complete(ids, sampling_params, adapter, progress)
@@ -175,7 +180,7 @@ class LLM:
         if not self._close.alive:
             raise RuntimeError("this LLM is closed; create a new one")
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.default_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
         with _Bar(len(prompts), shown=progress) as bar:

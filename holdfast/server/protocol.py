@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -47,6 +47,10 @@ Body = TypeVar("Body", bound="RequestBody")
 
 
 GRAMMAR_PARAMS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+DEFAULTED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Fields for which a model's files may have a default, with that of the API."""
 
 
 class ApiError(Exception):
@@ -152,9 +156,10 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    """None: what the model's files recommend, here and below; else 1."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
     """-1 stands for none, as in other servers."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
@@ -162,11 +167,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     ignore_eos: bool = False
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] = field(
         default_factory=dict
     )
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
@@ -250,6 +255,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         """How many of a prompt's last tokens are kept; None: all. Raises ApiError."""
         return None
 
+    def with_defaults(self, defaults: dict[str, float]) -> Self:
+        """The same with these fields where the request does not say, and the API's own defaults where neither does."""
+        missing = {name: value for name, value in (DEFAULTED | defaults).items() if getattr(self, name) is None}
+        return msgspec.structs.replace(self, **missing)
+
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """The sampling of one choice. Choice i uses seed + i, so that choices differ and are reproducible.
 
@@ -258,10 +268,9 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         if self.min_tokens > max_tokens:
             reason = f"min_tokens is {self.min_tokens}, and an answer here has at most {max_tokens}"
             raise ApiError(reason, param="min_tokens", code="invalid_value")
+        chosen = {name: value for name in DEFAULTED if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
+            **chosen | {"top_k": max(self.top_k or 0, 0)},
             seed=None if self.seed in (None, -1) else (self.seed + choice) % (MAX_SEED + 1),
             max_tokens=max_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
@@ -271,9 +280,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             prompt_logprobs=self.most_prompt_logprobs,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             logit_bias=self._biases(),
-            min_p=self.min_p,
             min_tokens=self.min_tokens,
             grammar=self.grammar,
         )

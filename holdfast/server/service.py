@@ -196,6 +196,7 @@ class Service:
         `name` begins the ids of its requests in the engine.
         """
         self.check_model(wanted.model, tenant)
+        wanted = wanted.with_defaults(self.client.generation.sampling)
         # Prompts are checked now and tokenized after admission, off the event loop.
         text = self.client.text
         most = self.client.info.max_model_len if wanted.truncate_prompt_tokens is None else None
@@ -342,7 +343,8 @@ class Answer:
         wanted, most = self.wanted, self.most_tokens
         # The engine writes a token at least.
         most = self.service.client.info.max_model_len - len(prompt) if most is None else max(most, 1)
-        most = most if self.at_most is None else min(most, self.at_most)
+        limits = (self.at_most, self.service.client.generation.max_new_tokens)
+        most = min([most, *(limit for limit in limits if limit is not None)])
         try:
             params = [self.reading.constrained(wanted.sampling(choice, most)) for choice in range(wanted.candidates)]
         except ValueError as error:  # the grammar of the tools is too long

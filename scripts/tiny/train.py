@@ -114,7 +114,9 @@ def optimize(model: LlamaForCausalLM, writers: Writers, options: argparse.Namesp
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Write weights (bf16) and configuration."""
-    model.generation_config = GenerationConfig(eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=False)
+    model.generation_config = GenerationConfig(
+        eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=True, temperature=0.2
+    )
     model.to(torch.bfloat16).save_pretrained(folder)
 
 

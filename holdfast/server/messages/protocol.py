@@ -101,9 +101,9 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     """More than the context has room for is not refused: the answer ends with the context."""
     stream: bool = False
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = field(default_factory=list)
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
 
     def to_answer(self) -> MessagesChat:
         """The chat that is to be answered. Raises ApiError."""

@@ -1,0 +1,94 @@
+"""What a checkpoint recommends for requests that do not say: its generation_config.json, as vLLM reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.types import SamplingParams
+from holdfast.engine.checkpoint import read_json
+
+FILE = "generation_config.json"
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+COUNTS = ("top_k", "max_new_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling for requests that do not say. None: the API's own default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    """Most tokens of an answer, also where a request asks for more."""
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What is given of sampling, by the names of SamplingParams."""
+        given = {name: getattr(self, name) for name in (*NUMBERS, "top_k")}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def params(self) -> SamplingParams:
+        """The sampling of a request that says nothing."""
+        limits = {} if self.max_new_tokens is None else {"max_tokens": self.max_new_tokens}
+        return SamplingParams(**limits, **self.sampling)  # type: ignore[arg-type]
+
+
+def find_generation(directory: Path, source: str = "auto", overrides: str | None = None) -> GenerationDefaults:
+    """The defaults of a checkpoint. `source` is auto, none, or the file or directory to read in its place.
+
+    `overrides` is a JSON object whose fields replace the file's, and null takes one away. Raises ValueError, naming
+    the file and the field.
+    """
+    given: dict[str, Any] = {}
+    if source == "auto":
+        given = read_json(directory / FILE, missing_ok=True)
+    elif source != "none":
+        path = Path(source).expanduser()
+        given = read_json(path / FILE if path.is_dir() else path)
+    where = str(directory / FILE if source == "auto" else source)
+    found = _read(given, where)
+    if overrides is not None:
+        found |= _read(_object(overrides), "override_generation_config", strict=True)
+    try:
+        defaults = GenerationDefaults(**found)
+        defaults.params()
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}; correct it, or leave it out with --generation-config none") from None
+    return defaults
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"override_generation_config is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError('override_generation_config must be a JSON object, as in {"temperature": 0.5}')
+    return value
+
+
+def _read(given: Mapping[str, Any], where: str, *, strict: bool = False) -> dict[str, Any]:
+    """The fields that count, checked. With `strict` any other is refused."""
+    found: dict[str, Any] = {}
+    if given.get("do_sample") is False:
+        found["temperature"] = 0.0  # whatever the file's temperature is, it is not used
+    for name, value in given.items():
+        kinds = (int,) if name in COUNTS else (int, float)
+        if name not in (*NUMBERS, *COUNTS):
+            if strict and name != "do_sample":
+                raise ValueError(f"{where} has {name[:64]}; it may have {', '.join((*NUMBERS, *COUNTS, 'do_sample'))}")
+        elif value is None:
+            if strict:
+                found[name] = None
+        elif isinstance(value, bool) or not isinstance(value, kinds):
+            raise ValueError(f"{where}: {name} is {value!r}; it must be a number")
+        elif name != "temperature" or "temperature" not in found:
+            found[name] = max(value, 0) if name == "top_k" else value
+    return found

@@ -11,7 +11,7 @@ from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.protocol import Found, SequenceState
-from holdfast.lm.memory.retention import MIN_AGE, IdleBlocks, RetentionRule, Use
+from holdfast.lm.memory.retention import MIN_AGE, IdleBlocks, RetentionRule, Use, Victims
 from holdfast.lm.types import BlockCopy, BlockMove
 
 
@@ -299,16 +299,17 @@ class BlockPool:
         self.swapped_in += 1
         return BlockCopy(source, block)
 
-    def reserve_on_host(self, index: int, now: float) -> int | None:
+    def reserve_on_host(self, index: int, now: float, victims: Victims | None = None) -> int | None:
         """Reserve a host block for state from elsewhere, the `index`-th block of a sequence that is active at `now`.
 
-        None if everything there is worth at least as much, or if there is no host tier. See `HostPool.reserve` for when
+        `victims` are those of the host, where several blocks are reserved in a row. None if everything there is worth
+        at least as much, or if there is no host tier. See `HostPool.reserve` for when
         the block may be written to. `cache_on_host` or `HostPool.free` ends the reservation.
         """
         if self.host is None:
             return None
         value = self.rule.class_cost(self.rule.cost_class(index)) / MIN_AGE
-        block, lost = self.host.reserve(value, self.host.victims(now))
+        block, lost = self.host.reserve(value, victims or self.host.victims(now))
         self.dropped += sum([digest not in self._cached for digest in lost])
         return block
 
@@ -385,7 +386,7 @@ class BlockPool:
         """Begin the copies that others wait for, as active as anything at `now`; no more at once than `max_copies`."""
         host, wanted, swapping_out = self.host, self.copies.wanted, self.copies.swapping_out
         assert host is not None
-        room, arriving = self.max_copies - len(swapping_out), self.copies.under_way
+        room, arriving, victims = self.max_copies - len(swapping_out), self.copies.under_way, host.victims(now)
         copies: list[BlockCopy] = []
         last_use: dict[int, Use] = {}
         owned = 0
@@ -395,7 +396,7 @@ class BlockPool:
             block = self._cached.get(digest)
             if block is None or block in arriving or block in last_use or host.find(digest) is not None:
                 continue
-            target = self.reserve_on_host(self._index.indices[block], now)
+            target = self.reserve_on_host(self._index.indices[block], now, victims)
             if target is None:
                 wanted.clear()
                 break

@@ -48,11 +48,13 @@ class BlockPool:
         host_ready: int | None = None,
         low_water: float = 0.25,
         copies_ahead: int | None = None,
+        copies_for_others: int | None = None,
     ) -> None:
         """Swapping out begins when the share of blocks that are free or reclaimable falls below `low_water`.
 
         Of `host_blocks`, `host_ready` can be used from the start (None: all), others once `host.resize` says so. A
-        plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more.
+        plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more. A plan that
+        computes anything copies `copies_for_others` of the blocks that others want.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
@@ -71,6 +73,7 @@ class BlockPool:
         self.max_copies = max(self.rule.chunk_blocks, num_blocks // 16)
         """The most blocks that one plan copies in either direction, unless a single sequence brings in more."""
         self._copies_ahead = self.max_copies if copies_ahead is None else copies_ahead
+        self._copies_for_others = self.max_copies if copies_for_others is None else copies_for_others
         self._allocator = Allocator(num_blocks)
         self._index = PrefixIndex(num_blocks)
         self._idle = IdleBlocks(self.rule)
@@ -339,7 +342,8 @@ class BlockPool:
         host, idle = self.host, self._idle
         if host is None:
             return ()
-        asked = self._copy_wanted(step, now) if self.copies.wanted else ()
+        most = self._copies_for_others if num_tokens else self.max_copies
+        asked = self._copy_wanted(step, now, most) if self.copies.wanted else ()
         ready = self.allocatable + self.copies.idle
         short = self._low_water * (self.num_blocks - self.training) // self.num_blocks - ready
         ahead = min(short, max(self._copies_ahead, self.blocks_for(num_tokens), short // 8))
@@ -382,11 +386,11 @@ class BlockPool:
         """Whether the host will have the block with this digest, as far as it can be said now."""
         return digest in self.copies.wanted or self._cached.get(digest) in self.copies.swapping_out
 
-    def _copy_wanted(self, step: int, now: float) -> tuple[BlockCopy, ...]:
-        """Begin the copies that others wait for, as active as anything at `now`; no more at once than `max_copies`."""
+    def _copy_wanted(self, step: int, now: float, most: int) -> tuple[BlockCopy, ...]:
+        """Begin the copies that others wait for, as active as anything at `now`; at most so many at once."""
         host, wanted, swapping_out = self.host, self.copies.wanted, self.copies.swapping_out
         assert host is not None
-        room, arriving, victims = self.max_copies - len(swapping_out), self.copies.under_way, host.victims(now)
+        room, arriving, victims = most - len(swapping_out), self.copies.under_way, host.victims(now)
         copies: list[BlockCopy] = []
         last_use: dict[int, Use] = {}
         owned = 0

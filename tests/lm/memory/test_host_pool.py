@@ -501,6 +501,18 @@ def test_blocks_that_are_wanted_on_the_host_are_copied_first_whether_or_not_they
     check_pool(pool, [])
 
 
+def test_a_step_copies_few_of_the_wanted_blocks_and_a_pause_many():
+    pool = BlockPool(64, 1, rule=RULE, host_blocks=64, low_water=0.01, copies_for_others=2)
+    idle(pool, *range(8))
+    pool.want_on_host(map(digest, range(8)))
+    assert len(pool.swap_out(0, 5, 0.0)) == 2
+    assert pool.swap_out(1, 5, 0.0) == (), "those are under way"
+    pool.finish_swap_out(0)
+    assert [len(pool.swap_out(step, 0, 0.0)) for step in (2, 3)] == [4, 0]
+    pool.finish_swap_out(3)
+    assert len(pool.swap_out(4, 0, 0.0)) == 2 and not pool.copies.wanted
+
+
 def test_a_wanted_block_that_is_evicted_and_computed_again_is_not_copied_before_it_is_there():
     pool = pool_of(2, 2, low_water=0.01)
     pool.want_on_host([digest(1)])

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.core.config import EngineConfig, check_adapter_name
 from holdfast.core.types import (
@@ -20,10 +20,10 @@ from holdfast.core.types import (
     TokenLogprobs,
 )
 from holdfast.engine import messages
-from holdfast.engine.checkpoint import Checkpoint, settled
+from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
 from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
 from holdfast.engine.pooling import NONE, find_pooling
-from holdfast.engine.spawn import EngineProcess
+from holdfast.engine.spawn import EngineProcess, Process
 from holdfast.engine.text import Text, TextStream
 from holdfast.engine.tuning import TuningClient
 from holdfast.lm.limits import RequestRefused
@@ -43,7 +43,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Timestamps of one request, in seconds on the monotonic clock that both processes share."""
+    """Timestamps of one request, in seconds on the client's monotonic clock."""
 
     arrival: float
     scheduled: float
@@ -106,7 +106,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         config: EngineConfig,
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
-        process: EngineProcess | None = None,
+        process: Process | None = None,
     ) -> None:
         """Use `start` instead."""
         self.config = config
@@ -134,7 +134,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         config: EngineConfig,
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
-        process: EngineProcess | None = None,
+        process: Process | None = None,
     ) -> EngineClient:
         """Start an engine in a new process, or in one that was begun before, and wait until it takes requests.
 
@@ -144,7 +144,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
-            config = settled(config, checkpoint)
+            elsewhere = process is not None and process.remote is not None
+            config = for_other_hosts(config, checkpoint) if elsewhere else settled(config, checkpoint)
             client = cls(config, on_progress, measure, process)
             client.pooling = find_pooling(checkpoint.directory, config.convert)
         except (ValueError, OSError) as error:
@@ -271,7 +272,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._streams[request_id] = stream
         self._waiting.add(request_id)
         try:
-            self._child.send(messages.Submit(stream.request))
+            request = stream.request
+            there = request if self._remote is None else replace(request, arrival=request.arrival + self.ahead)
+            self._child.send(messages.Submit(there))
             while not stream.given:
                 yield await stream.next()
         finally:
@@ -292,7 +295,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
     def _start_message(self) -> messages.Start:
-        return messages.Start(self.config, self._began, self._measure)
+        return messages.Start(self.config, self._began + self.ahead, self._measure)
 
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:
@@ -327,7 +330,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         if stream is None:  # its reader has left
             return
         self._waiting.discard(output.request_id)
-        stream.take(output, now)
+        stream.take(output, now, output.scheduled_at - self.ahead)
         if stream.finish_reason is not None:
             self._forget(output.request_id)
             if output.finish_reason is None:  # a stop string, which only the client looks for
@@ -363,11 +366,11 @@ class _Stream:
         self._error: Exception | None = None
         self._changed = asyncio.Event()
 
-    def take(self, output: SequenceOutput, now: float) -> None:
-        """Add the output of one step."""
+    def take(self, output: SequenceOutput, now: float, scheduled: float) -> None:
+        """Add the output of one step of a sequence that was first scheduled then, on our clock."""
         tokens, reason = output.tokens, output.finish_reason
         if not self._count:
-            self._first, self._scheduled, self._cached = now, output.scheduled_at, output.cached_tokens
+            self._first, self._scheduled, self._cached = now, scheduled, output.cached_tokens
         self._vector = output.vector or self._vector
         self._last = now
         # The token that stopped the sequence is not part of its text.

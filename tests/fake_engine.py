@@ -187,6 +187,7 @@ class FakeClient:
         adapter: str = "",
         deadline: float | None = None,
         shown: Collection[int] = (),
+        conversation: str = "",
     ) -> AsyncGenerator[Delta, None]:
         if self.refuse is not None:
             raise self.refuse

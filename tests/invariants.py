@@ -6,8 +6,11 @@ def check_scheduler(scheduler):
     check_pool(scheduler._queues.pool, [entry.cache.blocks for entry in scheduler._entries.values()])
 
 
-def check_pool(pool, tables):
-    """Raise RuntimeError unless these block tables, and they alone, account for every block that is used."""
+def check_pool(pool, tables, reserved=()):
+    """Raise RuntimeError unless these block tables, and they alone, account for every block that is used.
+
+    `reserved` are blocks of the host tier that are being filled from elsewhere than the device.
+    """
     owners, digests, swapping_out = pool._owners, pool._digests, pool.copies.swapping_out
     check_owners(owners, tables)
     check_index(pool._index)
@@ -27,7 +30,7 @@ def check_pool(pool, tables):
     if any(count > 1 and digests[block] is None for block, count in enumerate(owners)):
         raise RuntimeError("a block has several owners, but is not cached")
     if pool.host is not None:
-        check_host(pool.host, swapping_out.values())
+        check_host(pool.host, [*swapping_out.values(), *reserved])
 
 
 def check_owners(counted, tables):
@@ -53,8 +56,10 @@ def check_index(index):
 def check_host(host, reserved):
     """Raise RuntimeError unless free + reserved + cached = total on the host, and no block is in two states."""
     check_index(host._index)
-    states = [*host._free, *reserved, *host._retained.blocks, *host._duplicates]
+    states = [*host._free, *reserved, *host._retained.blocks, *host._duplicates, *host._held]
     if sorted(states) != list(range(host.ready)):
         raise RuntimeError(f"blocks of the host tier are lost or in two states: {sorted(states)}")
-    if len(host._index.blocks) != len(host._retained.blocks) + len(host._duplicates):
-        raise RuntimeError("a block of the host tier is retained or a duplicate, but is not cached")
+    if len(host._index.blocks) != len(host._retained.blocks) + len(host._duplicates) + len(host._held):
+        raise RuntimeError("a block of the host tier is retained, a duplicate or held, but is not cached")
+    if any(hold.holders < 1 for hold in host._held.values()):
+        raise RuntimeError("a block of the host tier is held by nobody")

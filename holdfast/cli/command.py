@@ -18,7 +18,7 @@ from typing import Any
 from holdfast.cli.completion import SCRIPTS, SHELLS, options_of
 from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
 from holdfast.cli.topics import common, titled
-from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, AppConfig, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, OPERATOR_VARIABLE, AppConfig, EngineConfig
 from holdfast.core.version import __version__
 
 EXAMPLES = """\
@@ -233,14 +233,16 @@ class Asked:
 
 def serve_command() -> Command:
     """`holdfast serve`."""
+    from holdfast.cluster.config import ClusterConfig
     from holdfast.server.config import ServerConfig
 
     def run(asked: Asked) -> int:
         keys = environment_keys()
         if KEY_VARIABLE in os.environ and not keys:
             raise UsageError(f"{KEY_VARIABLE} is set but holds no key; set a key, or unset it to serve without one")
-        server = asked.config(ServerConfig, {"api_key": keys} if keys else {})
-        engine, apps = asked.config(EngineConfig), asked.config(AppConfig)
+        operator = {"operator_key": os.environ[OPERATOR_VARIABLE]} if os.environ.get(OPERATOR_VARIABLE) else {}
+        server = asked.config(ServerConfig, {"api_key": keys, **operator} if keys else operator)
+        engine, apps, cluster = asked.config(EngineConfig), asked.config(AppConfig), asked.config(ClusterConfig)
         alone = bool(apps.app) and asked.model is None
         if alone:
             refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one beside --app", but=("threads",))
@@ -259,19 +261,27 @@ def serve_command() -> Command:
             process = None
             if not alone:
                 with value_errors_as_usage():
+                    cluster.check(engine)
                     engine = settled(engine, Checkpoint.of(engine))
                 process = held.enter_context(EngineProcess(engine.device))
             from holdfast.cli import serve  # takes half a second, while the engine loads PyTorch
 
             return run_in_loop(
-                serve.run(None if alone else engine, server, apps, listener, process, threads=engine.threads)
+                serve.run(
+                    None if alone else engine, server, apps, listener, process, cluster=cluster, threads=engine.threads
+                )
             )
 
     return Command(
         run=run,
         description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model. "
         "With --app it serves applications of cells, over the Open Inference Protocol: alone, or beside MODEL.",
-        groups={ServerConfig: "the server", EngineConfig: "the engine", AppConfig: "applications of cells"},
+        groups={
+            ServerConfig: "the server",
+            EngineConfig: "the engine",
+            ClusterConfig: "replicas of the engine",
+            AppConfig: "applications of cells",
+        },
     )
 
 

@@ -12,9 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.output import stage_printer
+from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.replicas import Replicas
 from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.core.stages import in_words
 from holdfast.core.version import __version__
+from holdfast.engine.client import EngineClient
 from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
 from holdfast.server.config import ServerConfig
@@ -33,12 +36,13 @@ async def run(
     listener: socket.socket,
     process: EngineProcess | None,
     *,
+    cluster: ClusterConfig = ClusterConfig(),  # noqa: B008  a constant
     threads: int | None = None,
 ) -> int:
     """Serve a language model, applications, or both until a signal. Returns the exit code.
 
-    `process` is the language model's, `threads` the number of CPU threads of each application's engine. Raises
-    EngineStartError, StoreError.
+    `process` is the language model's first one, `cluster` says how many there are, `threads` is the number of CPU
+    threads of each application's engine. Raises EngineStartError, StoreError.
     """
     verbose = server.log_level in ("debug", "info")
     logging.basicConfig(format=f"{'%(asctime)s ' * verbose}holdfast: %(message)s", level=logging.WARNING)
@@ -47,21 +51,32 @@ async def run(
 
     def ready(engines: Engines, url: str) -> None:
         if engine is not None and engines.model is not None:
-            announce(console, engine, server, engines.model.info, url)
+            announce(console, engine, server, engines.model.info, url, replicas_of(engines.model))
         if engines.apps:
             announce_apps(console, [client.info for client in engines.apps], url, keys=len(server.api_key))
 
     return await run_server(
-        engine, server, apps, listener, process, threads=threads, on_progress=stage_printer(console), on_ready=ready
+        engine,
+        server,
+        apps,
+        listener,
+        process,
+        cluster=cluster,
+        threads=threads,
+        on_progress=stage_printer(console),
+        on_ready=ready,
     )
 
 
-def announce(console: Console, engine: EngineConfig, server: ServerConfig, info: EngineInfo, url: str) -> None:
+def announce(
+    console: Console, engine: EngineConfig, server: ServerConfig, info: EngineInfo, url: str, replicas: str
+) -> None:
     """Print what runs and how to talk to it."""
     memory, keys = info.memory, len(server.api_key)
     rows = {
         "address": f"{url}  (API under /v1, described at /openapi.json)",
         "device": f"{memory.device}, {info.precision}",
+        **({"replicas": replicas} if replicas else {}),
         "executor": f"{info.executor}, because {info.executor_reason}",
         "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
         "cache": tier(info, info.num_blocks),
@@ -88,6 +103,15 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
     console.print(Text(curl_line(url, info.model, keys)), soft_wrap=True)
     console.print(Text(f"\n{python_lines(url, info.model, keys)}"), soft_wrap=True)
     console.print(f"\n  Ctrl-C ends it.  holdfast chat --url {url} talks to it.\n", style="dim")
+
+
+def replicas_of(model: EngineClient | Replicas) -> str:
+    """Which replicas there are, and how requests reach them, in words. Empty for a single engine."""
+    if isinstance(model, EngineClient):
+        return ""
+    places = ", ".join(replica.place for replica in model.members)
+    more = f", up to {model.cluster.most} while requests queue" if model.cluster.max_replicas else ""
+    return f"{len(model.members)} ({places}){more}; routing is {model.router.name}"
 
 
 def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keys: int) -> None:

@@ -193,6 +193,14 @@ class Request:
     """Seconds on the monotonic clock that all processes of a host share."""
     deadline: float | None = None
     """Seconds from arrival until the first token is due. None: the order's default applies."""
+    answered: int = 0
+    """How many tokens at the prompt's end begin the answer: another engine wrote them before it ended. They count for
+    `max_tokens`, `min_tokens`, penalties and the grammar, and are not given again."""
+
+    @property
+    def answer_start(self) -> int:
+        """The position of the answer's first token."""
+        return len(self.prompt) - self.answered
 
 
 class TokenLogprobs(NamedTuple):

@@ -99,6 +99,7 @@ def build_engine(
     *,
     stages: Stages | None = None,
     measure: bool = False,
+    priced: bool = False,
     on_progress: Callable[[str], None] = lambda stage: None,
     ranks: Ranks | None = None,
 ) -> Engine:
@@ -106,9 +107,9 @@ def build_engine(
 
     `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
     of each stage, for people. A latency target, and the host tier of a paged cache, need the device's cost profile
-    (`find_profile`), and `measure` measures it in any case. `ranks` are the processes of a configuration with several
-    devices, if they have been started; they end if this fails. Raises ValueError (UnsupportedCheckpoint among them),
-    MemoryError and RankFailure with a reason for people.
+    (`find_profile`), `priced` finds it in any case, and `measure` measures it. `ranks` are the processes of a
+    configuration with several devices, if they have been started; they end if this fails. Raises ValueError
+    (UnsupportedCheckpoint among them), MemoryError and RankFailure with a reason for people.
     """
     stages = stages or Stages(clock(), clock)
     try:
@@ -118,7 +119,7 @@ def build_engine(
             ranks = ranks or Ranks(config)
         elif config.threads is not None:
             torch.set_num_threads(config.threads)
-        return put_together(config, checkpoint, ranks, stages, measure=measure, on_progress=on_progress)
+        return put_together(config, checkpoint, ranks, stages, measure=measure, priced=priced, on_progress=on_progress)
     except BaseException:
         if ranks is not None:
             ranks.close(at_once=True)
@@ -132,6 +133,7 @@ def put_together(
     stages: Stages,
     *,
     measure: bool,
+    priced: bool,
     on_progress: Callable[[str], None],
 ) -> Engine:
     """Do what `build_engine` says. `ranks` are the processes of the other ranks, where there are any."""
@@ -150,7 +152,8 @@ def put_together(
     drafter = make_drafter(config) if shape.rows is None else None
     if config.speculation == "auto" and device.kind == "cpu" and config.tbt_target is None:
         drafter = None  # an estimate of a CPU's pace takes seconds
-    if measure or config.tbt_target is not None or ranks_chunks or tuned is not None or drafter is not None:
+    needed = config.tbt_target is not None or ranks_chunks or tuned is not None or drafter is not None
+    if measure or priced or needed:
         profile = find_profile(device, shape, path, stages, measure=measure, on_progress=on_progress)
     cost = profile.cost if profile is not None else None
     policy = choose_policy(config, shape, cost, stages=config.pp)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from array import array
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -107,14 +108,17 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
         process: Process | None = None,
+        *,
+        priced: bool = False,
     ) -> None:
         """Use `start` instead."""
         self.config = config
         self.text: Text
+        self._closes_text = True
         self.pooling = NONE
         """How embeddings are made, if the model gives any."""
-        self._measure = measure
-        self._streams: dict[str, _Stream] = {}
+        self._measure, self._priced = measure, priced
+        self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
         self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
         """Called with the tokens and the seconds of the engine's steps, some at a time."""
@@ -135,18 +139,20 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
         process: Process | None = None,
+        *,
+        priced: bool = False,
     ) -> EngineClient:
         """Start an engine in a new process, or in one that was begun before, and wait until it takes requests.
 
         `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
-        and writes it to `info.profile_path`. Raises EngineStartError with the reason. If the wait ends early, for
-        whatever reason, so does the process.
+        and writes it to `info.profile_path`; with `priced`, it finds one even if it needs none. Raises EngineStartError
+        with the reason. If the wait ends early, for whatever reason, so does the process.
         """
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
             elsewhere = process is not None and process.remote is not None
             config = for_other_hosts(config, checkpoint) if elsewhere else settled(config, checkpoint)
-            client = cls(config, on_progress, measure, process)
+            client = cls(config, on_progress, measure, process, priced=priced)
             client.pooling = find_pooling(checkpoint.directory, config.convert)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
@@ -157,6 +163,18 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             client.info, client.text = await asyncio.gather(client._ready, text)
             client.adapters.update({adapter.name: adapter for adapter in client.info.adapters})
         return client
+
+    def use_text(self, text: Text) -> None:
+        """Use a text that somebody else closes, in place of the engine's own."""
+        if text is not self.text:
+            self.text.close()
+        self.text = text
+        self._closes_text = False
+
+    @property
+    def full(self) -> bool:
+        """Whether as many requests wait as may."""
+        return len(self._waiting) >= self.config.max_waiting
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -174,39 +192,34 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         adapter: str = "",
         deadline: float | None = None,
         shown: Collection[int] = (),
+        conversation: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
         the same `tenant`, and with the same adapter. `deadline` is the time until
         the first token is due, in seconds from now, for the deadline order. `shown` are special tokens whose names
-        belong to the text. Leaving the iterator before its last Delta
-        (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can never be served,
-        QueueFull, and EngineDead, also while it runs.
+        belong to the text. `conversation` names the one that this is a turn of, for who chooses among several engines.
+        Leaving the iterator before its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at
+        once for a request that can never be served, QueueFull, and EngineDead, also while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
-        if adapter and adapter not in self.adapters:
-            raise RequestRefused(f"there is no adapter {adapter}", "model")
-        content = self.adapters[adapter].id if adapter else ""
-        identity = Identity(self.info.model, content, self.info.precision, tenant)
-        tokens = self.info.limits.check(
-            prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)
+        return self.run(
+            prepare(
+                self.info,
+                self.text,
+                self.adapters,
+                prompt,
+                params,
+                request_id,
+                priority,
+                tenant,
+                adapter,
+                deadline,
+                shown,
+            )
         )
-        request = Request(
-            id=request_id,
-            prompt=tokens,
-            params=params,
-            priority=priority,
-            identity=identity,
-            arrival=time.monotonic(),
-            deadline=deadline,
-        )
-        try:
-            text = TextStream(self.text, params.stop, params.min_tokens, shown)
-        except ValueError as error:
-            raise RequestRefused(str(error), "stop") from error
-        return self._run(_Stream(request, text))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Serve the adapter in a directory under a name. With `replace`, the name may have another one by now.
@@ -263,10 +276,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
     async def close(self) -> None:
         """End the engine process. Running streams raise EngineDead. May be called more than once."""
-        self.text.close()
+        if self._closes_text:
+            self.text.close()
         await super().close()
 
-    async def _run(self, stream: _Stream) -> AsyncGenerator[Delta, None]:
+    async def run(self, stream: Stream) -> AsyncGenerator[Delta, None]:
+        """Submit a request when the first delta is awaited, and give its deltas. Raises as `stream` does."""
         request_id = stream.request.id
         self._admit(request_id)  # again: this may be long after `stream` was called
         self._streams[request_id] = stream
@@ -291,11 +306,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._check_alive()
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
-        if len(self._waiting) >= self.config.max_waiting:
+        if self.full:
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
     def _start_message(self) -> messages.Start:
-        return messages.Start(self.config, self._began + self.ahead, self._measure)
+        return messages.Start(self.config, self._began + self.ahead, self._measure, self._priced)
 
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:
@@ -346,7 +361,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self.tuning.fail(reason)
 
 
-class _Stream:
+class Stream:
     """One request in progress, from the engine's outputs to deltas. Outputs that are not read yet are merged."""
 
     def __init__(self, request: Request, text: TextStream) -> None:
@@ -365,6 +380,29 @@ class _Stream:
         self._scheduled = self._first = self._last = 0.0
         self._error: Exception | None = None
         self._changed = asyncio.Event()
+        self._answer = array("I")
+        self._told = self._told_again = 0
+
+    @property
+    def answer(self) -> Sequence[int]:
+        """All tokens so far, with those that no reader has."""
+        return self._answer
+
+    def resume(self) -> None:
+        """Prepare the request to go on at another engine, after this one has ended.
+
+        The tokens so far then begin its answer, and what was told of the prompt is not told again. Draws depend on the
+        seed and the position alone, so a request that has a seed goes on as if nothing had happened.
+        """
+        request, params = self.request, self.request.params
+        if self._answer:
+            params = replace(params, prompt_logprobs=None)  # all is told when the first token comes
+        prompt = array("I", request.prompt[: request.answer_start]) + self._answer
+        self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer))
+        self._told_again = self._told
+        self._error = None
+        if not (self._tokens or self._prompt_logprobs):
+            self._changed.clear()
 
     def take(self, output: SequenceOutput, now: float, scheduled: float) -> None:
         """Add the output of one step of a sequence that was first scheduled then, on our clock."""
@@ -386,10 +424,14 @@ class _Stream:
             self._pieces.append(self._text.push(visible, last=reason is not None))
         self._count += len(tokens)
         self._tokens.extend(tokens)
+        self._answer.extend(tokens)
         if output.logprobs:
             self._logprobs.extend(output.logprobs[: len(visible)])
         if output.prompt_logprobs:
-            self._prompt_logprobs.extend(output.prompt_logprobs)
+            again = min(self._told_again, len(output.prompt_logprobs))
+            self._told_again -= again
+            self._told += len(output.prompt_logprobs) - again
+            self._prompt_logprobs.extend(output.prompt_logprobs[again:])
         self.finish_reason = FinishReason.STOP if self._text.stopped else reason
         self._changed.set()
 
@@ -412,7 +454,47 @@ class _Stream:
             return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt)
         self.given = True
         request = self.request
-        usage = Usage(len(request.prompt), self._count, self._cached)
+        usage = Usage(request.answer_start, self._count, self._cached)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
         stop = self._text.stop_string
         return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)
+
+
+def prepare(
+    info: messages.EngineInfo,
+    text: Text,
+    adapters: Mapping[str, AdapterInfo],
+    prompt: Sequence[int],
+    params: SamplingParams,
+    request_id: str,
+    priority: int = 0,
+    tenant: str = "",
+    adapter: str = "",
+    deadline: float | None = None,
+    shown: Collection[int] = (),
+) -> Stream:
+    """Check a request for an engine as `EngineClient.stream` does, to be run by it or another like it.
+
+    `adapters` are those that requests may name. Raises RequestRefused.
+    """
+    if adapter and adapter not in adapters:
+        raise RequestRefused(f"there is no adapter {adapter}", "model")
+    content = adapters[adapter].id if adapter else ""
+    identity = Identity(info.model, content, info.precision, tenant)
+    tokens = info.limits.check(
+        prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)
+    )
+    request = Request(
+        id=request_id,
+        prompt=tokens,
+        params=params,
+        priority=priority,
+        identity=identity,
+        arrival=time.monotonic(),
+        deadline=deadline,
+    )
+    try:
+        text_stream = TextStream(text, params.stop, params.min_tokens, shown)
+    except ValueError as error:
+        raise RequestRefused(str(error), "stop") from error
+    return Stream(request, text_stream)

@@ -87,6 +87,10 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         """End the engine process. What still runs raises EngineDead. May be called more than once."""
         await self._close(at_once=False)
 
+    def kill(self) -> None:
+        """End the engine process at once, in whatever state it is. What runs raises EngineDead a moment later."""
+        self._child.kill()
+
     @abstractmethod
     def _start_message(self) -> messages.Start | messages.StartApp:
         """What the engine is told after its Hello."""

@@ -260,6 +260,8 @@ class Start(Message, tag="start"):
     began: float
     measure: bool = False
     """Measure the cost profile again, even if it is not needed or was kept from before."""
+    priced: bool = False
+    """Find the cost profile even if the engine needs none: its client prices requests."""
 
 
 class StartApp(Message, tag="start-app"):

@@ -120,6 +120,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
         start.config,
         stages=stages,
         measure=start.measure,
+        priced=start.priced,
         on_progress=lambda stage: parent.send(messages.Progress(stage)),
         ranks=ranks,
     )

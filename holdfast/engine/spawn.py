@@ -8,10 +8,11 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
-from holdfast.core.config import KEY_VARIABLE
+from holdfast.core.config import KEY_VARIABLE, OPERATOR_VARIABLE
 
 BUILD, APPS = "holdfast.engine.build", "holdfast.engine.apps"
 """What builds the engine of a language model, and that of an application."""
@@ -69,17 +70,19 @@ class EngineProcess:
 
     remote: Remote | None = None
 
-    def __init__(self, device: str = "auto", builder: str = BUILD) -> None:
+    def __init__(
+        self, device: str = "auto", builder: str = BUILD, *, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Start the process, from the thread that lives longest. `device` is the config's. Raises OSError.
 
-        `builder` is the module that it loads beside PyTorch.
+        `builder` is the module that it loads beside PyTorch. `environment` is added to ours.
         """
         self.began = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "holdfast.engine.serve", str(os.getpid()), device, builder],
             stdin=subprocess.PIPE,  # end of file tells the engine that we are gone
             stdout=2,  # what libraries print is not output of the program
-            env=child_environment(),
+            env=child_environment() | dict(environment or {}),
             start_new_session=True,  # the terminal's Ctrl-C must reach only us
         )
 
@@ -121,7 +124,8 @@ def child_environment() -> dict[str, str]:
     PYTHONPATH is extended so that the engine imports this same `holdfast` from a checkout.
     """
     environment = dict(os.environ)
-    environment.pop(KEY_VARIABLE, None)
+    for name in (KEY_VARIABLE, OPERATOR_VARIABLE):
+        environment.pop(name, None)
     root = str(Path(__file__).resolve().parents[2])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))

@@ -45,11 +45,13 @@ class RequestLimits:
         priority: int = 0,
         deadline: float | None = None,
         adapters: Container[str] = (),
+        answered: int = 0,
     ) -> array[int]:
         """Raise unless the request can be served to its end. Returns the prompt as 32-bit numbers.
 
         `max_tokens` may exceed the context, where the answer ends early. `deadline` is in seconds after arrival. The
-        request may name one of `adapters`, content ids, besides what is served.
+        request may name one of `adapters`, content ids, besides what is served. The prompt's last `answered` tokens
+        count as generated.
         """
         for name in ("model", "adapter", "dtype") if self.served else ():
             asked, own = getattr(identity, name), getattr(self.served, name)
@@ -57,7 +59,12 @@ class RequestLimits:
                 raise RequestRefused(
                     f"{name} is {asked}, which this engine does not serve; it serves {own or 'none'}", name
                 )
-        length = len(prompt)
+        length = len(prompt) - answered
+        if not 0 <= answered < max(1, params.max_tokens):
+            raise RequestRefused(
+                f"{answered} tokens of the answer are given, and max_tokens is {params.max_tokens}; give fewer",
+                "max_tokens",
+            )
         self.check_length(length)
         tokens = self._token_ids("prompt", prompt)
         if not self.gives_hidden and (params.prompt_logprobs is not None or params.embed):

@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
 from holdfast.engine.app_client import AppClient
 from holdfast.engine.client import EngineClient
@@ -31,6 +32,7 @@ from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
+from holdfast.server.replica_metrics import ReplicaMetrics
 from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.batches import add_batch_routes
 from holdfast.server.routes.conversations import add_conversation_routes
@@ -42,6 +44,7 @@ from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
 from holdfast.server.routes.messages import add_message_routes
 from holdfast.server.routes.openapi import document
+from holdfast.server.routes.replicas import add_replica_routes
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.tuning import add_tuning_routes
@@ -72,7 +75,10 @@ class App(FastAPI):
 
 
 def create_app(
-    client: EngineClient | None, config: ServerConfig, store: Store | None, apps: Sequence[AppClient] = ()
+    client: EngineClient | Replicas | None,
+    config: ServerConfig,
+    store: Store | None,
+    apps: Sequence[AppClient] = (),
 ) -> FastAPI:
     """The HTTP application over started engines: of a language model with an open store, of applications, or of both.
 
@@ -123,6 +129,9 @@ def create_app(
         add_file_routes(app, files, config)
         add_batch_routes(app, batches, config)
         add_tuning_routes(app, tuning, config)
+        if isinstance(client, Replicas):
+            registry.register(ReplicaMetrics(client))
+            add_replica_routes(app, client, config)
     applications = Applications(apps, config, registry)
     app.state.admissions += [each.admission for each in applications.apps.values()]
     if apps:

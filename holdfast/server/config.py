@@ -62,6 +62,11 @@ class ServerConfig:
     body_seconds: float = option(120.0, "time for a request's body to arrive")
     idle_seconds: int = option(5, "time that a connection is kept without a request")
     write_seconds: float = option(120.0, "time for a client to read more of its answer before it is disconnected")
+    operator_key: str | None = option(
+        None,
+        "key for changing the replicas (POST /replicas, in the header x-operator-key; better in "
+        "HOLDFAST_OPERATOR_KEY); default: they cannot be changed",
+    )
     adapter_root: str | None = option(
         None, "directory below which clients may load LoRA adapters (POST /v1/load_lora_adapter); default: nowhere"
     )

@@ -16,6 +16,9 @@ from typing import Any
 
 import uvicorn
 
+from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.local_spawner import LocalSpawner
+from holdfast.cluster.replicas import Replicas
 from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.engine.app_client import AppClient
 from holdfast.engine.client import EngineClient
@@ -44,11 +47,11 @@ log = logging.getLogger("holdfast.server")
 class Engines:
     """The engines behind a server: of a language model, of applications, or of both."""
 
-    model: EngineClient | None
+    model: EngineClient | Replicas | None
     apps: Sequence[AppClient] = ()
 
     @property
-    def all(self) -> list[EngineConnection[Any, Any]]:
+    def all(self) -> list[EngineConnection[Any, Any] | Replicas]:
         """Each of them."""
         return [*([] if self.model is None else [self.model]), *self.apps]
 
@@ -60,16 +63,17 @@ async def run(
     listener: socket.socket,
     process: EngineProcess | None = None,
     *,
+    cluster: ClusterConfig = ClusterConfig(),  # noqa: B008  a constant
     threads: int | None = None,
     on_progress: Callable[[str], None],
     on_ready: Callable[[Engines, str], None],
 ) -> int:
     """Serve on `listener` until a signal or an engine's death. Returns the process's exit code.
 
-    Without `engine` there is no language model, and no store. `threads` is for the engines of applications. `on_ready`
-    is called with the engines and the base URL once the server takes requests. Raises StoreError if the store cannot be
-    opened, and EngineStartError if an engine cannot start, that of the language model in its `process`, which the
-    caller ends.
+    Without `engine` there is no language model, and no store. `cluster` says how many engines serve it. `threads` is
+    for the engines of applications. `on_ready` is called with the engines and the base URL once the server takes
+    requests. Raises StoreError if the store cannot be opened, and EngineStartError if an engine cannot start, that of
+    the language model in its `process`, which the caller ends.
     """
     if not config.api_key and not loopback(config.host):
         log.warning(
@@ -82,7 +86,7 @@ async def run(
         store = None if engine is None else held.enter_context(contextlib.closing(open_store(config)))
         # FastAPI takes a second to import, and the engine takes longer to start.
         routes = asyncio.create_task(asyncio.to_thread(import_module, "holdfast.server.app"))
-        engines = await start(engine, apps, process, threads=threads, on_progress=on_progress)
+        engines = await start(engine, apps, process, cluster, threads=threads, on_progress=on_progress)
         try:
             await routes
             return await serve(engines.model, config, store, listener, apps=engines.apps, on_ready=on_ready)
@@ -94,13 +98,16 @@ async def start(
     engine: EngineConfig | None,
     apps: AppConfig,
     process: EngineProcess | None,
+    cluster: ClusterConfig,
     *,
     threads: int | None,
     on_progress: Callable[[str], None],
 ) -> Engines:
     """Start all engines side by side. If one cannot start, all end. Raises EngineStartError."""
-    starts: list[Coroutine[Any, Any, EngineConnection[Any, Any]]] = []
-    if engine is not None:
+    starts: list[Coroutine[Any, Any, EngineConnection[Any, Any] | Replicas]] = []
+    if engine is not None and cluster.many:
+        starts.append(Replicas.start(cluster, LocalSpawner(engine, cluster.most, process), on_progress))
+    elif engine is not None:
         starts.append(EngineClient.start(engine, on_progress=on_progress, process=process))
     for app in apps.app:
         starts.append(AppClient.start(app, apps, partial(tell, on_progress, app), threads))
@@ -115,10 +122,10 @@ async def start(
         for task in tasks:
             task.cancel()
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(ended, EngineConnection):
+            if isinstance(ended, EngineConnection | Replicas):
                 await ended.close()
         raise
-    model = next((client for client in clients if isinstance(client, EngineClient)), None)
+    model = next((client for client in clients if isinstance(client, EngineClient | Replicas)), None)
     return Engines(model, tuple(client for client in clients if isinstance(client, AppClient)))
 
 
@@ -136,7 +143,7 @@ def open_store(config: ServerConfig) -> Store:
 
 
 async def serve(
-    client: EngineClient | None,
+    client: EngineClient | Replicas | None,
     config: ServerConfig,
     store: Store | None,
     listener: socket.socket,
@@ -200,7 +207,7 @@ async def serve(
     return code
 
 
-async def first_death(clients: Sequence[EngineConnection[Any, Any]]) -> str:
+async def first_death(clients: Sequence[EngineConnection[Any, Any] | Replicas]) -> str:
     """Wait until one of the engines ends; why it did."""
     waits = [asyncio.create_task(client.dead.wait()) for client in clients]
     try:

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from holdfast.cluster.replicas import NoReplica, ReplicaLost, Replicas
 from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, FinishReason, SamplingParams, TokenLogprobs
 from holdfast.engine.client import Delta, EngineClient
 from holdfast.engine.connection import EngineConnection, EngineDead, QueueFull
@@ -120,7 +121,7 @@ class Lane:
 class Service:
     """The state that all routes share. One for each server."""
 
-    def __init__(self, client: EngineClient, config: ServerConfig) -> None:
+    def __init__(self, client: EngineClient | Replicas, config: ServerConfig) -> None:
         self.client = client
         self.config = config
         self.metrics = Metrics(client.info.model)
@@ -261,6 +262,8 @@ class Answer:
         """The prompts as the client gave them, for an answer that echoes them."""
         self.usage = RequestUsage(wanted=wanted)
         """Token counts so far."""
+        self.conversation = ""
+        """The stored conversation that the request is a turn of, if it is of one."""
         self.prompts: Sequence[Sequence[int]] = ()
         """The prompts' tokens, once they are known."""
 
@@ -283,8 +286,8 @@ class Answer:
                 raise
             except QueueFull:
                 raise queue_full(self.lane.admission.limit) from None
-            except EngineDead:
-                raise engine_dead() from None
+            except EngineDead as error:
+                raise engine_dead(error) from None
             except RequestRefused as error:
                 raise refused(error, self.wanted, self.service.client) from None
 
@@ -388,6 +391,7 @@ class Answer:
                 adapter=self.service.adapter_of(wanted.model, self.tenant),
                 deadline=own if lane.deadline is None else lane.deadline,
                 shown=self.reading.shown,
+                conversation=self.conversation,
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -474,7 +478,7 @@ async def side_by_side(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def check_length(prompt_tokens: int, client: EngineClient, wanted: SampledRequest) -> None:
+def check_length(prompt_tokens: int, client: EngineClient | Replicas, wanted: SampledRequest) -> None:
     """Raises ApiError when the prompt, with the answer's length if the client gave one, does not fit the context.
 
     Clients look for OpenAI's words, and for the numbers in them.
@@ -504,7 +508,7 @@ def context_exceeded(limit: int, why: str, param: str | None = None) -> ApiError
     return ApiError(reason, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 
 
-def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient) -> ApiError:
+def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient | Replicas) -> ApiError:
     """The engine's refusal as OpenAI's error, which names the route's own parameter.
 
     As in OpenAI's API, a prompt that is too long names none.
@@ -527,13 +531,15 @@ def queue_full(limit: int) -> ApiError:
 
 
 async def trouble(
-    admissions: Sequence[Admission], clients: Sequence[EngineConnection[Any, Any]], seconds: float
+    admissions: Sequence[Admission], clients: Sequence[EngineConnection[Any, Any] | Replicas], seconds: float
 ) -> str | None:
     """Why requests are not taken now; None after a round trip through each engine, for which it has so many seconds."""
     if any(admission.draining for admission in admissions):
         return "draining"
     for answer in await asyncio.gather(*(client.health(timeout=seconds) for client in clients), return_exceptions=True):
         match answer:
+            case NoReplica():
+                return "no replica serves"
             case EngineDead():
                 return "engine dead"
             case TimeoutError():
@@ -543,8 +549,16 @@ async def trouble(
     return None
 
 
-def engine_dead() -> ApiError:
-    """The refusal of a server whose engine has ended. Why it has stays in the server's log."""
+def engine_dead(error: EngineDead | None = None) -> ApiError:
+    """The refusal of a server whose engine has ended. Why it has stays in the server's log.
+
+    Where another replica may serve the same request, the client may try again.
+    """
+    match error:
+        case ReplicaLost():
+            return ApiError(str(error), status=503, code="replica_lost")
+        case NoReplica():
+            return ApiError(str(error), status=503, code="no_replica", retry_after=5)
     return ApiError("the engine has stopped; the server is going down", status=503, code="engine_dead")
 
 

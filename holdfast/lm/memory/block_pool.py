@@ -11,7 +11,7 @@ from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.protocol import Found, SequenceState
-from holdfast.lm.memory.retention import IdleBlocks, RetentionRule, Use
+from holdfast.lm.memory.retention import MIN_AGE, IdleBlocks, RetentionRule, Use
 from holdfast.lm.types import BlockCopy, BlockMove
 
 
@@ -297,6 +297,35 @@ class BlockPool:
         self.swapped_in += 1
         return BlockCopy(source, block)
 
+    def reserve_on_host(self, index: int, now: float) -> int | None:
+        """Reserve a host block for state from elsewhere, the `index`-th block of a sequence that is active at `now`.
+
+        None if everything there is worth at least as much, or if there is no host tier. See `HostPool.reserve` for when
+        the block may be written to. `cache_on_host` or `HostPool.free` ends the reservation.
+        """
+        if self.host is None:
+            return None
+        value = self.rule.class_cost(self.rule.cost_class(index)) / MIN_AGE
+        block, lost = self.host.reserve(value, self.host.victims(now))
+        self.dropped += sum([digest not in self._cached for digest in lost])
+        return block
+
+    def cache_on_host(self, block: int, digest: bytes, index: int, now: float) -> bool:
+        """State from elsewhere is complete in a reserved host block. Returns whether it was missing there.
+
+        If its digest has come by another way meanwhile, the block is free.
+        """
+        host = self.host
+        assert host is not None
+        if host.find(digest) is not None:
+            host.free(block)
+            return False
+        self._uses += 1
+        on_device = self._cached.get(digest)
+        in_use = on_device is not None and self._owners[on_device] > 0
+        host.cache_block(block, digest, index, None if in_use else (now, self._uses))
+        return True
+
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
         """Begin to swap out chunks in plan `step`, the lowest value first, as many as needed. Returns the copies to do.
 
@@ -343,7 +372,10 @@ class BlockPool:
             digest = self._digests[block]
             assert digest is not None
             in_use = self._owners[block] > 0
-            host.cache_block(target, digest, self._index.indices[block], None if in_use else use)
+            if host.find(digest) is not None:  # it has come from elsewhere meanwhile
+                host.free(target)
+            else:
+                host.cache_block(target, digest, self._index.indices[block], None if in_use else use)
             if not in_use:
                 self.copies.idle -= 1
                 self._idle.reclaimable[block] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.retention import Retention, RetentionRule, Use, Victims
@@ -14,14 +15,18 @@ class HostPool:
 
     The first `ready` of them can be used so far.
 
-    A block is in exactly one of four states. A duplicate copies a device block that is in use, so evicting it loses
-    nothing. A retained block may be the only copy; it is evicted by value, after all duplicates.
+    A block is in exactly one of five states. A duplicate copies a device block that is in use, so evicting it loses
+    nothing. A retained block may be the only copy; it is evicted by value, after all duplicates. A held block is being
+    read by others than the device, and is not evicted before each of them has released it.
 
-        free ──reserve──▶ reserved ──cache_block──▶ duplicate or retained
-         ▲                                         │ ▲            │ ▲
-         │                                         │ └mark_in_use─┘ │
+        free ──reserve──▶ reserved ──cache_block──▶ duplicate or retained ──hold──▶ held
+         ▲ ▲                 │                     │ ▲            │ ▲ ▲               │
+         │ └──────free───────┘                     │ └mark_in_use─┘ │ └────release────┘
          │                                         ├───mark_idle────┘
          └──────────────────────── evicted ────────┘
+
+    Whoever fills a reserved block from elsewhere than the device must not write to it at once: a plan in flight may
+    still read what it held, and only copies to the host are ordered behind that. See `reserve`.
     """
 
     def __init__(self, num_blocks: int, rule: RetentionRule, *, ready: int | None = None) -> None:
@@ -35,6 +40,7 @@ class HostPool:
         self._index = PrefixIndex(num_blocks)
         self._retained = Retention(rule)
         self._duplicates: OrderedDict[int, None] = OrderedDict()
+        self._held: dict[int, Hold] = {}
         self.resize(num_blocks if ready is None else ready, num_blocks)
 
     def resize(self, ready: int, num_blocks: int) -> None:
@@ -48,6 +54,11 @@ class HostPool:
     def cached(self) -> int:
         """Blocks that hold state."""
         return len(self._index.blocks)
+
+    @property
+    def held(self) -> int:
+        """Those of them that are held."""
+        return len(self._held)
 
     def find(self, digest: bytes) -> int | None:
         """The block with this digest."""
@@ -67,7 +78,8 @@ class HostPool:
 
         Returns no block if everything here is worth at least as much. Duplicates are evicted before anything else.
         A block that the current plan copies to the device may be reserved at once: a step reads the host before it
-        writes there.
+        writes there. Whoever else fills the block must first see a result whose `swapped_in` is at least the number of
+        the last plan that was made before the call.
         """
         evicted: list[int] = []
         if not self._free:
@@ -87,27 +99,84 @@ class HostPool:
         `last_use` is that of the device block if it is idle, and None if it is in use.
         """
         self._index.add(block, digest, index)
-        if last_use is None:
-            self._duplicates[block] = None
-        else:
-            self._retained.add_all((block,), (index,), last_use)
+        self._settle(block, index, last_use)
+
+    def free(self, block: int) -> None:
+        """Give a reserved block back: what it was to hold does not come, or is here already."""
+        self._free.append(block)
+
+    def hold(self, digest: bytes) -> int | None:
+        """Keep the block with this digest as it is until it is released as often as it was held; None if there is none.
+
+        It may be read by any thread meanwhile.
+        """
+        block = self.find(digest)
+        if block is None:
+            return None
+        hold = self._held.get(block)
+        if hold is None:
+            hold = self._held[block] = Hold(None if block in self._duplicates else self._retained.take(block))
+            self._duplicates.pop(block, None)
+        hold.holders += 1
+        return block
+
+    def release(self, block: int) -> None:
+        """End one hold of a block. After the last it is a duplicate or retained, as it would be without them.
+
+        Raises RuntimeError for a block that is not held.
+        """
+        hold = self._held.get(block)
+        if hold is None:
+            raise RuntimeError(f"block {block} of the host tier is released, but nobody holds it")
+        hold.holders -= 1
+        if not hold.holders:
+            del self._held[block]
+            self._settle(block, self._index.indices[block], hold.last_use)
 
     def mark_in_use(self, digests: Iterable[bytes]) -> None:
         """The device blocks of these digests are in use: their copies here are duplicates."""
-        here = self.find_all(digests)
+        here = self._not_held(digests, None)
         if here:
             others = set(self._retained.remove(here))
             self._duplicates.update((block, None) for block in here if block not in others)
 
     def mark_idle(self, digests: Iterable[bytes], use: Use) -> None:
         """The device blocks of these digests are idle, and were last used together: retain their copies."""
-        here = self.find_all(digests)
+        here = self._not_held(digests, use)
         for block in here:
             del self._duplicates[block]
         self._retained.add_all(here, map(self._index.indices.__getitem__, here), use)
 
     def touch(self, digest: bytes, use: Use) -> None:
-        """Count the block with this digest as used again, if it is retained."""
+        """Count the block with this digest as used again, unless it is a duplicate."""
         block = self.find(digest)
         if block is not None and block in self._retained.blocks:
             self._retained.renew(block, use)
+        elif block is not None and (hold := self._held.get(block)) is not None and hold.last_use is not None:
+            hold.last_use = use
+
+    def _settle(self, block: int, index: int, last_use: Use | None) -> None:
+        """Make a cached block a duplicate, or retain it if it has a last use."""
+        if last_use is None:
+            self._duplicates[block] = None
+        else:
+            self._retained.add_all((block,), (index,), last_use)
+
+    def _not_held(self, digests: Iterable[bytes], last_use: Use | None) -> list[int]:
+        """The blocks of those digests that are here and not held. What is held has this last use from now on."""
+        here = self.find_all(digests)
+        if self._held:
+            for block in here:
+                if block in self._held:
+                    self._held[block].last_use = last_use
+            here = [block for block in here if block not in self._held]
+        return here
+
+
+@dataclass(slots=True)
+class Hold:
+    """How often a block is held, and what it is after its release."""
+
+    last_use: Use | None
+    """None: a duplicate."""
+    holders: int = 0

@@ -208,6 +208,11 @@ class Retention:
         *_, rank = queue.remove(block)
         queue.add(block, (*use, rank))
 
+    def take(self, block: int) -> Use:
+        """Remove a block. Returns its last use."""
+        last, call, _ = self._queues[self.blocks.pop(block)].remove(block)
+        return last, call
+
     def move(self, block: int, target: int) -> None:
         """What a block holds is in `target` from now on. Its value stays."""
         number = self.blocks.pop(block)

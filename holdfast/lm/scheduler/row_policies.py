@@ -134,4 +134,4 @@ class PredictedLength:
 
 def new_tokens(entry: Entry) -> int:
     """Most tokens that a request generates in all."""
-    return entry.limit - len(entry.sequence.request.prompt)
+    return entry.limit - entry.sequence.request.answer_start

@@ -125,17 +125,18 @@ class Scheduler:
             priority=request.priority,
             deadline=request.deadline,
             adapters=self._adapters if self._adapters is not None else (),
+            answered=request.answered,
         )
         adapter = request.identity.adapter if self._adapters is not None else ""
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        limit = min(len(request.prompt) + params.max_tokens, self._limits.max_model_len)
+        limit = min(request.answer_start + params.max_tokens, self._limits.max_model_len)
         seed = self._draw_seed() if params.seed is None else params.seed
         entry = Entry(
             sequence=Sequence(request, seed),
             id=request.id,
             rank=self._order.rank(request, self._requests),
             cache=self._make_state(pool, request.identity.root() if self._sharing else None),
-            sampling=Sampling.of(params, seed, prompt=len(request.prompt), ends=ends),
+            sampling=Sampling.of(params, seed, prompt=request.answer_start, ends=ends),
             limit=limit,
             ends=ends,
             adapter=adapter,
@@ -191,7 +192,7 @@ class Scheduler:
             record, place = entry.sampling, (entry.row, entry.sequence.preemptions)
             if depends(record) and (self._sends_all or entry.history_in != place):
                 entry.history_in = place
-                tokens, start = entry.sequence.tokens, len(entry.sequence.request.prompt)
+                tokens, start = entry.sequence.tokens, entry.sequence.request.answer_start
                 if record.counts:
                     histories.append(History(entry.row, tuple(tokens)))
                 if record.grammar is not None:

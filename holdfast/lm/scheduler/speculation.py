@@ -215,7 +215,7 @@ class Speculation(Policy):
         self.inner.ended(entry)
         if self._rows.pop(entry, None) is not None:
             request = entry.sequence.request
-            self._drafter.end(request.identity, entry.sequence.tokens[len(request.prompt) :])
+            self._drafter.end(request.identity, entry.sequence.tokens[request.answer_start :])
 
     def _measure(self, step: StepBuilder) -> None:
         """Learn from the time since the last step was planned, if this one follows it at once."""

@@ -264,6 +264,7 @@ class Writing:
         """Find the context that the response builds on, and compose its prompt, of `most` tokens. Raises ApiError."""
         service = self.responses.service
         self.context = await self._find_context()
+        self.answer.conversation = self.context.thread or self.wanted.conversation_id or ""
         said = messages(self.wanted.instructions, [*self.context.items, *self.input])
         if not said:
             raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")

@@ -57,8 +57,8 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
             loaded = await client.load_adapter(wanted.lora_name, str(directory), replace=wanted.load_inplace)
         except AdapterError as error:
             raise ApiError(f"adapter {wanted.lora_name[:128]}: {error}", code="invalid_adapter") from None
-        except EngineDead:
-            raise engine_dead() from None
+        except EngineDead as error:
+            raise engine_dead(error) from None
         return Response(f"Success: LoRA adapter '{loaded.name}' added successfully.", media_type="text/plain")
 
     @app.post("/v1/unload_lora_adapter", openapi_extra=described(UnloadRequest))
@@ -77,8 +77,8 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
                 reason = f"the adapter {wanted.lora_name[:128]!r} is not loaded"
                 raise ApiError(reason, status=404, param="lora_name", code="model_not_found") from None
             raise ApiError(str(error), param="lora_name", code="invalid_adapter") from None
-        except EngineDead:
-            raise engine_dead() from None
+        except EngineDead as error:
+            raise engine_dead(error) from None
         return Response(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.", media_type="text/plain")
 
 

@@ -7,11 +7,13 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, generate_latest
 
+from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
 from holdfast.engine.connection import EngineDead
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
+from holdfast.server.replica_metrics import describe
 from holdfast.server.routes.http import JSON, tenant_of
 from holdfast.server.service import Service, trouble
 
@@ -89,13 +91,17 @@ def add_status_routes(
     async def health(request: Request) -> Response:
         """200 after a round trip through each engine; 503 if one does not answer, or if the server drains.
 
+        Of replicas, it is enough that one answers. The body says how each of them is.
         A store that fails is told, but is still a 200: requests that store nothing are served.
         """
         state = request.app.state
+        client = service.client if service is not None and isinstance(service.client, Replicas) else None
+        listed = {} if client is None else {"replicas": [describe(replica) for replica in client.members]}
         if (reason := await trouble(state.admissions, state.clients, applications.config.health_seconds)) is not None:
-            return JSON({"status": reason}, 503)
+            return JSON({"status": reason, **listed}, 503)
         responses = state.responses
-        return JSON({"status": "ok" if responses is None or responses.store.up else "store fails"})
+        status = "ok" if client is None or len(client.serving) == len(client.members) else "degraded"
+        return JSON({"status": status if responses is None or responses.store.up else "store fails", **listed})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -1,6 +1,9 @@
 """Two tiers: when blocks are copied to the host, what is pinned meanwhile, and who makes room for whom there."""
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_pool import HostPool
@@ -288,3 +291,193 @@ def test_a_host_tier_grows_and_gives_its_lowest_blocks_first():
     pool.finish_swap_out(1)
     check_host(pool.host, ())
     assert pool.host.cached == 2
+
+
+def host_of(blocks, *numbers, now=0.0):
+    """A host tier that retains blocks with these contents, last used one second after another from `now` on."""
+    host = HostPool(blocks, RULE)
+    for at, number in enumerate(numbers):
+        block, _ = host.reserve(1.0, host.victims(now))
+        host.cache_block(block, digest(number), 0, (now + at, at))
+    return host
+
+
+def test_a_held_block_is_not_evicted_and_after_its_release_it_is_again():
+    host = host_of(2, 1, 2)
+    block = host.hold(digest(1))
+    assert host.hold(digest(1)) == block and host.held == 1
+    other, lost = host.reserve(1e9, host.victims(10.0))
+    assert (other, lost) == (1 - block, [digest(2)])
+    assert host.reserve(1e9, host.victims(10.0)) == (None, []), "all that is left is held"
+    host.release(block)
+    assert host.reserve(1e9, host.victims(10.0)) == (None, []), "one of its holders is left"
+    host.release(block)
+    check_host(host, [other])
+    assert host.reserve(1e9, host.victims(10.0)) == (block, [digest(1)])
+
+
+def test_holding_what_is_not_there_and_releasing_what_nobody_holds():
+    host = host_of(2, 1)
+    assert host.hold(digest(9)) is None
+    with pytest.raises(RuntimeError, match="nobody holds it"):
+        host.release(0)
+
+
+def test_a_held_block_keeps_its_age_and_a_touch_renews_it():
+    host = host_of(3, 1, 2, 3)
+    blocks = [host.hold(digest(number)) for number in (1, 2)]
+    host.touch(digest(2), (20.0, 9))
+    for block in blocks:
+        host.release(block)
+    lost = [host.reserve(1e9, host.victims(30.0))[1] for _ in range(3)]
+    assert lost == [[digest(1)], [digest(3)], [digest(2)]]
+
+
+def test_a_reserved_block_whose_filling_failed_is_free():
+    host = HostPool(1, RULE)
+    block, _ = host.reserve(1.0, host.victims(0.0))
+    host.free(block)
+    check_host(host, [])
+    assert host.reserve(1.0, host.victims(0.0)) == (block, [])
+
+
+def test_state_that_arrives_is_found_and_belongs_to_the_device_block_in_use():
+    pool = pool_of(4, 2)
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digest(1), 0)
+    for number in (1, 2):
+        assert pool.cache_on_host(pool.reserve_on_host(0, 1.0), digest(number), 0, 1.0)
+    assert found(pool, 1, 2) == ["both", "host"]
+    check_pool(pool, [[block]])
+    place = pool.reserve_on_host(0, 2.0)
+    assert found(pool, 1, 2) == ["device", "host"], "the copy of a block in use makes room first"
+    assert not pool.cache_on_host(place, digest(2), 0, 2.0), "it is there already"
+    pool.free([block], 3.0)
+    check_pool(pool, [])
+
+
+def test_state_that_arrives_during_its_swap_out_is_kept_once():
+    pool = pool_of(4, 4)
+    idle(pool, 0, 1, 2, 3)
+    (copy,) = pool.swap_out(0, 0, 0.0)
+    place = pool.reserve_on_host(0, 0.0)
+    assert place != copy.target and pool.cache_on_host(place, digest(0), 0, 0.0)
+    pool.finish_swap_out(0)
+    assert found(pool, 0) == ["both"] and pool.find_on_host(digest(0)) == place
+    check_pool(pool, [])
+
+
+def test_state_that_arrives_evicts_nothing_of_a_conversation_that_is_as_active():
+    pool = pool_of(4, 2)
+    for number in (1, 2):
+        pool.cache_on_host(pool.reserve_on_host(5, 1.0), digest(number), 5, 1.0)
+    assert pool.reserve_on_host(0, 1.0) is None, "an early block costs less to compute again than a late one"
+    assert pool.reserve_on_host(0, 1000.0) is not None
+    assert BlockPool(4, 1).reserve_on_host(0, 1.0) is None, "there is no host tier"
+
+
+class TwoTiersWithReaders(RuleBasedStateMachine):
+    """Both tiers under random use, with readers of held blocks and blocks that are filled from elsewhere.
+
+    A copy to the host clears its place at once, and fills it when it is complete.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.pool = pool_of(6, 4, low_water=0.6)
+        self.now = 0.0
+        self.step = 0
+        self.tables = []
+        self.held = []
+        self.filling = []
+        self.memory = [None] * 4
+        self.copies = []
+
+    def digest_of(self, block):
+        return self.pool._digests[block]
+
+    @rule(numbers=st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True))
+    def start(self, numbers):
+        shared = [block for number in numbers if (block := find(self.pool, digest(number))) is not None]
+        missing = [number for number in numbers if find(self.pool, digest(number)) is None]
+        if len(missing) + self.pool.pinned_by(shared) > self.pool.available or not self.pool.fits(len(missing), shared):
+            return
+        self.pool.share(shared)
+        fresh = self.pool.allocate(len(missing), self.now)
+        for block, number in zip(fresh, missing, strict=True):
+            if self.pool.find_on_host(digest(number)) is not None:
+                assert self.memory[self.pool.swap_in(block, digest(number), number).source] == digest(number)
+            else:
+                self.pool.cache_block(block, digest(number), number)
+        self.tables.append(shared + fresh)
+
+    @precondition(lambda self: self.tables)
+    @rule(at=st.integers(0, 99))
+    def end(self, at):
+        self.pool.free(self.tables.pop(at % len(self.tables)), self.now)
+
+    @rule()
+    def swap_out(self):
+        for copy in self.pool.swap_out(self.step, 2, self.now):
+            self.memory[copy.target] = None
+            self.copies.append((self.step, copy.target, self.digest_of(copy.source)))
+        self.step += 1
+
+    @rule(behind=st.integers(1, 3))
+    def finish(self, behind):
+        done = self.step - behind
+        for step, target, contents in self.copies:
+            if step <= done:
+                self.memory[target] = contents
+        self.copies = [copy for copy in self.copies if copy[0] > done]
+        self.pool.finish_swap_out(done)
+
+    @rule(number=st.integers(0, 7))
+    def hold(self, number):
+        block = self.pool.host.hold(digest(number))
+        assert (block is None) == (self.pool.find_on_host(digest(number)) is None)
+        if block is not None:
+            self.held.append((block, digest(number)))
+
+    @precondition(lambda self: self.held)
+    @rule(at=st.integers(0, 99))
+    def release(self, at):
+        self.pool.host.release(self.held.pop(at % len(self.held))[0])
+
+    @rule(number=st.integers(0, 7))
+    def reserve(self, number):
+        block = self.pool.reserve_on_host(number, self.now)
+        if block is not None:
+            self.memory[block] = None
+            self.filling.append((block, number))
+
+    @precondition(lambda self: self.filling)
+    @rule(at=st.integers(0, 99), fails=st.booleans())
+    def fill(self, at, fails):
+        block, number = self.filling.pop(at % len(self.filling))
+        if fails:
+            self.pool.host.free(block)
+        elif self.pool.cache_on_host(block, digest(number), number, self.now):
+            self.memory[block] = digest(number)
+
+    @rule(number=st.integers(0, 7), seconds=st.floats(0.001, 5.0))
+    def touch(self, number, seconds):
+        self.now += seconds
+        block = find(self.pool, digest(number))
+        self.pool.touch([] if block is None else [block], [digest(number)], self.now)
+
+    @invariant()
+    def the_books_are_whole(self):
+        check_pool(self.pool, self.tables, [block for block, _ in self.filling])
+        assert self.pool.host.held == len({block for block, _ in self.held})
+
+    @invariant()
+    def held_blocks_and_found_blocks_hold_what_their_digest_says(self):
+        for block, contents in self.held:
+            assert self.memory[block] == contents
+        for contents, block in self.pool.host._index.blocks.items():
+            assert self.memory[block] == contents
+
+
+TestTwoTiersWithReaders = TwoTiersWithReaders.TestCase
+TestTwoTiersWithReaders.settings = settings(stateful_step_count=60, max_examples=60)

@@ -1,0 +1,69 @@
+"""ClusterConfig: how many replicas of the engine there are, and how requests reach them; flags are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.cluster.routing import RouterName
+from holdfast.core.config import EngineConfig, option
+
+MOST_REPLICAS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Replicas behind one address. Raises ValueError, naming the value and the limit, for an invalid option."""
+
+    replicas: int = option(
+        1, "engines that serve the model side by side, each on a GPU (or tp times pp GPUs) of its own where there are"
+    )
+    max_replicas: int | None = option(
+        None, "add replicas while requests queue, up to this many, and take them away again; default: as replicas says"
+    )
+    routing: RouterName = option(  # noqa: RUF009  a string
+        "priced",
+        "which replica a request goes to; priced: where its first token comes soonest, by the wait and the state there",
+    )
+    scale_up_ms: float = option(
+        1000.0, "with max_replicas: queueing time after which a replica is added, if it lasts for 3 seconds", unit="ms"
+    )
+    scale_down_seconds: float = option(
+        120.0, "with max_replicas: after so long without queueing, a replica that the rest can do without is drained"
+    )
+    replica_drain_seconds: float = option(
+        30.0, "time that requests of a replica which is taken away have to finish there before they go on at another"
+    )
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("replicas", 1, MOST_REPLICAS),
+            ("scale_up_ms", 1, 3_600_000),
+            ("scale_down_seconds", 1, 86400),
+            ("replica_drain_seconds", 0, 86400),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        if self.max_replicas is not None and not self.replicas <= self.max_replicas <= MOST_REPLICAS:
+            raise ValueError(
+                f"max_replicas is {self.max_replicas}; it must lie between replicas, {self.replicas}, "
+                f"and {MOST_REPLICAS}"
+            )
+
+    @property
+    def most(self) -> int:
+        """Most replicas at a time."""
+        return self.max_replicas or self.replicas
+
+    @property
+    def many(self) -> bool:
+        """Whether requests are routed, as there may be several engines."""
+        return self.most > 1
+
+    def check(self, engine: EngineConfig) -> None:
+        """Raises ValueError for what one engine can do, and several cannot."""
+        if self.many and engine.tuning:
+            raise ValueError(
+                f"replicas is {self.most}, and tuning is on: a tuning job needs an engine of its own; run "
+                "`holdfast serve --tuning` beside this server, and load its adapters here"
+            )

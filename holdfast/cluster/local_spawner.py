@@ -1,0 +1,116 @@
+"""LocalSpawner: engines on this machine, a process each. They share its GPUs, or its cores and memory."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.core.config import EngineConfig
+from holdfast.engine.client import EngineClient
+from holdfast.engine.connection import EngineStartError
+from holdfast.engine.spawn import EngineProcess
+
+CPU_CACHE_GB = 4.0
+"""Most GB of KV cache of an engine on a CPU, where none are asked for."""
+HOST_TIER_GB = 32.0
+"""Most GB of the host tier of an engine on a GPU, where none are asked for."""
+
+
+class LocalSpawner:
+    """As `Spawner`, for this machine."""
+
+    kind = "local"
+
+    def __init__(self, config: EngineConfig, most: int, process: EngineProcess | None = None) -> None:
+        """For at most `most` engines at a time. `process` is the first one's, if it was begun before; the caller ends
+        it. Raises EngineStartError if there are too few GPUs."""
+        self._process = process
+        self._gpus = [] if config.device == "cpu" else visible_gpus()
+        self._each = config.layout.ranks
+        self.most: int | None = most
+        if self._gpus and len(self._gpus) < most * self._each:
+            raise EngineStartError(
+                f"{most} replicas of {self._each} GPUs need {most * self._each}, and there are {len(self._gpus)}; ask "
+                "for fewer replicas, or for --device cpu"
+            )
+        self.config = share(config, most, on_gpus=bool(self._gpus))
+        """How each engine runs."""
+
+    def place(self, number: int) -> str:
+        """As `Spawner.place`."""
+        return f"GPU {','.join(self._gpus_of(number))}" if self._gpus else "CPU"
+
+    async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
+        """As `Spawner.start`."""
+        process, self._process = self._process, None
+        if process is None:
+            process = EngineProcess(self.config.device, environment=self.environment(number))
+        config = self.config
+        if config.trace and number:
+            config = replace(config, trace=f"{config.trace}.{number}")
+        return await EngineClient.start(config, on_progress=on_progress, process=process, priced=number == 0)
+
+    async def stop(self, number: int, engine: EngineClient) -> None:
+        """As `Spawner.stop`."""
+        await engine.close()
+
+    async def close(self) -> None:
+        """As `Spawner.close`."""
+
+    def environment(self, number: int) -> dict[str, str]:
+        """The variables that give the engine of this number its GPUs."""
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus_of(number))} if self._gpus else {}
+
+    def _gpus_of(self, number: int) -> list[str]:
+        return self._gpus[number * self._each : (number + 1) * self._each]
+
+
+def share(config: EngineConfig, engines: int, *, on_gpus: bool) -> EngineConfig:
+    """The configuration of one of several engines on this machine: its share of the cores and of the free memory.
+
+    Sizes that are given in GB are those of each engine. `threads` is divided, and so is what is measured.
+    """
+    changes: dict[str, object] = {}
+    if not on_gpus:
+        changes["threads"] = max(1, (config.threads or cores()) // engines)
+        if config.cache_gb is None:
+            changes["cache_gb"] = min(CPU_CACHE_GB, free_gb() / 2 / engines)
+    elif config.host_cache_gb == "auto" and config.prefix_sharing:
+        changes["host_cache_gb"] = min(HOST_TIER_GB, free_gb() / 4 / engines)
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_gb() -> float:
+    """Free memory of this machine in GB."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 / 1e9
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 1e9
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that a PyTorch here would use, as CUDA_VISIBLE_DEVICES names them. Neither PyTorch nor CUDA starts."""
+    torch = importlib.util.find_spec("torch")  # finds it, and imports nothing
+    if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
+        return []
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [each.strip() for each in given.split(",") if each.strip() and each.strip() != "-1"]
+    count = ctypes.c_uint()
+    with suppress(OSError, AttributeError):  # no driver
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2() == 0:
+            library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+            library.nvmlShutdown()
+    return [str(number) for number in range(count.value)]

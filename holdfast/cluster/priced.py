@@ -1,0 +1,382 @@
+"""The priced router: each turn goes where its first token comes soonest, and idle conversations leave crowded replicas.
+
+The price of a replica is the wait there, what copying state there adds, and the work that is left, in ms by the cost
+model. What another replica has is copied or computed again, whichever is less. Routers of other systems guess where a
+conversation's state lies, from a tree of prefixes or a hash; this one keeps a map of its own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.cluster.baselines import ready
+from holdfast.cluster.books import PrefixMap, Requests, Underway
+from holdfast.cluster.turns import Choice, Found, FoundAt, Move, Price, ReplicaState, ReplicaView, RouterName, Turn
+from holdfast.core.cost import CostModel
+
+DIGEST = 32
+"""Bytes of a digest."""
+RECENT = 64
+"""Of a replica's idle conversations, so many of those used last are looked at for a move."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRules:
+    """The limits of the priced router. Raises ValueError for values out of range."""
+
+    block_size: int = 16
+    """Tokens of each block of a chain."""
+    step_tokens: int = 2048
+    """Tokens of a full step of a replica."""
+    fair_ratio: float = 1.5
+    fair_ms: float = 1000.0
+    """A replica gets no turn while its load exceeds the least load by more than this, and by more than the ratio."""
+    thrift: float = 0.0
+    """How much a ms of computing weighs beyond itself, as it also delays the turns that come later."""
+    settle: float = 30.0
+    """Seconds after a change of replica in which a conversation does not go back, nor move ahead of need."""
+    most_moves: int = 4
+    """Moves ahead of need that `rebalance` gives for one replica at a time."""
+    most_conversations: int = 1 << 16
+    most_prefixes: int = 1 << 18
+    most_blocks: int = 1 << 21
+    """Of all conversations' chains together, at 32 bytes each."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "step_tokens", "most_moves", "most_conversations", "most_prefixes", "most_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.fair_ratio < 1:
+            raise ValueError(f"fair_ratio is {self.fair_ratio}; it must be at least 1")
+        for name in ("fair_ms", "thrift", "settle"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+
+class Pricing:
+    """Milliseconds of a replica's work, by the cost model."""
+
+    def __init__(self, cost: CostModel, step_tokens: int) -> None:
+        self._cost, self._step_tokens = cost, step_tokens
+        self.step = cost.linear(step_tokens) * 1e3
+        """A full step without its attention."""
+
+    def prefill(self, start: int, stop: int) -> float:
+        """Computing positions [start, stop) of a prompt in full steps."""
+        tokens = stop - start
+        if tokens <= 0:
+            return 0.0
+        full = self._step_tokens
+        linear = self._cost.linear(tokens) if tokens < full else self._cost.linear(full) * tokens / full
+        return (linear + self._cost.attention(tokens, stop)) * 1e3
+
+    def token(self, context: int) -> float:
+        """What one decode at this context adds to a step of many."""
+        rows = self._cost.decode_rows[-1] if self._cost.decode_rows else 64
+        return (self._cost.decode(rows, context) + self._cost.decode_only(rows) / rows) * 1e3
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What the router knows of a conversation."""
+
+    owner: str | None
+    """The replica that has its state; None once that is lost."""
+    chain: bytes = b""
+    """The digests of its blocks, joined."""
+    tokens: int = 0
+    last: float = 0.0
+    """When it was last active, in seconds."""
+    work: float = 0.0
+    """What its last turn cost a replica, in ms."""
+    underway: int = 0
+    left: str | None = None
+    """The replica that it left last."""
+    left_at: float = 0.0
+    moving: bool = False
+    tail: bytes = b""
+    """The digest by which its next turn is known where that has no key."""
+
+
+@dataclass(slots=True)
+class Shift:
+    """Loads of replicas while moves are planned."""
+
+    loads: dict[str, float]
+    moves: list[Move] = field(default_factory=list)
+
+
+class PricedRouter:
+    """As `Router`; the module says how it chooses."""
+
+    name: RouterName = "priced"
+
+    def __init__(self, cost: CostModel, rules: RoutingRules | None = None) -> None:
+        self.rules = rules or RoutingRules()
+        self.pricing = Pricing(cost, self.rules.step_tokens)
+        self.requests = Requests()
+        self.prefixes = PrefixMap(self.rules.most_prefixes)
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+        """By key, the least recently active first."""
+        self._tails: dict[bytes, str] = {}
+        """The key of a conversation, by the last block of its latest prompt."""
+        self._idle: dict[str, OrderedDict[str, None]] = {}
+        """By replica, the keys of its conversations without a request under way, the least recently active first."""
+        self._blocks = 0
+        """Of all conversations' chains."""
+
+    def __len__(self) -> int:
+        """Conversations that it knows."""
+        return len(self._conversations)
+
+    def owner(self, key: str) -> str | None:
+        """The replica that has a conversation's state, as far as is known."""
+        conversation = self._conversations.get(key)
+        return conversation.owner if conversation is not None else None
+
+    def load(self, replica: str, now: float) -> float:
+        """Milliseconds of work at a replica: prompts to compute, and what answers add to its steps."""
+        backlog = self.requests[replica]
+        return backlog.wait(now, self.pricing.step) + backlog.decode
+
+    def known(self, turn: Turn) -> dict[str, Found]:
+        """By the router's own map, what replicas hold of a prompt; without those that hold nothing."""
+        most = max(0, turn.prompt_tokens - 1)
+        size = self.rules.block_size
+        return {name: Found(min(most, blocks * size)) for name, blocks in self.prefixes.find(turn.chain).items()}
+
+    def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
+        """As `Router.choose`: the cheapest of those that are fair to choose; the least loaded of equals.
+
+        A replica is fair to choose unless its load exceeds the least one's by more than `fair_ms` and more than the
+        factor `fair_ratio`. A conversation does not go back to the replica that it left less than `settle` seconds ago
+        while another is fair to choose.
+        """
+        able = ready(replicas)
+        known = self.known(turn) if found is None else {replica.name: found(replica.name) for replica in replicas}
+        loads = {replica.name: self._load(replica, now) for replica in able}
+        fair = self.fair(loads)
+        conversation = self._conversations.get(self._key(turn) or "")
+        if conversation is not None and now - conversation.left_at < self.rules.settle and conversation.left in fair:
+            fair = fair - {conversation.left} or fair
+        sources = {replica.name: known.get(replica.name, Found()).tokens for replica in replicas}
+        source = max(sources, key=lambda name: sources[name])
+        prices = {
+            replica.name: self.price(turn, replica, known.get(replica.name, Found()), sources[source], now)
+            for replica in able
+        }
+        chosen = min(fair, key=lambda name: (self._rank(prices[name]), loads[name], name))
+        return Choice(chosen, source if prices[chosen].brought else None, prices)
+
+    def price(self, turn: Turn, replica: ReplicaView, found: Found, elsewhere: int, now: float) -> Price:
+        """What this turn costs at a replica that holds `found`, if some replica holds `elsewhere` tokens of it."""
+        wait = self._wait(turn, replica, found, now)
+        lift = found.host * replica.host_ms_per_token + found.lower * replica.lower_ms_per_token
+        have, brought, bring = found.tokens, 0, 0.0
+        work = self.pricing.prefill(have, turn.prompt_tokens)
+        if elsewhere > have and replica.link_ms_per_token is not None:
+            tokens = elsewhere - have
+            link = tokens * replica.link_ms_per_token
+            rest = self.pricing.prefill(elsewhere, turn.prompt_tokens)
+            if link + tokens * replica.host_ms_per_token + rest < work:
+                brought, work = tokens, rest
+                bring = max(0.0, link - wait)
+                lift += tokens * replica.host_ms_per_token
+        return Price(wait, bring + lift, work, found, brought)
+
+    def fair(self, loads: Mapping[str, float]) -> set[str]:
+        """The replicas that may get a turn under these loads in ms."""
+        least = min(loads.values())
+        limit = max(least * self.rules.fair_ratio, least + self.rules.fair_ms)
+        return {name for name, load in loads.items() if load <= limit}
+
+    def sent(self, request: str, turn: Turn, choice: Choice, now: float) -> None:
+        """As `Router.sent`."""
+        price = choice.priced.get(choice.replica) if choice.priced else None
+        work = price.work if price else self.pricing.prefill(0, turn.prompt_tokens)
+        token = self.pricing.token(turn.prompt_tokens + turn.output_estimate // 2)
+        key = self._key(turn) or (turn.chain[-1].hex() if turn.chain else None)
+        underway = Underway(choice.replica, work, token * turn.output_estimate, token, key)
+        self.requests.sent(request, underway, now)
+        self.prefixes.add(turn.chain, choice.replica)
+        if key is None:
+            return
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            conversation = self._conversations[key] = Conversation(choice.replica)
+        self._leave_idle(key, conversation)
+        conversation.underway += 1
+        conversation.work = underway.work + underway.decode
+        self._give(conversation, choice.replica, now)
+        self._remember(key, conversation, turn.chain, turn.prompt_tokens, now)
+        if turn.chain and turn.key is None:
+            self._tails.pop(conversation.tail, None)
+            conversation.tail = turn.chain[-1]
+            self._tails[conversation.tail] = key
+        self._forget_oldest()
+
+    def started(self, request: str, now: float) -> None:
+        """As `Router.started`."""
+        self.requests.started(request, now)
+
+    def ended(self, request: str, now: float, chain: Sequence[bytes] = ()) -> None:
+        """As `Router.ended`."""
+        underway = self.requests.ended(request, now)
+        if underway is None:
+            return
+        if chain:
+            self.prefixes.add(chain, underway.replica)
+        conversation = self._conversations.get(underway.key or "")
+        if underway.key is None or conversation is None:
+            return
+        conversation.underway -= 1
+        if chain and conversation.owner == underway.replica:
+            self._remember(underway.key, conversation, chain, len(chain) * self.rules.block_size, now)
+        self._enter_idle(underway.key, conversation)
+        self._forget_oldest()
+
+    def moved(self, move: Move, tokens: int, now: float) -> None:
+        """As `Router.moved`. A move of which nothing arrived changes nothing, and may be tried again."""
+        arrived = move.chain[: tokens // self.rules.block_size]
+        if arrived:
+            self.prefixes.add(arrived, move.target)
+        conversation = self._conversations.get(move.key)
+        if conversation is None:
+            return
+        conversation.moving = False
+        if arrived and conversation.owner == move.source:
+            self._leave_idle(move.key, conversation)
+            self._give(conversation, move.target, now)
+            self._enter_idle(move.key, conversation)
+
+    def lost(self, replica: str) -> None:
+        """As `Router.lost`."""
+        self.prefixes.forget(replica)
+        for underway in self.requests.forget(replica):
+            conversation = self._conversations.get(underway.key or "")
+            if conversation is not None:
+                conversation.underway -= 1
+        self._idle.pop(replica, None)
+        for conversation in self._conversations.values():
+            if conversation.owner == replica:
+                conversation.owner = None
+                conversation.moving = False
+            if conversation.left == replica:
+                conversation.left = None
+
+    def rebalance(self, now: float, replicas: Sequence[ReplicaView]) -> list[Move]:
+        """As `Router.rebalance`.
+
+        A replica is overloaded if it is not fair to choose. The conversations whose turns cost most leave it first, as
+        far as that brings its load nearer to the least one's. All conversations leave one that drains. Each is moved
+        only if its state can be copied faster than it can be computed again.
+        """
+        able = {replica.name: replica for replica in replicas if replica.state is ReplicaState.READY}
+        if not able:
+            return []
+        loads = {name: self._load(replica, now) for name, replica in able.items()}
+        fair, moves = self.fair(loads), list[Move]()
+        for replica in replicas:
+            draining = replica.state is ReplicaState.DRAINING
+            if draining or replica.name not in fair:
+                moves += self._moves_from(replica.name, able, loads, now, draining)
+        for move in moves:
+            self._conversations[move.key].moving = True
+        return moves
+
+    def _moves_from(
+        self, source: str, able: Mapping[str, ReplicaView], loads: dict[str, float], now: float, draining: bool
+    ) -> list[Move]:
+        """Moves away from one replica. `loads` is changed as if the next turns were there already."""
+        targets = [name for name, replica in able.items() if name != source and replica.link_ms_per_token is not None]
+        moves: list[Move] = []
+        for key in self._movable(source, now, draining) if targets else ():
+            conversation = self._conversations[key]
+            allowed = [name for name in targets if name != conversation.left] or targets
+            target = min(allowed, key=lambda name: (loads[name], name))
+            link, tokens = able[target].link_ms_per_token or 0.0, conversation.tokens
+            if link * tokens >= self.pricing.prefill(0, tokens):
+                continue
+            if not draining and loads[target] + conversation.work >= loads[source]:
+                continue
+            if not draining:
+                loads[source] -= conversation.work
+            loads[target] += conversation.work
+            moves.append(Move(key, unpack(conversation.chain), tokens, source, target))
+            if len(moves) == self.rules.most_moves:
+                break
+        return moves
+
+    def _movable(self, source: str, now: float, draining: bool) -> Collection[str]:
+        """Keys of idle conversations that may leave a replica, those of the costliest turns first."""
+        recent = []
+        for key in reversed(self._idle.get(source, {})):
+            conversation = self._conversations[key]
+            settled = draining or now - conversation.left_at >= self.rules.settle or conversation.left is None
+            if settled and conversation.chain and not conversation.moving:
+                recent.append(key)
+                if len(recent) == RECENT:
+                    break
+        return sorted(recent, key=lambda key: -self._conversations[key].work)
+
+    def _wait(self, turn: Turn, replica: ReplicaView, found: Found, now: float) -> float:
+        """Milliseconds until a new turn would begin at a replica."""
+        backlog = self.requests[replica.name]
+        wait = backlog.wait(now, self.pricing.step) if replica.waiting_ms is None else replica.waiting_ms
+        if replica.free_tokens is not None:
+            short = turn.prompt_tokens - found.device + turn.output_estimate - replica.free_tokens
+            if short > 0 and backlog.running:
+                wait += backlog.decode / len(backlog.running)
+        return wait
+
+    def _load(self, replica: ReplicaView, now: float) -> float:
+        if replica.waiting_ms is None:
+            return self.load(replica.name, now)
+        return replica.waiting_ms + self.requests[replica.name].decode
+
+    def _rank(self, price: Price) -> float:
+        return price.total + self.rules.thrift * price.work
+
+    def _key(self, turn: Turn) -> str | None:
+        """The conversation that a turn continues: by its key, or by the longest known prompt that it begins with."""
+        if turn.key is not None:
+            return turn.key
+        tails = self._tails
+        return next((tails[digest] for digest in reversed(turn.chain) if digest in tails), None) if tails else None
+
+    def _give(self, conversation: Conversation, replica: str, now: float) -> None:
+        """From now on this replica has the conversation's state."""
+        if conversation.owner not in (replica, None):
+            conversation.left, conversation.left_at = conversation.owner, now
+        conversation.owner = replica
+
+    def _remember(self, key: str, conversation: Conversation, chain: Sequence[bytes], tokens: int, now: float) -> None:
+        self._blocks += len(chain) - len(conversation.chain) // DIGEST
+        conversation.chain, conversation.tokens, conversation.last = b"".join(chain), tokens, now
+        self._conversations.move_to_end(key)
+
+    def _enter_idle(self, key: str, conversation: Conversation) -> None:
+        if conversation.owner is not None and not conversation.underway:
+            self._idle.setdefault(conversation.owner, OrderedDict())[key] = None
+
+    def _leave_idle(self, key: str, conversation: Conversation) -> None:
+        if conversation.owner in self._idle:
+            self._idle[conversation.owner].pop(key, None)
+
+    def _forget_oldest(self) -> None:
+        """Forget the conversations that were active longest ago, down to the bounds of the map."""
+        rules = self.rules
+        while len(self._conversations) > 1 and (
+            len(self._conversations) > rules.most_conversations or self._blocks > rules.most_blocks
+        ):
+            key, conversation = self._conversations.popitem(last=False)
+            self._leave_idle(key, conversation)
+            self._tails.pop(conversation.tail, None)
+            self._blocks -= len(conversation.chain) // DIGEST
+
+
+def unpack(chain: bytes) -> list[bytes]:
+    """The digests of a joined chain."""
+    return [chain[start : start + DIGEST] for start in range(0, len(chain), DIGEST)]

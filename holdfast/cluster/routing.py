@@ -1,0 +1,57 @@
+"""Routing: which replica serves the next turn of a conversation, and which idle conversations move. Pure.
+
+A router is told of every turn: `choose` picks a replica, and `sent`, `started` and `ended` keep its books. From them it
+knows where the state of each conversation lies and how much work waits at each replica. Time is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+from holdfast.cluster.baselines import LeastLoaded, PowerOfTwo, PrefixTree, RoundRobin, SessionHash
+from holdfast.cluster.priced import PricedRouter, RoutingRules
+from holdfast.cluster.turns import (
+    Choice,
+    Found,
+    FoundAt,
+    Move,
+    Price,
+    ReplicaState,
+    ReplicaView,
+    Router,
+    RouterName,
+    Turn,
+)
+from holdfast.core.cost import CostModel
+
+__all__ = [
+    "POLICIES", "Choice", "Found", "FoundAt", "Move", "Price", "ReplicaState", "ReplicaView", "Router", "RouterName",
+    "RoutingRules", "Turn", "make_router",
+]  # fmt: skip
+
+POLICIES: tuple[RouterName, ...] = get_args(RouterName)
+"""Every policy, the default first."""
+
+
+def make_router(
+    name: RouterName, cost: CostModel | None = None, rules: RoutingRules | None = None, *, seed: int = 0
+) -> Router:
+    """A router of this policy. Only "priced" looks at `cost` and `rules`; `seed` is of what is drawn.
+
+    Raises ValueError for an unknown name, and for "priced" without a cost model.
+    """
+    makers: dict[RouterName, Callable[[], Router]] = {
+        "round-robin": RoundRobin,
+        "least-loaded": LeastLoaded,
+        "session-hash": SessionHash,
+        "prefix-tree": PrefixTree,
+        "power-of-two": lambda: PowerOfTwo(seed),
+    }
+    if name == "priced":
+        if cost is None:
+            raise ValueError("the priced router needs a cost model; give one, or another policy")
+        return PricedRouter(cost, rules)
+    if name not in makers:
+        raise ValueError(f"router {name!r} is unknown; there are {', '.join(POLICIES)}")
+    return makers[name]()

@@ -1,0 +1,64 @@
+"""How the replicas of an engine are: for /metrics, with one label for each, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from holdfast.cluster.replica import Replica, State
+from holdfast.cluster.replicas import Replicas
+
+STATS = {
+    "waiting": ("replica_requests_waiting", "Requests waiting for their first step, by replica"),
+    "running": ("replica_requests_running", "Requests with blocks in the cache, by replica"),
+    "blocks_used": ("replica_blocks_used", "Blocks of the KV cache that running requests own, by replica"),
+    "blocks_cached": ("replica_blocks_cached", "Unowned blocks that still hold a reusable prefix, by replica"),
+}
+"""Field of SchedulerStats -> name and help of its gauge for each replica. All other fields are summed only."""
+
+
+class ReplicaMetrics(Collector):
+    """The metrics of each replica, and of what happens between them. Those of all engines together are `Metrics`."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        """As of the last look at each replica, at most a second ago."""
+        members = self._replicas.members
+        up = GaugeMetricFamily("holdfast_replica_up", "1 if the replica takes requests", labels=["replica"])
+        requests = GaugeMetricFamily("holdfast_replica_requests", "Requests that the replica has", labels=["replica"])
+        restarts = CounterMetricFamily(
+            "holdfast_replica_restarts", "Times that the replica's engine ended unasked", labels=["replica"]
+        )
+        for replica in members:
+            up.add_metric([replica.name], replica.serves)
+            requests.add_metric([replica.name], len(replica.running))
+            restarts.add_metric([replica.name], replica.restarts)
+        yield from (up, requests, restarts)
+        for field, (name, help) in STATS.items():
+            gauge = GaugeMetricFamily(f"holdfast_{name}", help, labels=["replica"])
+            for replica in members:
+                if replica.stats is not None:
+                    gauge.add_metric([replica.name], getattr(replica.stats, field))
+            yield gauge
+        counts = self._replicas.counts
+        for name, help, value in (
+            ("requests_resumed", "Times that a request went on at another replica", counts.resumed),
+            ("requests_not_resumed", "Requests that could not go on at another replica", counts.lost),
+            ("routed_tokens", "Prompt tokens of the requests that were routed", counts.routed_tokens),
+            ("moves", "Conversations whose state was copied to another replica", counts.moves),
+            ("moved_tokens", "Tokens of state that were copied from one replica to another", counts.moved_tokens),
+        ):
+            yield CounterMetricFamily(f"holdfast_{name}", help, value=value)
+
+
+def describe(replica: Replica) -> dict[str, Any]:
+    """How a replica is, for operators."""
+    described = {"name": replica.name, "state": str(replica.state), "place": replica.place}
+    if replica.state is not State.READY and replica.reason:
+        described["reason"] = replica.reason
+    return {**described, "requests": len(replica.running), "restarts": replica.restarts}

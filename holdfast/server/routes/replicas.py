@@ -1,0 +1,51 @@
+"""Routes for operators: list the replicas, add one, and drain one."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from holdfast.cluster.replicas import Replicas
+from holdfast.server.config import ServerConfig
+from holdfast.server.protocol import ApiError
+from holdfast.server.replica_metrics import describe
+
+
+def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -> None:
+    """GET and POST /replicas, and POST /replicas/{name}/drain. Only the operator may change them."""
+
+    def check(request: Request) -> None:
+        if config.operator_key is None:
+            reason = "the replicas cannot be changed: this server has no operator key (HOLDFAST_OPERATOR_KEY)"
+            raise ApiError(reason, status=403, code="no_operator_key")
+        given = request.headers.get("x-operator-key", "")
+        if not hmac.compare_digest(given.encode(), config.operator_key.encode()):
+            raise ApiError("the header x-operator-key must hold the operator's key", status=401, code="invalid_key")
+
+    @app.get("/replicas")
+    async def listed() -> dict[str, Any]:
+        """Each replica: its name, state and place, and how many requests it has."""
+        return {"object": "list", "data": [describe(replica) for replica in replicas.members]}
+
+    @app.post("/replicas")
+    async def add(request: Request) -> dict[str, Any]:
+        """Start one more replica, of as many as --max-replicas allows. It serves once its state is `ready`."""
+        check(request)
+        try:
+            return describe(replicas.add())
+        except ValueError as error:
+            raise ApiError(str(error), status=409, code="too_many_replicas") from None
+
+    @app.post("/replicas/{name}/drain")
+    async def drain(request: Request, name: str) -> dict[str, Any]:
+        """Take a replica away: it gets no more requests, and those that it has finish there or go on elsewhere."""
+        check(request)
+        try:
+            await replicas.drain(name)
+        except KeyError:
+            raise ApiError(f"there is no replica {name[:64]}", status=404, code="replica_not_found") from None
+        except ValueError as error:
+            raise ApiError(str(error), status=409, code="last_replica") from None
+        return {"name": name, "state": "draining"}

@@ -453,6 +453,7 @@ class Replicas:
         engine.use_text(self.text)
         engine.on_steps = lambda tokens, seconds: self.on_steps(tokens, seconds)
         replica.engine, replica.state, replica.reason = engine, State.READY, ""
+        replica.place = self._spawner.place(replica.number)
         replica.ready_at, replica.stats, replica.asked_at = time.monotonic(), None, None
         self._changed.set()
 
@@ -491,7 +492,7 @@ class Replicas:
         pause = PAUSES[min(replica.failures, len(PAUSES) - 1)] if replica.failures else 0.0
         if pause:
             await asyncio.sleep(pause)
-        replica.state = State.STARTING
+        replica.state, replica.place = State.STARTING, self._spawner.place(replica.number)
         engine = None
         try:
             engine = await self._spawner.start(replica.number, self._progress(replica.number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -40,6 +41,7 @@ class LocalSpawner:
             )
         self.config = share(config, most, on_gpus=bool(self._gpus))
         """How each engine runs."""
+        self._secret = secrets.token_bytes(32)
 
     def place(self, number: int) -> str:
         """As `Spawner.place`."""
@@ -53,7 +55,9 @@ class LocalSpawner:
         config = self.config
         if config.trace and number:
             config = replace(config, trace=f"{config.trace}.{number}")
-        return await EngineClient.start(config, on_progress=on_progress, process=process, priced=number == 0)
+        return await EngineClient.start(
+            config, on_progress=on_progress, process=process, priced=number == 0, chunk_secret=self._secret
+        )
 
     async def stop(self, number: int, engine: EngineClient) -> None:
         """As `Spawner.stop`."""
@@ -76,10 +80,14 @@ def share(config: EngineConfig, engines: int, *, on_gpus: bool) -> EngineConfig:
     Sizes that are given in GB are those of each engine. `threads` is divided, and so is what is measured.
     """
     changes: dict[str, object] = {}
+    if config.prefix_sharing and not config.chunk_host:
+        changes["chunk_host"] = "127.0.0.1"  # state moves between them
     if not on_gpus:
         changes["threads"] = max(1, (config.threads or cores()) // engines)
         if config.cache_gb is None:
             changes["cache_gb"] = min(CPU_CACHE_GB, free_gb() / 2 / engines)
+        if config.host_cache_gb == "auto" and config.prefix_sharing:
+            changes["host_cache_gb"] = min(1.0, free_gb() / 8 / engines)
     elif config.host_cache_gb == "auto" and config.prefix_sharing:
         changes["host_cache_gb"] = min(HOST_TIER_GB, free_gb() / 4 / engines)
     return replace(config, **changes)  # type: ignore[arg-type]

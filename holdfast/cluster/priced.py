@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import exp
 
 from holdfast.cluster.baselines import ready
 from holdfast.cluster.books import PrefixMap, Requests, Underway
@@ -37,6 +38,8 @@ class RoutingRules:
     """How much a ms of computing weighs beyond itself, as it also delays the turns that come later."""
     settle: float = 30.0
     """Seconds after a change of replica in which a conversation does not go back, nor move ahead of need."""
+    patience: float = 20.0
+    """Seconds over which loads are averaged (as an exponential mean) before conversations move away from one."""
     most_moves: int = 4
     """Moves ahead of need that `rebalance` gives for one replica at a time."""
     most_conversations: int = 1 << 16
@@ -50,7 +53,7 @@ class RoutingRules:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.fair_ratio < 1:
             raise ValueError(f"fair_ratio is {self.fair_ratio}; it must be at least 1")
-        for name in ("fair_ms", "thrift", "settle"):
+        for name in ("fair_ms", "thrift", "settle", "patience"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
 
@@ -100,14 +103,6 @@ class Conversation:
     """The digest by which its next turn is known where that has no key."""
 
 
-@dataclass(slots=True)
-class Shift:
-    """Loads of replicas while moves are planned."""
-
-    loads: dict[str, float]
-    moves: list[Move] = field(default_factory=list)
-
-
 class PricedRouter:
     """As `Router`; the module says how it chooses."""
 
@@ -126,6 +121,12 @@ class PricedRouter:
         """By replica, the keys of its conversations without a request under way, the least recently active first."""
         self._blocks = 0
         """Of all conversations' chains."""
+        self._pressures: dict[str, float] = {}
+        """By replica, its mean load of late in ms."""
+        self._looked = 0.0
+        """When `rebalance` looked at loads last."""
+        self._links: dict[str, float] = {}
+        """By replica, when the copies to and from it that this router asked for end."""
 
     def __len__(self) -> int:
         """Conversations that it knows."""
@@ -162,29 +163,29 @@ class PricedRouter:
         if conversation is not None and now - conversation.left_at < self.rules.settle and conversation.left in fair:
             fair = fair - {conversation.left} or fair
         sources = {replica.name: known.get(replica.name, Found()).tokens for replica in replicas}
-        source = max(sources, key=lambda name: sources[name])
+        source = max(sources, key=lambda name: (sources[name], -self._links.get(name, 0.0)))
         prices = {
-            replica.name: self.price(turn, replica, known.get(replica.name, Found()), sources[source], now)
+            replica.name: self.price(turn, replica, known.get(replica.name, Found()), source, sources[source], now)
             for replica in able
         }
         chosen = min(fair, key=lambda name: (self._rank(prices[name]), loads[name], name))
         return Choice(chosen, source if prices[chosen].brought else None, prices)
 
-    def price(self, turn: Turn, replica: ReplicaView, found: Found, elsewhere: int, now: float) -> Price:
-        """What this turn costs at a replica that holds `found`, if some replica holds `elsewhere` tokens of it."""
+    def price(self, turn: Turn, replica: ReplicaView, found: Found, source: str, elsewhere: int, now: float) -> Price:
+        """What this turn costs at a replica that holds `found`, if the replica `source` holds `elsewhere` tokens."""
         wait = self._wait(turn, replica, found, now)
         lift = found.host * replica.host_ms_per_token + found.lower * replica.lower_ms_per_token
-        have, brought, bring = found.tokens, 0, 0.0
+        have, brought, bring, copied = found.tokens, 0, 0.0, 0.0
         work = self.pricing.prefill(have, turn.prompt_tokens)
         if elsewhere > have and replica.link_ms_per_token is not None:
             tokens = elsewhere - have
-            link = tokens * replica.link_ms_per_token
+            link = self._link_wait(source, replica.name, now) + tokens * replica.link_ms_per_token
             rest = self.pricing.prefill(elsewhere, turn.prompt_tokens)
             if link + tokens * replica.host_ms_per_token + rest < work:
-                brought, work = tokens, rest
+                brought, work, copied = tokens, rest, tokens * replica.link_ms_per_token
                 bring = max(0.0, link - wait)
                 lift += tokens * replica.host_ms_per_token
-        return Price(wait, bring + lift, work, found, brought)
+        return Price(wait, bring + lift, work, found, brought, copied)
 
     def fair(self, loads: Mapping[str, float]) -> set[str]:
         """The replicas that may get a turn under these loads in ms."""
@@ -197,6 +198,8 @@ class PricedRouter:
         price = choice.priced.get(choice.replica) if choice.priced else None
         work = price.work if price else self.pricing.prefill(0, turn.prompt_tokens)
         token = self.pricing.token(turn.prompt_tokens + turn.output_estimate // 2)
+        if choice.move_from is not None and price is not None:
+            self._occupy(choice.move_from, choice.replica, price.link, now)
         key = self._key(turn) or (turn.chain[-1].hex() if turn.chain else None)
         underway = Underway(choice.replica, work, token * turn.output_estimate, token, key)
         self.requests.sent(request, underway, now)
@@ -258,7 +261,8 @@ class PricedRouter:
             conversation = self._conversations.get(underway.key or "")
             if conversation is not None:
                 conversation.underway -= 1
-        self._idle.pop(replica, None)
+        for by_replica in (self._idle, self._pressures, self._links):
+            by_replica.pop(replica, None)
         for conversation in self._conversations.values():
             if conversation.owner == replica:
                 conversation.owner = None
@@ -269,14 +273,21 @@ class PricedRouter:
     def rebalance(self, now: float, replicas: Sequence[ReplicaView]) -> list[Move]:
         """As `Router.rebalance`.
 
-        A replica is overloaded if it is not fair to choose. The conversations whose turns cost most leave it first, as
-        far as that brings its load nearer to the least one's. All conversations leave one that drains. Each is moved
-        only if its state can be copied faster than it can be computed again.
+        A replica is overloaded if its mean load of late would make it unfair to choose: a single long prompt moves
+        nobody. The conversations whose turns cost most leave it first, as far as that brings its load nearer to the
+        least one's. All conversations leave one that drains. Each is moved only if its state can be copied faster than
+        it can be computed again.
         """
         able = {replica.name: replica for replica in replicas if replica.state is ReplicaState.READY}
         if not able:
             return []
-        loads = {name: self._load(replica, now) for name, replica in able.items()}
+        share = 1 - exp(-(now - self._looked) / self.rules.patience) if self.rules.patience else 1.0
+        self._looked, before = now, self._pressures
+        loads = {
+            name: (load := before.get(name, 0.0)) + share * (self._load(replica, now) - load)
+            for name, replica in able.items()
+        }
+        self._pressures = dict(loads)
         fair, moves = self.fair(loads), list[Move]()
         for replica in replicas:
             draining = replica.state is ReplicaState.DRAINING
@@ -284,6 +295,7 @@ class PricedRouter:
                 moves += self._moves_from(replica.name, able, loads, now, draining)
         for move in moves:
             self._conversations[move.key].moving = True
+            self._occupy(move.source, move.target, move.tokens * (able[move.target].link_ms_per_token or 0.0), now)
         return moves
 
     def _moves_from(
@@ -330,6 +342,14 @@ class PricedRouter:
             if short > 0 and backlog.running:
                 wait += backlog.decode / len(backlog.running)
         return wait
+
+    def _link_wait(self, source: str, target: str, now: float) -> float:
+        """Milliseconds until the copies that this router asked for leave both links free."""
+        until = max(self._links.get(source, 0.0), self._links.get(target, 0.0))
+        return max(0.0, (until - now) * 1e3)
+
+    def _occupy(self, source: str, target: str, ms: float, now: float) -> None:
+        self._links[source] = self._links[target] = now + (self._link_wait(source, target, now) + ms) / 1e3
 
     def _load(self, replica: ReplicaView, now: float) -> float:
         if replica.waiting_ms is None:

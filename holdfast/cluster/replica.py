@@ -45,6 +45,8 @@ class Replica:
     failures: int = 0
     """Starts in a row that failed, or that did not last."""
     restarts: int = 0
+    taken: int = 0
+    """Requests that were sent to it so far, those from other replicas among them."""
     ready_at: float = 0.0
     asked_at: float | None = None
     """Since when it has not answered a question about its health."""
@@ -74,6 +76,7 @@ class Replica:
     def enter(self, request_id: str) -> None:
         """A request is sent to it."""
         self.running.add(request_id)
+        self.taken += 1
         self.idle.clear()
 
     def leave(self, request_id: str) -> None:

@@ -17,10 +17,14 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.moving import Mover
 from holdfast.cluster.replica import Replica, State
 from holdfast.cluster.routing import (
+    Choice,
+    Move,
     ReplicaState,
     ReplicaView,
     Router,
@@ -64,6 +68,8 @@ CHAIN_BLOCK = 16
 """Tokens of a block of a prompt's chain of digests, where the engine's cache has no blocks."""
 CHAIN_BLOCKS = 1 << 18
 """Blocks of recent prompts whose digests are remembered."""
+MOVE_SECONDS = 20.0
+"""How long the conversations of a replica that is taken away are moved to the others."""
 GAUGES = frozenset({
     "waiting", "running", "blocks_total", "blocks_used", "blocks_cached", "host_blocks_total", "host_blocks_ready",
     "host_blocks_cached", "rows_prefilled", "blocks_training", "rows_wide", "adapters_known", "adapters_resident",
@@ -138,6 +144,8 @@ class Replicas:
         self._answer_tokens = 128.0
         """How long answers are of late."""
         self._closing = False
+        self._moving: set[asyncio.Task[int]] = set()
+        """Moves of idle conversations that are under way."""
         self._watching: asyncio.Task[None] | None = None
 
     @classmethod
@@ -213,8 +221,10 @@ class Replicas:
         try:
             while True:
                 known = len(stream.answer)
-                replica, engine = await self._choose(stream, turn)
+                replica, engine, choice = await self._choose(stream, turn)
                 try:
+                    if choice.move_from is not None:
+                        await self._bring(turn, choice, engine)
                     async with aclosing(engine.run(stream)) as deltas:
                         async for delta in deltas:
                             if delta.tokens and self._streams[request_id]:
@@ -252,7 +262,7 @@ class Replicas:
         finally:
             del self._streams[request_id]
 
-    async def _choose(self, stream: Stream, turn: Turn) -> tuple[Replica, EngineClient]:
+    async def _choose(self, stream: Stream, turn: Turn) -> tuple[Replica, EngineClient, Choice]:
         """The replica for a request, which counts as sent there. Waits for one while none serves.
 
         Raises QueueFull if all queues are full, NoReplica if none serves for a long time.
@@ -276,13 +286,49 @@ class Replicas:
         assert engine is not None
         self.router.sent(stream.request.id, turn, choice, now)
         replica.enter(stream.request.id)
-        return replica, engine
+        return replica, engine, choice
+
+    async def _bring(self, turn: Turn, choice: Choice, engine: EngineClient) -> None:
+        """Bring the state that a turn goes without at its replica, where that is cheaper than to compute it."""
+        source = next((each.engine for each in self.members if each.name == choice.move_from and each.answers), None)
+        price = (choice.priced or {}).get(choice.replica)
+        if source is None or price is None:
+            return
+        first = price.found.tokens // self._block
+        last = first + -(-price.brought // self._block)
+        self._count_move(await self.mover.move(turn.chain, first, last, source, engine))
+
+    async def _move(self, move: Move) -> int:
+        """Move an idle conversation. It belongs to its new replica once its state is there."""
+        engines = {each.name: each.engine for each in self.members if each.engine is not None and each.answers}
+        tokens = 0
+        if move.source in engines and move.target in engines:
+            source, target = engines[move.source], engines[move.target]
+            tokens = await self.mover.move(move.chain, 0, len(move.chain), source, target)
+        self._count_move(tokens)
+        self.router.moved(move, tokens, time.monotonic())
+        return tokens
+
+    def _count_move(self, tokens: int) -> None:
+        self.counts.moves += tokens > 0
+        self.counts.moved_tokens += tokens
+
+    async def _move_away(self, replica: Replica) -> None:
+        """Move the conversations of a replica that drains to the others, until none is left that is worth it."""
+        while any(each.serves for each in self.members):
+            views = [self._view(each) for each in self.members if each.answers]
+            moves = self.router.rebalance(time.monotonic(), views)
+            came = await asyncio.gather(*(self._move(move) for move in moves))
+            if not any(tokens for move, tokens in zip(moves, came, strict=True) if move.source == replica.name):
+                return
 
     def _view(self, replica: Replica) -> ReplicaView:
         stats = replica.stats
         free = None if stats is None else (stats.blocks_total - stats.blocks_used) * self.info.block_size
         state = ReplicaState.READY if replica.serves else ReplicaState.DRAINING
-        return ReplicaView(replica.name, free_tokens=free, state=state)
+        movable = replica.engine is not None and self.mover.can(replica.engine)
+        link = self.mover.ms_per_token if movable else None
+        return ReplicaView(replica.name, free_tokens=free, link_ms_per_token=link, state=state)
 
     def _turn(self, stream: Stream, key: str | None) -> Turn:
         request = stream.request
@@ -417,7 +463,8 @@ class Replicas:
         if self._closing:
             return
         self._closing = True
-        tasks = [replica.task for replica in self.members if replica.task is not None]
+        tasks: list[asyncio.Task[Any]] = [*self._moving]
+        tasks += [replica.task for replica in self.members if replica.task is not None]
         if self._watching is not None:
             tasks.append(self._watching)
         for task in tasks:
@@ -438,9 +485,10 @@ class Replicas:
             info, max_sequences=most * info.max_sequences, max_waiting=most * info.max_waiting,
             started_in=max(engine.info.started_in for engine in engines),
         )  # fmt: skip
-        block = info.block_size if info.executor == "paged" else CHAIN_BLOCK
-        self._digests = DigestCache(block, CHAIN_BLOCKS)
-        self.router = router_for(self.cluster.routing, info, block)
+        self._block = info.block_size if info.executor == "paged" else CHAIN_BLOCK
+        self._digests = DigestCache(self._block, CHAIN_BLOCKS)
+        self.router = router_for(self.cluster.routing, info, self._block)
+        self.mover = Mover(info.memory.block / info.block_size, self._block)
         for number, engine in enumerate(engines):
             replica = Replica(number, self._spawner.place(number))
             self.members.append(replica)
@@ -555,6 +603,8 @@ class Replicas:
                     )
                 finally:
                     idle.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._move_away(replica), MOVE_SECONDS)
             await self._ask(replica, WATCH_SECONDS)
             self._keep_counters(replica)
             self.router.lost(replica.name)
@@ -591,6 +641,12 @@ class Replicas:
                     self._judge(replica, now)
             if self.cluster.max_replicas is not None:
                 self._scale(scaler, now)
+            if len(self.members) > 1:
+                views = [self._view(replica) for replica in self.members if replica.answers]
+                for move in self.router.rebalance(now, views):
+                    moving = asyncio.create_task(self._move(move))
+                    self._moving.add(moving)
+                    moving.add_done_callback(self._moving.discard)
 
     def _judge(self, replica: Replica, now: float) -> None:
         """Look at a replica that has not answered the last question yet."""

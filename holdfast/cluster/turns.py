@@ -79,6 +79,8 @@ class Price:
     """What the replica holds before anything is brought."""
     brought: int
     """Tokens that come from another replica."""
+    link: float
+    """How long their copy takes the link, in ms."""
 
     @property
     def total(self) -> float:

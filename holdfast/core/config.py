@@ -130,7 +130,12 @@ class EngineConfig:
     host_cache_gb: float | Literal["auto"] = option(
         "auto",
         "size of the host tier in GB, for all devices, where idle conversations go; auto is a quarter of the free host "
-        "memory on CUDA, at most 32, and 0 on a CPU; 0 is off",
+        "memory on CUDA, at most 32, and on a CPU 0, or at most 1 with chunk_host; 0 is off",
+    )
+    chunk_host: str = option(
+        "",
+        "address at which other engines fetch KV blocks from this one, as HOST or HOST:PORT; empty is off; several "
+        "replicas on one machine use 127.0.0.1",
     )
     chunk_size: int = option(32, "tokens that are evicted together; rounded up to whole blocks")
     eviction: Literal["retention", "lru", "lru-conversation", "tail-first"] = option(
@@ -286,6 +291,10 @@ class EngineConfig:
                     f"host_cache_gb is {self.host_cache_gb} and prefix_sharing is off: without it nothing that goes to "
                     "the host would be found again; drop one of them"
                 )
+        if self.chunk_host and not re.fullmatch(
+            r"[A-Za-z0-9._-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?", self.chunk_host
+        ):
+            raise ValueError(f"chunk_host is {self.chunk_host!r}; it must look like HOST, HOST:PORT or [IPv6]:PORT")
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
         if self.attention_backend == "vllm-flash-attn" and self.kv_cache_dtype == "fp8":

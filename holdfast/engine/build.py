@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +21,13 @@ from holdfast.core.training_cost import MICRO_BATCHES
 from holdfast.core.types import AdapterInfo
 from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.chunk_service import ChunkService
+from holdfast.engine.chunk_wire import Terms
 from holdfast.engine.grammar_desk import GrammarDesk
 from holdfast.engine.in_service import in_service
 from holdfast.engine.many_device import ManyDevice
 from holdfast.engine.messages import EngineInfo
+from holdfast.engine.move_desk import MoveDesk
 from holdfast.engine.paged import check_layout, make_paged_device, make_rank, threads_of
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.rank_messages import Loaded, StartRank
@@ -63,6 +68,8 @@ from holdfast.training.trainer import Trainer
 clock = time.monotonic
 log = logging.getLogger("holdfast.engine")
 
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14
+"""Of each file of weights, what tells models of one name apart."""
 HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
 """Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
 
@@ -80,6 +87,8 @@ class Engine(NamedTuple):
     """Takes requests that have a grammar. To be closed."""
     ranks: Ranks | None
     """The other processes of the engine; None if there are none. Closing the loop ends them."""
+    moves: MoveDesk
+    """Says where KV blocks are, and moves them between engines. To be closed before the loop."""
 
 
 def build(
@@ -102,6 +111,7 @@ def build_engine(
     priced: bool = False,
     on_progress: Callable[[str], None] = lambda stage: None,
     ranks: Ranks | None = None,
+    chunk_secret: bytes = b"",
 ) -> Engine:
     """Load the model, measure the device, allocate its memory, and put the loop together.
 
@@ -109,7 +119,8 @@ def build_engine(
     of each stage, for people. A latency target, and the host tier of a paged cache, need the device's cost profile
     (`find_profile`), `priced` finds it in any case, and `measure` measures it. `ranks` are the processes of a
     configuration with several devices, if they have been started; they end if this fails. Raises ValueError
-    (UnsupportedCheckpoint among them), MemoryError and RankFailure with a reason for people.
+    (UnsupportedCheckpoint among them), MemoryError and RankFailure with a reason for people. Blocks move between
+    engines of one `chunk_secret`.
     """
     stages = stages or Stages(clock(), clock)
     try:
@@ -119,7 +130,10 @@ def build_engine(
             ranks = ranks or Ranks(config)
         elif config.threads is not None:
             torch.set_num_threads(config.threads)
-        return put_together(config, checkpoint, ranks, stages, measure=measure, priced=priced, on_progress=on_progress)
+        return put_together(
+            config, checkpoint, ranks, stages, measure=measure, priced=priced, on_progress=on_progress,
+            chunk_secret=chunk_secret,
+        )  # fmt: skip
     except BaseException:
         if ranks is not None:
             ranks.close(at_once=True)
@@ -135,6 +149,7 @@ def put_together(
     measure: bool,
     priced: bool,
     on_progress: Callable[[str], None],
+    chunk_secret: bytes,
 ) -> Engine:
     """Do what `build_engine` says. `ranks` are the processes of the other ranks, where there are any."""
     on_progress(f"loading {checkpoint.name}")
@@ -199,6 +214,8 @@ def put_together(
     loop: LanguageLoop = Loop(
         scheduler, executor, steps_in_flight(config, config.pp), clock, grow, keep, device.executor.prepare
     )
+    moves = MoveDesk(scheduler, clock)
+    unmoved = begin_moves(config, checkpoint, device, shape, moves, chunk_secret)
     info = EngineInfo(
         model=shape.model,
         precision=shape.precision,
@@ -221,8 +238,52 @@ def put_together(
         gives_hidden=shape.gives_hidden,
         tp=config.tp,
         pp=config.pp,
+        chunk_address="" if moves.service is None else moves.service.address,
+        chunk_reason=unmoved,
     )
-    return Engine(loop, info, desk, tuning, make_grammars(config, checkpoint, device, shape, scheduler), ranks)
+    grammars = make_grammars(config, checkpoint, device, shape, scheduler)
+    return Engine(loop, info, desk, tuning, grammars, ranks, moves)
+
+
+def begin_moves(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: PagedDevice | PaddedDevice | ManyDevice,
+    shape: EngineShape,
+    moves: MoveDesk,
+    secret: bytes,
+) -> str:
+    """Let KV blocks move between this engine and others, if it is configured; why none can. Raises OSError."""
+    if not config.chunk_host:
+        return "chunk_host is not set"
+    if isinstance(device, PaddedDevice):
+        return "padded rows hold no blocks that could move"
+    if isinstance(device, ManyDevice):
+        return f"tp is {config.tp} and pp is {config.pp}: blocks of several devices cannot move yet"
+    chunks = device.host_bytes
+    if chunks is None:
+        return "there is no host tier, through which blocks move"
+    cache = device.memory.cache
+    block = tuple(cache.data[:, :, 0].shape)
+    layout = f"{shape.model}, {shape.precision}, {cache.data.dtype}, {block}, {fingerprint(config, checkpoint)}"
+    terms = Terms(secret or secrets.token_bytes(32), layout, device.block_bytes)
+    moves.service = ChunkService(moves, terms, lambda block: memoryview(chunks[block]), config.chunk_host)
+    return ""
+
+
+def fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """A digest of what a model's KV depends on: its configuration, and samples of its weights' files."""
+    found = hashlib.sha256(f"{config.load_format} {config.quantization} {config.max_model_len}".encode())
+    found.update((checkpoint.directory / "config.json").read_bytes())
+    for path in sorted(checkpoint.directory.iterdir()):
+        if path.suffix in (".safetensors", ".bin", ".pt", ".pth") and config.load_format != "random":
+            size = path.stat().st_size
+            found.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for part in range(SAMPLES):
+                    file.seek(size * part // SAMPLES)
+                    found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def make_grammars(

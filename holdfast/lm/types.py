@@ -586,6 +586,14 @@ class SchedulerStats:
     """Drafted tokens that were verified."""
     drafts_accepted: int = 0
     """Those of them that were the model's own."""
+    chunk_bytes_in: int = 0
+    """Bytes of KV blocks that have come from other engines."""
+    chunk_bytes_out: int = 0
+    """Bytes that were sent to others."""
+    chunk_rate: float = 0.0
+    """Bytes per second of recent moves into this engine; 0 before the first."""
+    chunk_failures: int = 0
+    """Moves into this engine that ended early because of an error."""
 
 
 @dataclass(frozen=True, slots=True)

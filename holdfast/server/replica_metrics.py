@@ -34,11 +34,15 @@ class ReplicaMetrics(Collector):
         restarts = CounterMetricFamily(
             "holdfast_replica_restarts", "Times that the replica's engine ended unasked", labels=["replica"]
         )
+        taken = CounterMetricFamily(
+            "holdfast_replica_requests_taken", "Requests that were sent to the replica", labels=["replica"]
+        )
         for replica in members:
+            taken.add_metric([replica.name], replica.taken)
             up.add_metric([replica.name], replica.serves)
             requests.add_metric([replica.name], len(replica.running))
             restarts.add_metric([replica.name], replica.restarts)
-        yield from (up, requests, restarts)
+        yield from (up, requests, taken, restarts)
         for field, (name, help) in STATS.items():
             gauge = GaugeMetricFamily(f"holdfast_{name}", help, labels=["replica"])
             for replica in members:
@@ -61,4 +65,4 @@ def describe(replica: Replica) -> dict[str, Any]:
     described = {"name": replica.name, "state": str(replica.state), "place": replica.place}
     if replica.state is not State.READY and replica.reason:
         described["reason"] = replica.reason
-    return {**described, "requests": len(replica.running), "restarts": replica.restarts}
+    return {**described, "requests": len(replica.running), "taken": replica.taken, "restarts": replica.restarts}

@@ -58,6 +58,9 @@ CPU_CACHE_BYTES = 4_000_000_000
 HOST_CACHE_BYTES = 32_000_000_000
 """Most bytes of the host tier unless the config says otherwise: pinning takes time, and other processes need memory."""
 
+TRANSIT_BYTES = 1_000_000_000
+"""Most bytes of the host tier of a CPU, unless the config says otherwise, where blocks move between engines."""
+
 SAMPLING_VARIANTS = ((False, False), (True, False), (True, True))
 """The variants of the sampling kernel: whether any row of a step draws, and whether any is filtered."""
 
@@ -162,6 +165,19 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def host(self) -> HostMemory | None:
         """The host tier, where it has to be locked. Raises RuntimeError before `allocate`."""
         return self.memory.host
+
+    @property
+    def host_bytes(self) -> np.ndarray | None:
+        """The blocks of the host tier as bytes [host blocks, bytes of a block]. Raises RuntimeError before `allocate`.
+
+        Of a block that is held (`HostPool.hold`) any thread may read them, and of one that is reserved it may write
+        them, as `HostPool.reserve` says.
+        """
+        kept = self.memory.host_cache
+        if kept is None:
+            return None
+        by_block = kept.data.permute(2, 0, 1, 3, 4, 5)
+        return by_block.view(torch.uint8).reshape(len(by_block), self.block_bytes).numpy()
 
     def time_links(self) -> LinkTimes:
         """Time the messages between the ranks that share the model. All of them call this at once, while no step runs.
@@ -316,9 +332,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes) -> PagedMemory:
         cache, layers, batch = self._empty(num_blocks)
-        host, transfers = None, None
+        host, transfers, kept = None, None, None
         if host_blocks:
-            kept = self._cache(host_blocks, torch.device("cpu"), by_block=self.kind == "cuda")
+            kept = self._cache(host_blocks, torch.device("cpu"), by_block=True)
             transfers = Transfers(cache, kept, layers, self._make_stream)
             if self.kind == "cuda":
                 host = HostMemory(kept, partial(cuda_pin, device=self.device))
@@ -331,7 +347,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         adapters = None
         if self.adapter_slots is not None and self.adapter_store is not None:
             adapters = AdapterTransfers(self.adapter_slots, self.adapter_store, self._make_stream)
-        return PagedMemory(cache, layers, batch, graphs, host, transfers, adapter_graphs, adapters)
+        return PagedMemory(cache, layers, batch, graphs, host, transfers, adapter_graphs, adapters, kept)
 
     def _empty(self, num_blocks: int) -> tuple[KVCache, Layers, Batch]:
         """A device's cache, its layers, and an empty batch."""
@@ -414,8 +430,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         wanted = self.config.host_cache_gb
         free, total = memory_of(torch.device("cpu"))
         if wanted == "auto":
-            on = self.kind == "cuda" and self.config.prefix_sharing
-            return self._own_share(min(HOST_CACHE_BYTES, free // 4)) if on else 0
+            if not self.config.prefix_sharing or not (self.kind == "cuda" or self.config.chunk_host):
+                return 0
+            # On a CPU both tiers are the same memory, and this one is only what blocks pass through.
+            most = HOST_CACHE_BYTES if self.kind == "cuda" else TRANSIT_BYTES
+            return self._own_share(min(most, free // 4))
         size = int(wanted * 1e9)
         if size > free or 0 < wanted * 1e9 < self.whole_block_bytes:
             raise MemoryError(

@@ -131,6 +131,8 @@ class BlockPool:
         """Drop the state of `count` idle blocks, which must be allocatable. They are in no state then."""
         evicted = self._idle.reclaim(count, now, self.max_copies)
         lost = self._index.remove(evicted)
+        for digest in lost if self.copies.wanted else ():
+            self.copies.wanted.pop(digest, None)
         self.dropped += len(lost) - (len(self.host.find_all(lost)) if self.host is not None else 0)
         return evicted
 
@@ -268,11 +270,11 @@ class BlockPool:
         idle = [block for block in unowned if digests[block] is not None]
         if len(idle) < len(unowned):
             self._free.extend([block for block in unowned if digests[block] is None])
+        if self.host is not None:
+            self.host.mark_idle([digest for block in idle if (digest := digests[block])], use)
         if self.copies.swapping_out:
             idle = self.copies.add_idle(idle, use)
         self._idle.retained.add_all(idle, map(self._index.indices.__getitem__, idle), use)
-        if self.host is not None:
-            self.host.mark_idle([digest for block in idle if (digest := digests[block])], use)
 
     def touch(self, blocks: Iterable[int], digests: Iterable[bytes], now: float) -> None:
         """Count these cached blocks, and the host's blocks of these digests, as used at `now`."""
@@ -336,13 +338,14 @@ class BlockPool:
         host, idle = self.host, self._idle
         if host is None:
             return ()
+        asked = self._copy_wanted(step, now) if self.copies.wanted else ()
         ready = self.allocatable + self.copies.idle
         short = self._low_water * (self.num_blocks - self.training) // self.num_blocks - ready
         ahead = min(short, max(self._copies_ahead, self.blocks_for(num_tokens), short // 8))
         wanted = min(max(self._demand - ready, ahead), self.max_copies)
         self._demand = 0
         if wanted <= 0 or not idle.retained.blocks:
-            return ()
+            return asked
         copies: list[BlockCopy] = []
         last_use: dict[int, Use] = {}
         victims, host_victims = idle.retained.victims(now), host.victims(now)
@@ -361,6 +364,52 @@ class BlockPool:
                     last_use[block] = chunk.use
         self.swapped_out += len(copies)
         self.copies.start_swap_out(copies, last_use, step)
+        return (*asked, *copies)
+
+    def want_on_host(self, digests: Iterable[bytes]) -> None:
+        """Ask for copies on the host of the device blocks with these digests, which the next plans begin.
+
+        Not within a plan: what the current plan computes must not be copied by it. `coming_to_host` says which are
+        still to come; a block of which the host is too full, or that is evicted first, does not.
+        """
+        host = self.host
+        if host is not None:
+            missing = [digest for digest in digests if digest in self._cached and host.find(digest) is None]
+            self.copies.wanted.update(dict.fromkeys(missing))
+
+    def coming_to_host(self, digest: bytes) -> bool:
+        """Whether the host will have the block with this digest, as far as it can be said now."""
+        return digest in self.copies.wanted or self._cached.get(digest) in self.copies.swapping_out
+
+    def _copy_wanted(self, step: int, now: float) -> tuple[BlockCopy, ...]:
+        """Begin the copies that others wait for, as active as anything at `now`; no more at once than `max_copies`."""
+        host, wanted, swapping_out = self.host, self.copies.wanted, self.copies.swapping_out
+        assert host is not None
+        room, arriving = self.max_copies - len(swapping_out), self.copies.under_way
+        copies: list[BlockCopy] = []
+        last_use: dict[int, Use] = {}
+        owned = 0
+        while room > len(copies) and wanted:
+            digest = next(iter(wanted))
+            del wanted[digest]
+            block = self._cached.get(digest)
+            if block is None or block in arriving or block in last_use or host.find(digest) is not None:
+                continue
+            target = self.reserve_on_host(self._index.indices[block], now)
+            if target is None:
+                wanted.clear()
+                break
+            copies.append(BlockCopy(block, target))
+            if self._owners[block]:
+                owned += 1
+                last_use[block] = now, self._uses
+            elif block in self._idle.reclaimable:
+                del self._idle.reclaimable[block]
+                last_use[block] = now, self._uses
+            else:
+                last_use[block] = self._idle.retained.take(block)
+        self.swapped_out += len(copies)
+        self.copies.start_swap_out(copies, last_use, step, owned)
         return tuple(copies)
 
     def finish_swap_out(self, step: int) -> None:

@@ -26,8 +26,12 @@ def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -
 
     @app.get("/replicas")
     async def listed() -> dict[str, Any]:
-        """Each replica: its name, state and place, and how many requests it has."""
-        return {"object": "list", "data": [describe(replica) for replica in replicas.members]}
+        """Each replica: its name, state, place and process, and how many requests it has."""
+        data = [
+            {**describe(replica), "pid": None if replica.engine is None else replica.engine.pid}
+            for replica in replicas.members
+        ]
+        return {"object": "list", "data": data}
 
     @app.post("/replicas")
     async def add(request: Request) -> dict[str, Any]:

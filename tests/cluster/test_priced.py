@@ -1,0 +1,326 @@
+"""The priced router, against an oracle that keeps every turn in plain lists and computes every price anew."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from holdfast.cluster.priced import Pricing
+from holdfast.cluster.routing import Found, Move, ReplicaState, ReplicaView, RoutingRules, Turn, make_router
+from holdfast.core.cost import CostModel
+
+COST = CostModel(
+    model="m",
+    device="d",
+    linear_tokens=(1, 64, 1024),
+    linear_seconds=(0.004, 0.005, 0.020),
+    attention_queries=(1, 1024),
+    attention_contexts=(64, 1024),
+    attention_seconds=((0.00001, 0.0001), (0.0005, 0.008)),
+)
+BLOCK = 16
+RULES = RoutingRules(block_size=BLOCK, step_tokens=1024, fair_ms=300.0, settle=5.0, patience=0.0)
+PRICING = Pricing(COST, RULES.step_tokens)
+
+
+def chain(conversation, blocks):
+    """Digests of a conversation's first blocks, by number."""
+    return [conversation.to_bytes(16, "big") + index.to_bytes(16, "big") for index in range(blocks)]
+
+
+def turn(conversation, blocks, *, keyed=True, output=20):
+    return Turn(str(conversation) if keyed else None, chain(conversation, blocks), blocks * BLOCK + 3, output)
+
+
+def views(count, *, link=0.001, draining=()):
+    return [
+        ReplicaView(
+            f"r{number}",
+            link_ms_per_token=link,
+            host_ms_per_token=0.0005,
+            state=ReplicaState.DRAINING if number in draining else ReplicaState.READY,
+        )
+        for number in range(count)
+    ]
+
+
+def priced(**rules):
+    return make_router("priced", COST, replace(RULES, **rules))
+
+
+def serve(router, request, asked, replicas, now):
+    """Choose, send and end a turn at once."""
+    choice = router.choose(asked, replicas, now)
+    router.sent(request, asked, choice, now)
+    router.started(request, now)
+    router.ended(request, now, asked.chain)
+    return choice
+
+
+class Oracle:
+    """All that a router is told, in lists."""
+
+    def __init__(self):
+        self.requests = []
+        """[id, replica, work, decode, per token, has its first token]"""
+        self.since = {}
+        self.links = {}
+        """By replica, when its link is free."""
+        self.left = {}
+        """By conversation: its replica, the one it left, and when."""
+
+    def waiting(self, replica):
+        return [each for each in self.requests if each[1] == replica and not each[5]]
+
+    def wait(self, replica, now):
+        waiting = self.waiting(replica)
+        if not waiting:
+            return 0.0
+        decoding = sum(each[4] for each in self.requests if each[1] == replica and each[5])
+        stretch = 1 + decoding / PRICING.step
+        done = min(waiting[0][2] * stretch, (now - self.since[replica]) * 1e3)
+        return max(0.0, sum(each[2] for each in waiting) * stretch - done)
+
+    def load(self, replica, now):
+        return self.wait(replica, now) + sum(each[3] for each in self.requests if each[1] == replica)
+
+    def price(self, asked, view, found, now):
+        """The cheaper of bringing what another has and computing it."""
+        have, best = found[view.name].tokens, max(each.tokens for each in found.values())
+        wait, lift = self.wait(view.name, now), found[view.name].host * view.host_ms_per_token
+        computed = wait + lift + PRICING.prefill(have, asked.prompt_tokens)
+        if best <= have or view.link_ms_per_token is None:
+            return computed
+        link, work = (best - have) * view.link_ms_per_token, PRICING.prefill(best, asked.prompt_tokens)
+        sources = [name for name in found if found[name].tokens == best]
+        free = max(self.links.get(view.name, 0.0), min(self.links.get(name, 0.0) for name in sources))
+        link += max(0.0, (free - now) * 1e3)
+        copied = (best - have) * view.host_ms_per_token
+        if link + copied + work >= PRICING.prefill(have, asked.prompt_tokens):
+            return computed
+        return max(wait, link) + lift + copied + work
+
+    def allowed(self, asked, able, now):
+        loads = {view.name: self.load(view.name, now) for view in able}
+        least = min(loads.values())
+        fair = {name for name in loads if loads[name] <= max(least * RULES.fair_ratio, least + RULES.fair_ms)}
+        _, left, at = self.left.get(asked.key, (None, None, 0.0))
+        return fair - {left} if left and now - at < RULES.settle and fair - {left} else fair
+
+    def copies(self, source, target, ms, now):
+        free = max(now, self.links.get(source, 0.0), self.links.get(target, 0.0))
+        self.links[source] = self.links[target] = free + ms / 1e3
+
+    def sent(self, request, asked, replica, work, now):
+        if not self.waiting(replica):
+            self.since[replica] = now
+        token = PRICING.token(asked.prompt_tokens + asked.output_estimate // 2)
+        self.requests.append([request, replica, work, token * asked.output_estimate, token, False])
+        owner, left, at = self.left.get(asked.key, (replica, None, 0.0))
+        self.left[asked.key] = (replica, owner, now) if owner != replica else (replica, left, at)
+
+    def began(self, request, now):
+        for each in self.requests:
+            if each[0] == request and not each[5]:
+                self.since[each[1]], each[5] = now, True
+
+    def ended(self, request, now):
+        for each in self.requests:
+            if each[0] == request and not each[5]:
+                self.since[each[1]] = now
+        self.requests = [each for each in self.requests if each[0] != request]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_choice_is_the_cheapest_that_fairness_allows(seed):
+    random, router, oracle, now = Random(seed), priced(), Oracle(), 0.0
+    count, open_requests, seen, queued = random.randint(2, 6), [], 0, 0
+    for number in range(150):
+        now += random.expovariate(20)
+        replicas = views(
+            count, link=random.choice([None, 0.001, 0.05]), draining={count - 1} if number % 7 == 0 else ()
+        )
+        able = [view for view in replicas if view.state is ReplicaState.READY]
+        asked = turn(random.randrange(12), random.choice([1, 4, 40, 200]))
+        found = {
+            view.name: Found(random.choice([0, 0, len(asked.chain) * BLOCK]), 16 * random.randrange(3))
+            for view in replicas
+        }
+        found = {name: each if each.tokens < asked.prompt_tokens else Found() for name, each in found.items()}
+        choice = router.choose(asked, replicas, now, found.__getitem__)
+        prices = {view.name: oracle.price(asked, view, found, now) for view in able}
+        allowed = oracle.allowed(asked, able, now)
+        assert choice.replica in allowed
+        assert prices[choice.replica] == pytest.approx(min(prices[name] for name in allowed))
+        assert {name: each.total for name, each in choice.priced.items()} == pytest.approx(prices)
+        seen += prices[choice.replica] > min(prices.values()) + 1e-6
+        router.sent(str(number), asked, choice, now)
+        oracle.sent(str(number), asked, choice.replica, choice.priced[choice.replica].work, now)
+        if choice.move_from is not None:
+            oracle.copies(choice.move_from, choice.replica, choice.priced[choice.replica].link, now)
+            queued += 1
+        open_requests.append(str(number))
+        while open_requests and random.random() < 0.55:
+            request = open_requests.pop(random.randrange(len(open_requests)))
+            if random.random() < 0.8:
+                router.started(request, now)
+                oracle.began(request, now)
+            router.ended(request, now)
+            oracle.ended(request, now)
+    assert seen and queued, "fairness never decided, or nothing was ever copied"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_map_finds_the_longest_prefix_that_was_sent_to_each_replica(seed):
+    random, router, sent = Random(seed), priced(), []
+    for number in range(80):
+        asked = turn(random.randrange(6), random.randrange(1, 60))
+        known = router.known(asked)
+        for name in (view.name for view in views(4)):
+            longest = max((blocks for one, blocks, at in sent if (one, at) == (asked.key, name)), default=0)
+            held = known.get(name, Found()).tokens
+            most = min(longest, len(asked.chain)) * BLOCK
+            # One block in eight is remembered, and each chain's last.
+            assert most - 8 * BLOCK < held <= most or held == most
+        choice = serve(router, str(number), asked, views(4), float(number))
+        sent.append((asked.key, len(asked.chain), choice.replica))
+
+
+def test_next_turn_goes_where_the_conversation_is():
+    router = priced()
+    first = serve(router, "a", turn(1, 100), views(4), 0.0).replica
+    for number in range(2, 6):
+        choice = serve(router, str(number), turn(1, 100 * number), views(4), float(number))
+        assert (choice.replica, choice.move_from) == (first, None)
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_turn_leaves_a_crowded_replica_and_its_state_is_brought_along(keyed):
+    router = priced(fair_ms=1e9)
+    home = serve(router, "a", turn(1, 200, keyed=keyed), views(3), 0.0).replica
+    for number in range(4):
+        asked = turn(10 + number, 400)
+        choice = router.choose(asked, [view for view in views(3) if view.name == home], 1.0)
+        router.sent(f"big {number}", asked, choice, 1.0)
+    choice = router.choose(turn(1, 210, keyed=keyed), views(3), 1.0)
+    assert choice.replica != home and choice.move_from == home
+    assert choice.priced[choice.replica].brought == 200 * BLOCK
+
+
+def test_state_is_computed_again_where_the_link_is_slower():
+    router = priced(fair_ms=1e9)
+    home = serve(router, "a", turn(1, 200), views(2), 0.0).replica
+    for number in range(4):
+        asked = turn(10 + number, 400)
+        router.sent(f"b{number}", asked, router.choose(asked, [v for v in views(2) if v.name == home], 1.0), 1.0)
+    choice = router.choose(turn(1, 210), views(2, link=10.0), 1.0)
+    assert choice.replica != home and choice.move_from is None
+
+
+def test_conversation_does_not_go_back_before_it_has_settled():
+    router = priced(fair_ms=1e9)
+    home = serve(router, "a", turn(1, 10), views(2), 0.0).replica
+    crowd = turn(2, 600)
+    router.sent("crowd", crowd, router.choose(crowd, [v for v in views(2) if v.name == home], 1.0), 1.0)
+    away = serve(router, "b", turn(1, 11), views(2), 1.0).replica
+    assert away != home
+    router.ended("crowd", 2.0)
+    router.sent("other", crowd, router.choose(crowd, [v for v in views(2) if v.name == away], 5.9), 5.9)
+    assert router.choose(turn(1, 12), views(2), 5.9).replica == away
+    assert router.choose(turn(1, 12), views(2), 1.0 + RULES.settle).replica == home
+
+
+def test_lost_replica_is_forgotten_with_all_it_had():
+    router = priced()
+    for number in range(20):
+        asked = turn(number, 50)
+        router.sent(str(number), asked, router.choose(asked, views(3), 0.0), 0.0)
+    gone = router.owner("3")
+    router.lost(gone)
+    assert all(router.owner(str(number)) != gone for number in range(20))
+    assert all(gone not in router.known(turn(number, 50)) for number in range(20))
+    assert router.load(gone, 0.0) == 0 and router.load("r0" if gone != "r0" else "r1", 0.0) > 0
+    router.started("3", 1.0)
+    router.ended("3", 1.0)  # what comes late is ignored
+    left = [view for view in views(3) if view.name != gone]
+    assert serve(router, "again", turn(3, 50), left, 2.0).replica == router.owner("3") != gone
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_map_is_bounded(keyed):
+    router = priced(most_conversations=50, most_prefixes=300, most_blocks=2000)
+    for number in range(500):
+        serve(router, str(number), turn(number, 1 + number % 90, keyed=keyed), views(3), float(number))
+    assert len(router) <= 50 and len(router.prefixes) <= 300 and router._blocks <= 2000
+    assert len(router._tails) <= 50 and sum(map(len, router._idle.values())) == len(router)
+    assert len(router.requests) == 0
+
+
+def test_replica_without_state_is_not_chosen_while_it_drains():
+    router = priced()
+    home = serve(router, "a", turn(1, 100), views(2), 0.0).replica
+    choice = router.choose(turn(1, 101), views(2, draining={int(home[1])}), 1.0)
+    assert choice.replica != home and choice.move_from == home
+    with pytest.raises(ValueError, match="none of 2 replicas is ready"):
+        router.choose(turn(1, 101), views(2, draining={0, 1}), 1.0)
+
+
+def test_idle_conversations_leave_an_overloaded_replica_costliest_first():
+    router, only = priced(most_moves=2), views(1)
+    for number, blocks in enumerate([10, 300, 20, 200]):
+        serve(router, str(number), turn(number, blocks), only, 0.0)
+    busy = turn(9, 2000)
+    router.sent("busy", busy, router.choose(busy, only, 10.0), 10.0)
+    moves = router.rebalance(10.0, views(3))
+    assert [(move.key, move.source, move.tokens) for move in moves] == [
+        ("1", "r0", 300 * BLOCK),
+        ("3", "r0", 200 * BLOCK),
+    ]
+    assert {move.target for move in moves} <= {"r1", "r2"}
+    assert {move.key for move in router.rebalance(10.1, views(3))}.isdisjoint({"1", "3"})  # these are under way
+    router.moved(moves[0], moves[0].tokens, 10.2)
+    router.moved(moves[1], 0, 10.2)
+    assert router.owner("1") == moves[0].target and router.owner("3") == "r0"
+    assert router.known(turn(1, 300))[moves[0].target].tokens == 300 * BLOCK
+
+
+def test_all_conversations_leave_a_draining_replica_and_none_a_balanced_one():
+    router, only = priced(most_moves=100), views(1)
+    for number in range(12):
+        serve(router, str(number), turn(number, 50), only, 0.0)
+    assert router.rebalance(1.0, views(3)) == []
+    moves = router.rebalance(1.0, views(3, draining={0}))
+    assert {move.key for move in moves} == {str(number) for number in range(12)}
+    assert {move.target for move in moves} == {"r1", "r2"}
+    assert router.rebalance(1.0, views(3, link=None, draining={0})) == []
+
+
+def test_turn_during_a_move_decides_where_the_conversation_lives():
+    router = priced()
+    serve(router, "a", turn(1, 100), views(1), 0.0)
+    (move,) = router.rebalance(1.0, views(3, draining={0}))
+    choice = serve(router, "b", turn(1, 110), [v for v in views(3) if v.name not in ("r0", move.target)], 1.5)
+    router.moved(move, move.tokens, 2.0)
+    assert router.owner("1") == choice.replica
+    assert router.known(turn(1, 110))[move.target].tokens == 100 * BLOCK  # the copy is there, too
+
+
+def test_request_id_cannot_be_under_way_twice():
+    router, asked = priced(), turn(1, 3)
+    choice = router.choose(asked, views(2), 0.0)
+    router.sent("a", asked, choice, 0.0)
+    with pytest.raises(ValueError, match="request a is under way"):
+        router.sent("a", asked, choice, 0.0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("block_size", 0), ("fair_ratio", 0.9), ("settle", -1), ("thrift", -0.1)])
+def test_rules_name_a_value_out_of_range(name, value):
+    with pytest.raises(ValueError, match=rf"{name} is {value}; it must be at least"):
+        replace(RULES, **{name: value})
+
+
+def test_a_moves_chain_is_the_conversations_own():
+    router = priced()
+    serve(router, "a", turn(7, 33), views(1), 0.0)
+    (move,) = router.rebalance(1.0, views(2, draining={0}))
+    assert move == Move("7", chain(7, 33), 33 * BLOCK, "r0", "r1")

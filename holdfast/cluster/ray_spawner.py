@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -20,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster.local_spawner import CPU_CACHE_GB, HOST_TIER_GB
+from holdfast.cluster.local_spawner import CPU_CACHE_GB, CPU_HOST_TIER_GB, HOST_TIER_GB
 from holdfast.core.config import EngineConfig
 from holdfast.engine.client import EngineClient
 from holdfast.engine.connection import EngineStartError
@@ -38,6 +40,7 @@ except ImportError as error:
 NAMESPACE = "holdfast"
 POLL_SECONDS = 0.5
 """After so long, a thread that waits for an engine's end looks whether it was killed."""
+REACH_SECONDS = 10.0
 CALLS = 4
 """Calls that an actor answers at a time. One of them waits for the engine's end."""
 
@@ -56,7 +59,10 @@ class RaySpawner:
         self._config, self._cpus = config, cpus
         self._actors: dict[int, Any] = {}
         self._places: dict[int, str] = {}
+        self._secret = secrets.token_bytes(32)
         self._kept = tempfile.TemporaryDirectory(prefix="holdfast-profiles-")
+        if address != "auto":
+            check_reachable(address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
         try:
             ray.init(address=None if address == "auto" else address, namespace=NAMESPACE, logging_level=logging.WARNING)
@@ -109,7 +115,11 @@ class RaySpawner:
         self._places[number] = about.place
         process = RayProcess(actor, about, self._reach, began)
         client = await EngineClient.start(
-            self._share(about), on_progress=on_progress, process=process, priced=number == 0
+            self._share(about),
+            on_progress=on_progress,
+            process=process,
+            priced=number == 0,
+            chunk_secret=self._secret,
         )
         try:
             await self._fetch_profile(client, actor, number)
@@ -133,15 +143,18 @@ class RaySpawner:
 
     def _share(self, about: About) -> EngineConfig:
         """The configuration of an engine on this node: its share of the cores and of the free memory."""
-        config = self._config
+        config, free = self._config, about.free_gb
+        changes: dict[str, object] = {"device": "cuda" if self._gpus else "cpu"}
+        if config.prefix_sharing and not config.chunk_host:  # state moves between them
+            changes["chunk_host"] = f"[{about.address}]" if ":" in about.address else about.address
         if not self._gpus:
-            cache = min(CPU_CACHE_GB, about.free_gb / 4) if config.cache_gb is None else config.cache_gb
-            return replace(config, device="cpu", threads=config.threads or max(1, int(self._cpus)), cache_gb=cache)
-        if config.host_cache_gb != "auto" or not config.prefix_sharing:
-            return replace(config, device="cuda")
-        gpus = next((each["Resources"].get("GPU", 0) for each in ray.nodes() if each["NodeID"] == about.node), 0)
-        engines = max(1, int(gpus) // self._gpus)
-        return replace(config, device="cuda", host_cache_gb=min(HOST_TIER_GB, about.free_gb / 4 / engines))
+            changes["threads"] = config.threads or max(1, int(self._cpus))
+            changes["cache_gb"] = min(CPU_CACHE_GB, free / 4) if config.cache_gb is None else config.cache_gb
+        if config.host_cache_gb == "auto" and config.prefix_sharing:
+            gpus = next((each["Resources"].get("GPU", 0) for each in ray.nodes() if each["NodeID"] == about.node), 0)
+            engines = int(gpus) // self._gpus if self._gpus else 1
+            changes["host_cache_gb"] = min(HOST_TIER_GB if self._gpus else CPU_HOST_TIER_GB, free / 4 / max(1, engines))
+        return replace(config, **changes)  # type: ignore[arg-type]
 
     async def _fetch_profile(self, client: EngineClient, actor: Any, number: int) -> None:
         """Let the engine's cost profile, by which requests are priced, be a file of this host."""
@@ -185,6 +198,15 @@ class RayProcess:
         self._killed.set()
         with suppress(RayError, RuntimeError):
             ray.kill(self._actor)
+
+
+def check_reachable(address: str) -> None:
+    """Raises EngineStartError if nobody listens there: Ray itself would try for minutes."""
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except OSError as error:
+        raise EngineStartError(f"there is no Ray cluster at {address}: {one_line(error)}") from error
 
 
 async def answer(call: Any) -> Any:

@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from holdfast.engine.spawn import Link, Remote
 
 HEARTBEAT_MS = 1000
-SILENCE_MS = 3000
+SILENCE_MS = 5000
 """A peer that has sent nothing for so long, not even an answer to a heartbeat, is lost. libzmq's own threads send and
 answer them, so a process that is busy is not."""
 CONNECT_MS = 10_000

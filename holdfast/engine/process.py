@@ -94,7 +94,11 @@ class Child:
 
     async def receive(self) -> messages.FromEngine:
         """Wait for the next message. Raises ValueError for an invalid one."""
-        return messages.decode_from_engine(await self._socket.recv())
+        while True:
+            try:
+                return messages.decode_from_engine(await self._socket.recv())
+            except zmq.Again:  # a peer has left between the poll and the read; `send` notices if it was the engine
+                pass
 
     def hide(self) -> None:
         """Remove the socket's file once the engine is connected.

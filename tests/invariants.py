@@ -1,9 +1,12 @@
 """Invariants of the block pools: free + cached + used = total in each tier, and no block is owned twice unshared."""
 
 
-def check_scheduler(scheduler):
-    """Raise RuntimeError if a block of a scheduler's pool is lost, or owned twice without being shared."""
-    check_pool(scheduler._queues.pool, [entry.cache.blocks for entry in scheduler._entries.values()])
+def check_scheduler(scheduler, reserved=()):
+    """Raise RuntimeError if a block of a scheduler's pool is lost, or owned twice without being shared.
+
+    `reserved` is as for `check_pool`.
+    """
+    check_pool(scheduler._queues.pool, [entry.cache.blocks for entry in scheduler._entries.values()], reserved)
 
 
 def check_pool(pool, tables, reserved=()):

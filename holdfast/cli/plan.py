@@ -15,11 +15,20 @@ from rich.text import Text
 
 from holdfast.cli.flags import flag_of, require_at_least_1, require_positive
 from holdfast.cli.output import changed_options, check_outputs, progress_bar
+from holdfast.cluster.routing import POLICIES, RouterName
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.engine.checkpoint import Checkpoint, read_json
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import planning
-from holdfast.lab.planning import SHARED_OPTIONS, Candidate, CapacityQuestion, Evaluation, best_of
+from holdfast.lab.planning import (
+    SHARED_OPTIONS,
+    Candidate,
+    CapacityQuestion,
+    Evaluation,
+    FleetEvaluation,
+    best_of,
+    evaluate_fleet,
+)
 from holdfast.lab.reports.tables import show_candidates
 from holdfast.lab.simulator.deployment import configured_shape
 from holdfast.lab.simulator.devices import DEVICES, LINKS, look_up
@@ -31,6 +40,7 @@ from holdfast.lm.types import precision_of
 DEVICE = "h200"
 SERVED_DEVICES = 8
 """Most devices on which `holdfast serve` runs a model: those of one host."""
+REPLICA_LINK = "ethernet-100g"
 PLACEHOLDER = "$MODEL"
 """Stands for the checkpoint's directory if only the shape of the model is known."""
 MAX_DEVICES = 1024
@@ -59,6 +69,14 @@ class PlanConfig:
     )
     stage_link: str | None = option(None, "link between pipeline stages; default: the same")
     host_gb: tuple[float, ...] = option((0,), "sizes of the host tier in GB; 0 is off")
+    routing: str | None = option(
+        None,
+        f"simulate all replicas of the best candidate together, behind a router: {', '.join(POLICIES)}; "
+        "default: multiply what one sustains",
+    )
+    replica_link: str | None = option(
+        None, f"link between replicas, over which --routing moves state; default: {REPLICA_LINK}"
+    )
     seconds: float = option(60.0, "seconds during which requests arrive in each simulated run")
     jobs: int | None = option(None, "processes to use; default: one for each core")
     json: str | None = option(None, "write the candidates to this file as JSON")
@@ -98,6 +116,18 @@ class PlanConfig:
                 if self.devices == 1:
                     raise ValueError(f"{name} is {getattr(self, name)}, which joins devices; give --devices above 1")
 
+        if self.routing is None and self.replica_link is not None:
+            raise ValueError(f"replica_link is {self.replica_link}, which only a router uses; give --routing, too")
+        if self.routing is not None and self.router is None:
+            raise ValueError(f"routing {self.routing!r} is unknown; there are {', '.join(POLICIES)}")
+        if self.replica_link is not None:
+            look_up("link", LINKS, self.replica_link)
+
+    @property
+    def router(self) -> RouterName | None:
+        """The policy that `routing` names; None where it names none."""
+        return next((name for name in POLICIES if name == self.routing), None)
+
     @property
     def policies(self) -> tuple[SchedulerName, ...]:
         """The schedulers to compare, in the order of NAMES."""
@@ -132,11 +162,17 @@ def run(
     show_candidates(console, evaluations, best)
     named = BUILTIN_MODEL if question.model == BUILTIN_MODEL else model
     advice = recommend(evaluations, question.engine, named, most_devices(question))
+    fleet = None
+    if config.router is not None and best is not None and best.replicas > 1:
+        fleet = evaluate_fleet(question, best, config.router, config.replica_link or REPLICA_LINK)
+        advice.insert(1, describe_fleet(fleet, best))
     for line in advice:
         console.print(Text(line), soft_wrap=True)
     if config.json is not None:
+        written_fleet = {} if fleet is None else {"fleet": asdict(fleet)}
         rows = [as_json(each) for each in evaluations]
-        Path(config.json).write_text(json.dumps({"candidates": rows}, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({"candidates": rows} | written_fleet, indent=1)
+        Path(config.json).write_text(text + "\n", encoding="utf-8")
     if config.report is not None or config.plots is not None:
         from holdfast.lab.reports.report import plan_report  # imports matplotlib, an extra
 
@@ -206,6 +242,18 @@ def describe(question: CapacityQuestion, workload: WorkloadConfig) -> str:
     return (
         f"{model} on {question.devices} x {question.device}, {precision}, {workload.title}, "
         f"P99 TBT within {question.tbt_ms:g} ms, P99 TTFT {within}"
+    )
+
+
+def describe_fleet(fleet: FleetEvaluation, best: Evaluation) -> str:
+    """What the replicas sustain together, beside what one alone does, as one line of text."""
+    if not fleet.capacity:
+        return f"behind a {fleet.router} router, {fleet.replicas} replicas meet these limits at no rate"
+    return (
+        f"behind a {fleet.router} router: {fleet.replicas} replicas sustain {fleet.capacity:.3g} conversations a "
+        f"second ({fleet.capacity / best.fleet_capacity:.0%} of {fleet.replicas} times one), P99 TTFT "
+        f"{fleet.figures['p99_ttft_ms']:,.0f} ms; {fleet.found:.1%} of reusable prompt tokens found, busy times within "
+        f"{fleet.spread:.1%}"
     )
 
 

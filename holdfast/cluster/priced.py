@@ -34,11 +34,11 @@ class RoutingRules:
     fair_ratio: float = 1.5
     fair_ms: float = 1000.0
     """A replica gets no turn while its load exceeds the least load by more than this, and by more than the ratio."""
-    thrift: float = 0.0
+    thrift: float = 0.5
     """How much a ms of computing weighs beyond itself, as it also delays the turns that come later."""
     settle: float = 30.0
     """Seconds after a change of replica in which a conversation does not go back, nor move ahead of need."""
-    patience: float = 20.0
+    patience: float = 60.0
     """Seconds over which loads are averaged (as an exponential mean) before conversations move away from one."""
     most_moves: int = 4
     """Moves ahead of need that `rebalance` gives for one replica at a time."""
@@ -94,6 +94,8 @@ class Conversation:
     """When it was last active, in seconds."""
     work: float = 0.0
     """What its last turn cost a replica, in ms."""
+    turns: int = 0
+    """Turns so far."""
     underway: int = 0
     left: str | None = None
     """The replica that it left last."""
@@ -211,6 +213,7 @@ class PricedRouter:
             conversation = self._conversations[key] = Conversation(choice.replica)
         self._leave_idle(key, conversation)
         conversation.underway += 1
+        conversation.turns += 1
         conversation.work = underway.work + underway.decode
         self._give(conversation, choice.replica, now)
         self._remember(key, conversation, turn.chain, turn.prompt_tokens, now)
@@ -274,9 +277,9 @@ class PricedRouter:
         """As `Router.rebalance`.
 
         A replica is overloaded if its mean load of late would make it unfair to choose: a single long prompt moves
-        nobody. The conversations whose turns cost most leave it first, as far as that brings its load nearer to the
-        least one's. All conversations leave one that drains. Each is moved only if its state can be copied faster than
-        it can be computed again.
+        nobody. Of the conversations with more than one turn, those whose turns cost most leave it first, as far as that
+        brings its load nearer to the least one's. All conversations leave one that drains. Each is moved only if its
+        state can be copied faster than it can be computed again.
         """
         able = {replica.name: replica for replica in replicas if replica.state is ReplicaState.READY}
         if not able:
@@ -326,8 +329,8 @@ class PricedRouter:
         recent = []
         for key in reversed(self._idle.get(source, {})):
             conversation = self._conversations[key]
-            settled = draining or now - conversation.left_at >= self.rules.settle or conversation.left is None
-            if settled and conversation.chain and not conversation.moving:
+            settled = now - conversation.left_at >= self.rules.settle or conversation.left is None
+            if (draining or (settled and conversation.turns > 1)) and conversation.chain and not conversation.moving:
                 recent.append(key)
                 if len(recent) == RECENT:
                     break

@@ -87,7 +87,7 @@ class Engine(NamedTuple):
     """Takes requests that have a grammar. To be closed."""
     ranks: Ranks | None
     """The other processes of the engine; None if there are none. Closing the loop ends them."""
-    moves: MoveDesk
+    moves: MoveDesk | None = None
     """Says where KV blocks are, and moves them between engines. To be closed before the loop."""
 
 

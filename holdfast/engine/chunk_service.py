@@ -43,6 +43,8 @@ BATCH_BYTES = 128 << 20
 """What a fetch asks for at a time. Host blocks are reserved for two of these."""
 LOAN_BYTES = 32 << 20
 """What is held at a time for a reader, twice: the next blocks are looked up while the last ones are sent."""
+MOST_BLOCKS = 512
+"""Of a batch or a loan at most, however small they are: the loop looks at each between two steps."""
 MAX_CONNECTIONS = 16
 """Readers at a time. More are turned away."""
 MAX_FETCHES = 4
@@ -172,7 +174,7 @@ class ChunkService:
 
     def _give(self, peer: ChunkPeer, digests: Sequence[bytes]) -> None:
         """Send blocks. Those of the next loan are looked up meanwhile."""
-        size = max(1, min(LOAN_BYTES // self._terms.block_bytes, self._desk.most_lent))
+        size = max(1, min(LOAN_BYTES // self._terms.block_bytes, MOST_BLOCKS, self._desk.most_lent))
         parts = [digests[at : at + size] for at in range(0, len(digests), size)]
         loans: list[Loan] = []
         try:
@@ -230,7 +232,7 @@ class ChunkService:
             for at in range(0, len(pairs), MAX_DIGESTS)
         )
         found = [pair for pair, is_there in zip(pairs, there, strict=True) if is_there]
-        size = min(MAX_DIGESTS, max(1, BATCH_BYTES // self._terms.block_bytes))
+        size = max(1, min(BATCH_BYTES // self._terms.block_bytes, MOST_BLOCKS))
         batches = [found[at : at + size] for at in range(0, len(found), size)]
         rooms: list[Room] = []
         try:

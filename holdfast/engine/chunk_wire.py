@@ -27,6 +27,8 @@ MAX_DIGESTS = 1 << 15
 """Most digests of one question."""
 MAX_TEXT = 4096
 """Most bytes of what a side says of its blocks, or of why it refuses."""
+SMALL = 1 << 14
+"""Most bytes of a payload that is sent in one piece with its header."""
 OPEN_SECONDS = 5.0
 """Time to connect, and for each side to show that it knows the secret."""
 STALL_SECONDS = 15.0
@@ -128,8 +130,11 @@ class ChunkPeer:
         """Send a frame."""
         head = HEADER.pack(kind, len(payload), zlib.crc32(payload))
         self._socket.settimeout(STALL_SECONDS + len(payload) / SLOWEST)
-        self._socket.sendall(head + self._tag(self._sends, self._sent, head))
-        if payload:
+        head += self._tag(self._sends, self._sent, head)
+        if len(payload) <= SMALL:
+            self._socket.sendall(head + payload)
+        else:
+            self._socket.sendall(head)
             self._socket.sendall(payload)
         self._sent += 1
 

@@ -267,8 +267,9 @@ class Room:
 
     def start(self) -> None:
         now = self._desk.now()
+        victims = self._host.victims(now)
         for index, digest in self._pairs[: self._desk.room()]:
-            block = self._pool.reserve_on_host(index, now)
+            block = self._pool.reserve_on_host(index, now, victims)
             if block is None:
                 break
             self._places[block] = index, digest

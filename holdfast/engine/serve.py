@@ -134,7 +134,8 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     try:
         serve(loop, parent, desk, tuning, ranks, grammars, moves)
     finally:
-        moves.close()
+        if moves is not None:
+            moves.close()
         if grammars is not None:
             grammars.close()
         if desk is not None:

@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from holdfast.cluster.routing import RouterName, RoutingRules, make_router
 from holdfast.core.config import EngineConfig, SchedulerName
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
+from holdfast.lab.simulator.cluster import ClusterOutcome, simulate_cluster
 from holdfast.lab.simulator.deployment import Deployment, Pipeline, deploy
+from holdfast.lab.simulator.devices import LINKS, look_up
 from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.shapes import ModelShape
 from holdfast.lab.workloads import Workload
@@ -34,6 +37,8 @@ SHARED_OPTIONS = (
 """Engine options that are the same for all candidates."""
 MIN_CONVERSATIONS = 40
 """Fewest conversations of a run, however low its rate."""
+MAX_ROUTED = 64
+"""Most replicas that are simulated together."""
 FIRST_STEP = 1.2
 """First factor of a candidate's search. It is small because throughput is a good first guess of the capacity."""
 TARGET_MARGIN = 0.9
@@ -243,6 +248,67 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
     output_rate = capacity * figures["total_output_tokens"] / figures["num_conversations"]
     cost = None if question.price is None else question.price * candidate.devices / 3600 / output_rate * 1e6
     return Evaluation(candidate, capacity, figures, output_rate, replicas, cost)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetEvaluation:
+    """The capacity of all replicas of a candidate together, behind a router."""
+
+    router: RouterName
+    replicas: int
+    capacity: float
+    """Conversations a second that they sustain together; 0 if none."""
+    figures: Mapping[str, Any]
+    """`metrics.summary` of the run at that rate; empty without capacity."""
+    found: float
+    """Prompt tokens found in that run, as a share of what one replica with endless memory would find."""
+    spread: float
+    """How far the busy times of the busiest and the idlest replica are apart, as a share of the mean."""
+    moves: int
+    """Conversations moved ahead of need."""
+    copied_tokens: int
+    """Tokens whose KV went from replica to replica."""
+
+
+def evaluate_fleet(
+    question: CapacityQuestion, evaluation: Evaluation, router: RouterName, link: str
+) -> FleetEvaluation:
+    """Search the capacity of all replicas of an evaluated candidate together, behind a router of this policy.
+
+    `link` joins the replicas; state moves over it if they have a host tier. Deterministic. Raises ValueError for an
+    evaluation without capacity, for more than MAX_ROUTED replicas and for padded rows.
+    """
+    candidate, replicas = evaluation.candidate, evaluation.replicas
+    if not evaluation.capacity:
+        raise ValueError(f"{candidate.policy} on {candidate.layout} has no capacity, so its replicas have none")
+    if replicas > MAX_ROUTED:
+        raise ValueError(f"{replicas} replicas are to be simulated together; there may be at most {MAX_ROUTED}")
+    deployment = question.deployment(candidate)
+    profile, engine = deployment.profile, replace(question.engine, **candidate.options())
+    base = workloads.fit_context(question.workload, context_length(engine, profile))
+    rules = RoutingRules(block_size=engine.block_size, step_tokens=engine.fixed_token_budget or profile.token_budget)
+    runs: dict[float, tuple[dict[str, Any], ClusterOutcome]] = {}
+
+    def run_at(rate: float) -> dict[str, Any]:
+        outcome = simulate_cluster(
+            engine,
+            profile,
+            question.arriving(base, rate),
+            make_router(router, profile.cost, rules, seed=engine.seed),
+            replicas=replicas,
+            link=look_up("link", LINKS, link),
+            pipeline=deployment.pipeline,
+        )
+        runs[rate] = summary(outcome.records), outcome
+        return runs[rate][0]
+
+    start = evaluation.fleet_capacity
+    capacity = find_capacity(run_at, question.tbt_ms, ttft_ms=question.ttft_ms, start=start, step=FIRST_STEP)
+    figures, outcome = runs[capacity or min(runs)]
+    copied = outcome.brought_tokens + outcome.moved_tokens
+    return FleetEvaluation(
+        router, replicas, capacity, figures if capacity else {}, outcome.found, outcome.spread, outcome.moves, copied
+    )
 
 
 def saturated_rate(engine: EngineConfig, deployment: Deployment, base: Workload) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,22 @@ def multi_turn(count: int, think: float, seed: int, means: ConversationMeans = S
     return conversations
 
 
+def skewed(count: int, think: float, seed: int, *, long_share: float = 0.08) -> list[Conversation]:
+    """Conversations as `multi_turn`, of which a share is very long, all arriving at once.
+
+    A long one has 12 to 30 turns. It begins with 8,000 to 32,000 tokens, as if over a document, and each further turn
+    adds 500 to 4,000, as the results of a tool do. Its answers and think times are as those of the others.
+    """
+    choose, outputs = random.Random(f"skewed/{seed}"), Lengths.of_mean(SHAREGPT.output, 0.8, 4, 1024)
+    conversations = multi_turn(count, think, seed)
+    for number in choose.sample(range(count), round(count * long_share)):
+        turns = [Turn(choose.randint(8000, 32_000), outputs.draw(choose))]
+        for _ in range(choose.randint(11, 29)):
+            turns.append(Turn(choose.randint(500, 4000), outputs.draw(choose), choose.expovariate(1 / think)))
+        conversations[number] = Conversation(0.0, tuple(turns))
+    return conversations
+
+
 def azure_csv(path: str | Path) -> list[Conversation]:
     """Read an Azure LLM inference trace: TIMESTAMP, ContextTokens, GeneratedTokens. Raises ValueError with the line."""
     requests: list[Conversation] = []
@@ -304,13 +320,14 @@ class PromptTokens:
         self._salt = salt
         self._vocabulary = range(16, vocab_size)
         self._base = _base_tokens(vocab_size, self.BASE)
+        self._block = lru_cache(maxsize=1 << 14)(lambda block: self._text(f"#{block}", HASH_BLOCK))
+        """The tokens of a hash id. Cached: a prefix comes again and again."""
 
     def prompt(self, conversation: int, index: int, turn: Turn) -> tuple[int, ...]:
         """The new prompt tokens of a turn: number `index` of conversation number `conversation`."""
         if not turn.hashes:
             return self._text(f"{conversation}/{index}", turn.prompt)
-        blocks = (self._text(f"#{block}", HASH_BLOCK) for block in turn.hashes)
-        return tuple(token for block in blocks for token in block)[: turn.prompt]
+        return tuple(chain.from_iterable(map(self._block, turn.hashes)))[: turn.prompt]
 
     def answer(self, conversation: int, index: int, turn: Turn) -> tuple[int, ...]:
         """Tokens in place of an answer whose ids are unknown."""

@@ -631,6 +631,9 @@ class MemoryMeasurement:
         return replace(self, cache=num_blocks * self.block, host_cache=num_host_blocks * self.block)
 
 
+COPIES_FOR_OTHERS_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
+"""Copied to the host beside a step for other engines to read: some milliseconds at most. On a CPU the step waits."""
+
 COPIES_AHEAD_BYTES = 1 << 27
 """Bytes that a step swaps out ahead of need. On an H200, 128 MiB take 3 ms and slow a step of 22 ms by less than 3%."""
 
@@ -771,6 +774,8 @@ class EngineShape:
     """Blocks of the host tier."""
     host_blocks_ready: int | None = None
     """Those that can be used from the start; None: all."""
+    copies_for_others: int | None = None
+    """Blocks that a step copies to the host for other engines to read; None: as many as in a pause."""
     copies_ahead: int | None = None
     """Blocks that a step swaps out ahead of need without becoming slower. None: as many as one plan may copy."""
     token_budget: int

@@ -13,7 +13,8 @@ from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from holdfast.cluster.replicas import NoReplica, ReplicaLost, Replicas
+from holdfast.cluster.fleet import NoReplica
+from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, FinishReason, SamplingParams, TokenLogprobs
 from holdfast.engine.client import Delta, EngineClient
 from holdfast.engine.connection import EngineConnection, EngineDead, QueueFull

@@ -68,6 +68,32 @@ def test_a_plan_ends_with_a_command_that_serve_accepts(profile, tmp_path, capsys
     assert all(row["cost_per_million_output_tokens"] > 0 for row in rows if row["capacity"])
 
 
+def test_a_plan_simulates_all_replicas_behind_a_router(profile, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    options = ("--profile", profile, *SMALL, "--schedulers", "stall-free", "--devices", "2", "--routing", "priced")
+    assert plan(*options, "--json", str(out)) == 0
+    shown = capsys.readouterr().out
+    assert "behind a priced router: 2 replicas sustain" in shown
+    parsed(shown.strip().splitlines()[-1])
+    written = json.loads(out.read_text())
+    best = max(row["fleet_capacity"] for row in written["candidates"])
+    assert written["fleet"]["replicas"] == 2 and written["fleet"]["capacity"] > 0.8 * best
+    assert written["fleet"]["figures"]["p99_ttft_ms"] <= 100
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--routing", "random"), "routing 'random' is unknown; there are priced"),
+        (("--replica-link", "ethernet-25g"), "give --routing, too"),
+        (("--routing", "priced", "--replica-link", "string"), "link string is unknown"),
+    ],
+)
+def test_routing_that_cannot_be_simulated_is_named(profile, capsys, options, message):
+    assert plan("--profile", profile, *SMALL, *options) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_same_seed_gives_the_same_plan(profile, tmp_path):
     tables = []
     for name in ("a.json", "b.json"):

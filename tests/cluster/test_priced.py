@@ -19,7 +19,7 @@ COST = CostModel(
     attention_seconds=((0.00001, 0.0001), (0.0005, 0.008)),
 )
 BLOCK = 16
-RULES = RoutingRules(block_size=BLOCK, step_tokens=1024, fair_ms=300.0, settle=5.0, patience=0.0)
+RULES = RoutingRules(block_size=BLOCK, step_tokens=1024, fair_ms=300.0, settle=5.0, patience=0.0, thrift=0.5)
 PRICING = Pricing(COST, RULES.step_tokens)
 
 
@@ -149,11 +149,12 @@ def test_each_choice_is_the_cheapest_that_fairness_allows(seed):
         found = {name: each if each.tokens < asked.prompt_tokens else Found() for name, each in found.items()}
         choice = router.choose(asked, replicas, now, found.__getitem__)
         prices = {view.name: oracle.price(asked, view, found, now) for view in able}
+        ranks = {name: prices[name] + RULES.thrift * choice.priced[name].work for name in prices}
         allowed = oracle.allowed(asked, able, now)
         assert choice.replica in allowed
-        assert prices[choice.replica] == pytest.approx(min(prices[name] for name in allowed))
+        assert ranks[choice.replica] == pytest.approx(min(ranks[name] for name in allowed))
         assert {name: each.total for name, each in choice.priced.items()} == pytest.approx(prices)
-        seen += prices[choice.replica] > min(prices.values()) + 1e-6
+        seen += ranks[choice.replica] > min(ranks.values()) + 1e-6
         router.sent(str(number), asked, choice, now)
         oracle.sent(str(number), asked, choice.replica, choice.priced[choice.replica].work, now)
         if choice.move_from is not None:
@@ -267,21 +268,23 @@ def test_replica_without_state_is_not_chosen_while_it_drains():
 
 def test_idle_conversations_leave_an_overloaded_replica_costliest_first():
     router, only = priced(most_moves=2), views(1)
-    for number, blocks in enumerate([10, 300, 20, 200]):
+    for number, blocks in enumerate([10, 300, 20, 200, 400]):
         serve(router, str(number), turn(number, blocks), only, 0.0)
+        if number < 4:  # the last one may never come back
+            serve(router, f"{number} again", turn(number, blocks + 1), only, 0.0)
     busy = turn(9, 2000)
     router.sent("busy", busy, router.choose(busy, only, 10.0), 10.0)
     moves = router.rebalance(10.0, views(3))
     assert [(move.key, move.source, move.tokens) for move in moves] == [
-        ("1", "r0", 300 * BLOCK),
-        ("3", "r0", 200 * BLOCK),
+        ("1", "r0", 301 * BLOCK),
+        ("3", "r0", 201 * BLOCK),
     ]
     assert {move.target for move in moves} <= {"r1", "r2"}
     assert {move.key for move in router.rebalance(10.1, views(3))}.isdisjoint({"1", "3"})  # these are under way
     router.moved(moves[0], moves[0].tokens, 10.2)
     router.moved(moves[1], 0, 10.2)
     assert router.owner("1") == moves[0].target and router.owner("3") == "r0"
-    assert router.known(turn(1, 300))[moves[0].target].tokens == 300 * BLOCK
+    assert router.known(turn(1, 301))[moves[0].target].tokens == 301 * BLOCK
 
 
 def test_all_conversations_leave_a_draining_replica_and_none_a_balanced_one():

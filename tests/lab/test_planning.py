@@ -6,7 +6,16 @@ import pytest
 
 from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
-from holdfast.lab.planning import Candidate, CapacityQuestion, best_of, evaluate, evaluator, find_capacity, sustained
+from holdfast.lab.planning import (
+    Candidate,
+    CapacityQuestion,
+    best_of,
+    evaluate,
+    evaluate_fleet,
+    evaluator,
+    find_capacity,
+    sustained,
+)
 from tests.lab.simulator.simulation import PROFILE
 
 QUESTION = CapacityQuestion(
@@ -46,6 +55,23 @@ def test_a_run_has_the_conversations_of_its_time_but_at_least_40():
     question = replace(QUESTION, seconds=30.0)
     assert len(question.arriving(base, 10.0)) == 300
     assert len(question.arriving(base, 0.1)) == 40
+
+
+def test_replicas_sustain_about_as_much_behind_a_router_as_each_alone():
+    question = replace(QUESTION, devices=3, seconds=1.0)
+    alone = evaluate(question, PLAIN)
+    fleet = evaluate_fleet(question, alone, "priced", "ethernet-100g")
+    assert 0.9 < fleet.capacity / alone.fleet_capacity < 1.5  # they share bursts
+    assert fleet.replicas == 3 and fleet.figures["p99_ttft_ms"] <= 100
+    assert (fleet.moves, fleet.copied_tokens) == (0, 0)  # without a host tier
+
+
+def test_a_fleet_that_cannot_be_simulated_has_a_reason():
+    alone = evaluate(QUESTION, PLAIN)
+    with pytest.raises(ValueError, match="1000 replicas are to be simulated together; there may be at most 64"):
+        evaluate_fleet(QUESTION, replace(alone, replicas=1000), "priced", "pcie4")
+    with pytest.raises(ValueError, match="has no capacity"):
+        evaluate_fleet(QUESTION, replace(alone, capacity=0.0), "priced", "pcie4")
 
 
 def test_limits_that_cannot_be_met_give_a_reason_with_the_measured_latency():

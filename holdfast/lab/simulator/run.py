@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Protocol
 
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import Request, SamplingParams
+from holdfast.core.types import Request, SamplingParams, SequenceOutput
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
@@ -94,6 +94,44 @@ def simulate(
     serve, and for a host tier if the profile has no cache size or copy rate.
     """
     clock = VirtualClock()
+    loop, executor, trainer = make_loop(
+        config,
+        profile,
+        clock,
+        host_seconds=host_seconds,
+        pace=pace,
+        pipeline=pipeline,
+        wrap=wrap,
+        software=software,
+        make_policy=make_policy,
+        tuning=tuning,
+        acceptance=acceptance,
+    )
+    clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
+    while clients.advance() and clock.now < until:
+        on_progress(clients.ended)
+    stages_busy = tuple(executor.stages_busy) if pipeline is not None else ()
+    outcome = Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats(), stages_busy=stages_busy)
+    if trainer is None:
+        return outcome
+    return replace(outcome, trained=trainer.seconds, trained_tokens=trainer.tokens, slices=trainer.slices)
+
+
+def make_loop(
+    config: EngineConfig,
+    profile: CostProfile,
+    clock: VirtualClock,
+    *,
+    host_seconds: float = 0.0,
+    pace: Callable[[float], float] = lambda now: 1.0,
+    pipeline: Pipeline | None = None,
+    wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
+    software: RowSoftware = ENGINE,
+    make_policy: Callable[[EngineShape], Policy] | None = None,
+    tuning: Tuning | None = None,
+    acceptance: float | None = None,
+) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None]:
+    """The engine's loop on a clock of its own, its executor, and its trainer if there is `tuning`. See `simulate`."""
     stages = len(pipeline.stages) if pipeline else 1
     host_blocks, copy_seconds = _host_tier(config, profile)
     if on_rows(config, profile):
@@ -123,15 +161,7 @@ def simulate(
         tuning_progress=tuning is not None and tuning.progress,
         drafter=drafter,
     )
-    loop = Loop(scheduler, wrap(executor, clock), steps_in_flight(config, stages), clock)
-    clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
-    while clients.advance() and clock.now < until:
-        on_progress(clients.ended)
-    stages_busy = tuple(executor.stages_busy) if pipeline is not None else ()
-    outcome = Outcome(clients.records, clock.now, executor.busy, clients.steps, loop.stats(), stages_busy=stages_busy)
-    if trainer is None:
-        return outcome
-    return replace(outcome, trained=trainer.seconds, trained_tokens=trainer.tokens, slices=trainer.slices)
+    return Loop(scheduler, wrap(executor, clock), steps_in_flight(config, stages), clock), executor, trainer
 
 
 def _begin_tuning(
@@ -260,19 +290,17 @@ class _OpenRequest:
     """Whether another turn follows."""
 
 
-class Clients:
-    """All clients of a loop, in the same thread: sends requests when they are due and records the answers."""
+class Conversations:
+    """The clients of a workload: sends each turn when it is due, and records the answers."""
 
     def __init__(
-        self, workload: Workload, loop: LanguageLoop, clock: WaitableClock, *, vocab_size: int, concurrency: int | None
+        self, workload: Workload, add: Callable[[Request], None], *, vocab_size: int, concurrency: int | None
     ) -> None:
-        """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`."""
+        """`add` takes each request. With `concurrency`, arrival times are ignored: see `simulate`."""
         self.records: list[Record] = []
         self.ended = 0
-        self.steps = 0
         self._workload = workload
-        self._loop = loop
-        self._clock = clock
+        self._add = add
         self._tokens = PromptTokens(vocab_size)
         self._open: dict[str, _OpenRequest] = {}
         self._history: dict[int, tuple[int, ...]] = {}
@@ -283,19 +311,24 @@ class Clients:
         self._later = iter(range(first, len(workload)))
         heapq.heapify(self._due)
 
-    def advance(self) -> bool:
-        """Send the requests that are due and run one step. Returns False once all requests have ended."""
-        due, clock, loop = self._due, self._clock, self._loop
-        if not (due or self._open):
-            return False
-        if not loop.has_work():
-            clock.advance_to(due[0][0])
-        now = clock()
+    @property
+    def next_due(self) -> float:
+        """When the next turn is to be sent, in seconds; infinite if none is due before another ends."""
+        return self._due[0][0] if self._due else inf
+
+    @property
+    def done(self) -> bool:
+        """Whether all turns have ended."""
+        return not (self._due or self._open)
+
+    def send_due(self, now: float) -> None:
+        """Send the turns that are due."""
+        due = self._due
         while due and due[0][0] <= now:
             self._send(*heapq.heappop(due))
-        outputs = loop.step() or ()
-        now = clock()
-        self.steps += 1
+
+    def receive(self, outputs: Iterable[SequenceOutput], now: float) -> None:
+        """Note the tokens that came at `now`."""
         for name, tokens, reason, cached, scheduled, *_ in outputs:
             request = self._open[name]
             times = request.record.token_times
@@ -307,7 +340,6 @@ class Clients:
             if reason:
                 del self._open[name]
                 self._end(request, now)
-        return True
 
     def _send(self, arrival: float, number: int, turn: int) -> None:
         turns = self._workload[number].turns
@@ -317,7 +349,7 @@ class Clients:
         record = Record(arrival, len(prompt))
         self.records.append(record)
         self._open[name] = _OpenRequest(record, number, turn, prompt, [], turn + 1 < len(turns))
-        self._loop.add(Request(name, prompt, params, arrival=arrival))
+        self._add(Request(name, prompt, params, arrival=arrival))
 
     def _end(self, request: _OpenRequest, now: float) -> None:
         """Queue the successor of a finished turn: the next turn after its think time, or another conversation."""
@@ -328,3 +360,29 @@ class Clients:
             heapq.heappush(self._due, (now + self._workload[number].turns[following].think, number, following))
         elif (conversation := next(self._later, None)) is not None:
             heapq.heappush(self._due, (now, conversation, 0))
+
+
+class Clients(Conversations):
+    """All clients of a loop, in the same thread."""
+
+    def __init__(
+        self, workload: Workload, loop: LanguageLoop, clock: WaitableClock, *, vocab_size: int, concurrency: int | None
+    ) -> None:
+        """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`."""
+        super().__init__(workload, loop.add, vocab_size=vocab_size, concurrency=concurrency)
+        self.steps = 0
+        self._loop = loop
+        self._clock = clock
+
+    def advance(self) -> bool:
+        """Send the requests that are due and run one step. Returns False once all requests have ended."""
+        if self.done:
+            return False
+        clock, loop = self._clock, self._loop
+        if not loop.has_work():
+            clock.advance_to(self.next_due)
+        self.send_due(clock())
+        outputs = loop.step() or ()
+        self.steps += 1
+        self.receive(outputs, clock())
+        return True

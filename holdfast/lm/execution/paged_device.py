@@ -41,6 +41,7 @@ from holdfast.lm.models.families import NATIVE
 from holdfast.lm.types import (
     BUDGET_TILE,
     COPIES_AHEAD_BYTES,
+    COPIES_FOR_OTHERS_BYTES,
     DEFAULT_TOKEN_BUDGET,
     EngineShape,
     MemoryMeasurement,
@@ -297,6 +298,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             num_host_blocks=sizes.num_host_blocks,
             host_blocks_ready=0 if self.memory.host is not None else sizes.num_host_blocks,
             copies_ahead=max(1, COPIES_AHEAD_BYTES // self.block_bytes),
+            copies_for_others=max(1, COPIES_FOR_OTHERS_BYTES[self.kind] // self.block_bytes),
             token_budget=self.token_budget,
             max_step_tokens=self.max_step_tokens,
             # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.

@@ -11,7 +11,7 @@ from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.protocol import Found, SequenceState
-from holdfast.lm.memory.retention import MIN_AGE, IdleBlocks, RetentionRule, Use
+from holdfast.lm.memory.retention import MIN_AGE, IdleBlocks, RetentionRule, Use, Victims
 from holdfast.lm.types import BlockCopy, BlockMove
 
 
@@ -48,11 +48,13 @@ class BlockPool:
         host_ready: int | None = None,
         low_water: float = 0.25,
         copies_ahead: int | None = None,
+        copies_for_others: int | None = None,
     ) -> None:
         """Swapping out begins when the share of blocks that are free or reclaimable falls below `low_water`.
 
         Of `host_blocks`, `host_ready` can be used from the start (None: all), others once `host.resize` says so. A
-        plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more.
+        plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more. A plan that
+        computes anything copies `copies_for_others` of the blocks that others want.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
@@ -71,6 +73,7 @@ class BlockPool:
         self.max_copies = max(self.rule.chunk_blocks, num_blocks // 16)
         """The most blocks that one plan copies in either direction, unless a single sequence brings in more."""
         self._copies_ahead = self.max_copies if copies_ahead is None else copies_ahead
+        self._copies_for_others = self.max_copies if copies_for_others is None else copies_for_others
         self._allocator = Allocator(num_blocks)
         self._index = PrefixIndex(num_blocks)
         self._idle = IdleBlocks(self.rule)
@@ -299,16 +302,17 @@ class BlockPool:
         self.swapped_in += 1
         return BlockCopy(source, block)
 
-    def reserve_on_host(self, index: int, now: float) -> int | None:
+    def reserve_on_host(self, index: int, now: float, victims: Victims | None = None) -> int | None:
         """Reserve a host block for state from elsewhere, the `index`-th block of a sequence that is active at `now`.
 
-        None if everything there is worth at least as much, or if there is no host tier. See `HostPool.reserve` for when
+        `victims` are those of the host, where several blocks are reserved in a row. None if everything there is worth
+        at least as much, or if there is no host tier. See `HostPool.reserve` for when
         the block may be written to. `cache_on_host` or `HostPool.free` ends the reservation.
         """
         if self.host is None:
             return None
         value = self.rule.class_cost(self.rule.cost_class(index)) / MIN_AGE
-        block, lost = self.host.reserve(value, self.host.victims(now))
+        block, lost = self.host.reserve(value, victims or self.host.victims(now))
         self.dropped += sum([digest not in self._cached for digest in lost])
         return block
 
@@ -338,7 +342,8 @@ class BlockPool:
         host, idle = self.host, self._idle
         if host is None:
             return ()
-        asked = self._copy_wanted(step, now) if self.copies.wanted else ()
+        most = self._copies_for_others if num_tokens else self.max_copies
+        asked = self._copy_wanted(step, now, most) if self.copies.wanted else ()
         ready = self.allocatable + self.copies.idle
         short = self._low_water * (self.num_blocks - self.training) // self.num_blocks - ready
         ahead = min(short, max(self._copies_ahead, self.blocks_for(num_tokens), short // 8))
@@ -381,11 +386,11 @@ class BlockPool:
         """Whether the host will have the block with this digest, as far as it can be said now."""
         return digest in self.copies.wanted or self._cached.get(digest) in self.copies.swapping_out
 
-    def _copy_wanted(self, step: int, now: float) -> tuple[BlockCopy, ...]:
-        """Begin the copies that others wait for, as active as anything at `now`; no more at once than `max_copies`."""
+    def _copy_wanted(self, step: int, now: float, most: int) -> tuple[BlockCopy, ...]:
+        """Begin the copies that others wait for, as active as anything at `now`; at most so many at once."""
         host, wanted, swapping_out = self.host, self.copies.wanted, self.copies.swapping_out
         assert host is not None
-        room, arriving = self.max_copies - len(swapping_out), self.copies.under_way
+        room, arriving, victims = most - len(swapping_out), self.copies.under_way, host.victims(now)
         copies: list[BlockCopy] = []
         last_use: dict[int, Use] = {}
         owned = 0
@@ -395,7 +400,7 @@ class BlockPool:
             block = self._cached.get(digest)
             if block is None or block in arriving or block in last_use or host.find(digest) is not None:
                 continue
-            target = self.reserve_on_host(self._index.indices[block], now)
+            target = self.reserve_on_host(self._index.indices[block], now, victims)
             if target is None:
                 wanted.clear()
                 break

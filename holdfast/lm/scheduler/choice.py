@@ -284,6 +284,7 @@ def make_scheduler(
         host_ready=shape.host_blocks_ready,
         low_water=config.swap_threshold,
         copies_ahead=shape.copies_ahead,
+        copies_for_others=shape.copies_for_others,
     )
     adapters = AdapterPool(shape.adapter_slots) if shape.adapter_slots else None
     return Scheduler(policy, pool, **settings, adapters=adapters, tuner=tuner, stages=stages)

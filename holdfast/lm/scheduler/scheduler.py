@@ -117,6 +117,11 @@ class Scheduler:
         self._tokens_computed = 0
         self._training_tokens, self._training_seconds = 0, 0.0
 
+    @property
+    def memory(self) -> AnyMemory:
+        """The memory behind the sequences, as it stands with the plans in flight."""
+        return self._queues.pool
+
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it could never run to its end, or if its id is taken."""
         params, pool = request.params, self._queues.pool

@@ -38,7 +38,7 @@ def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -
         """Start one more replica, of as many as --max-replicas allows. It serves once its state is `ready`."""
         check(request)
         try:
-            return describe(replicas.add())
+            return describe(replicas.fleet.add())
         except ValueError as error:
             raise ApiError(str(error), status=409, code="too_many_replicas") from None
 
@@ -47,7 +47,7 @@ def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -
         """Take a replica away: it gets no more requests, and those that it has finish there or go on elsewhere."""
         check(request)
         try:
-            await replicas.drain(name)
+            replicas.fleet.drain(name)
         except KeyError:
             raise ApiError(f"there is no replica {name[:64]}", status=404, code="replica_not_found") from None
         except ValueError as error:

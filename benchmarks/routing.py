@@ -1,0 +1,124 @@
+"""Replicas behind a router, simulated: the priced router beside other policies, on traces and on a skewed load.
+
+usage: python benchmarks/routing.py WORKLOAD [WORKLOAD ...] [--policies NAME ...] [--replicas 8] [--speed X]
+                                    [--requests N] [--jobs N] [--json FILE]
+
+A WORKLOAD is a Mooncake trace (.jsonl), an Azure trace (.csv) or `skewed`: ShareGPT-like conversations of which 8% are
+very long. Each replica is a Llama-3-8B shape on an H200 by its measured profile, with a host tier of 200 GB; prompts
+beyond the measured context are extrapolated. Replicas are joined by 100-gigabit Ethernet. For each policy: the share of
+reusable prompt tokens found, of what one replica with endless memory would find; TTFT; throughput; and how far the
+busiest and the idlest replica are apart, in busy time and in tokens computed, as a share of the mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from invocation import provenance
+
+from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
+from holdfast.core.config import EngineConfig
+from holdfast.lab import workloads
+from holdfast.lab.metrics import summary
+from holdfast.lab.simulator.cluster import simulate_cluster, spread
+from holdfast.lab.simulator.deployment import deploy
+from holdfast.lab.simulator.devices import LINKS
+from holdfast.lab.workloads import Workload
+
+LINK = "ethernet-100g"
+CONTEXT = 200_000
+SPEEDS = {".jsonl": 4.0, ".csv": 30.0}
+"""How many times as fast as recorded a trace arrives."""
+RATE, THINK = 8.0, 5.0
+"""Of the skewed load: conversations a second, and mean seconds before a turn."""
+
+
+def load(name: str, speed: float | None, requests: int | None) -> tuple[Workload, int, float]:
+    """The conversations, the tokens of a block, and how fast they arrive: times a trace's pace, or a second."""
+    if name == "skewed":
+        rate = speed or RATE
+        made = workloads.skewed(requests or 600, THINK, 0)
+        return workloads.gamma_arrivals(workloads.fit_context(made, CONTEXT), rate, 0), 16, rate
+    kind = Path(name).suffix
+    if kind not in SPEEDS:
+        raise SystemExit(f"workload {name} is unknown; give a .jsonl or .csv trace, or skewed")
+    read = workloads.mooncake_jsonl(name) if kind == ".jsonl" else workloads.azure_csv(name)
+    pace = speed or SPEEDS[kind]
+    # A trace's blocks have 512 tokens, so large blocks find the same there, and take less time to simulate.
+    return workloads.speed_up(read[:requests], pace), 256 if kind == ".jsonl" else 16, pace
+
+
+def measure(job: tuple[str, str, argparse.Namespace]) -> dict[str, Any]:
+    """One policy on one workload."""
+    name, policy, arguments = job
+    workload, block_size, pace = load(name, arguments.speed, arguments.requests)
+    profile = replace(deploy("llama-3-8b", "h200").profile, max_model_len=CONTEXT)
+    config = EngineConfig(host_cache_gb=200.0, block_size=block_size, max_model_len=CONTEXT)
+    rules = RoutingRules(block_size=block_size, step_tokens=profile.token_budget)
+    router, began = make_router(policy, profile.cost, rules), time.perf_counter()
+    outcome = simulate_cluster(
+        config, profile, workload, router, replicas=arguments.replicas, link=LINKS[LINK], asks=not arguments.map_alone
+    )
+    figures = summary(outcome.records)
+    return dict(
+        workload=Path(name).name, pace=pace, policy=policy, replicas=arguments.replicas, block_size=block_size,
+        requests=len(outcome.records), seconds=round(outcome.seconds, 2),
+        reusable_tokens=outcome.reusable_tokens, found=round(outcome.found, 4),
+        **{key: round(figures[key], 2) for key in (
+            "median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "mean_ttft_ms", "median_itl_ms", "p99_itl_ms",
+            "request_throughput", "output_throughput",
+        )},
+        busy_spread=round(outcome.spread, 4),
+        computed_spread=round(spread([each.tokens_computed for each in outcome.stats]), 4),
+        routed=outcome.routed, brought_tokens=outcome.brought_tokens, moves=outcome.moves,
+        moved_tokens=outcome.moved_tokens, simulated_in_s=round(time.perf_counter() - began, 1),
+    )  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """A table for each workload, each row with its P99 TTFT against the prefix tree's."""
+    print(
+        f"{'policy':14} {'found':>6} {'TTFT p50':>9} {'p99':>8} {'vs tree':>8} {'req/s':>7} {'busy spread':>12} moves"
+    )
+    tree = next((row["p99_ttft_ms"] for row in rows if row["policy"] == "prefix-tree"), None)
+    for row in rows:
+        found = f"{row['found']:6.3f}" if row["reusable_tokens"] else "     -"
+        ratio = f"{row['p99_ttft_ms'] / tree:8.2f}" if tree else "       -"
+        print(
+            f"{row['policy']:14} {found} {row['median_ttft_ms']:9.0f} {row['p99_ttft_ms']:8.0f} {ratio} "
+            f"{row['request_throughput']:7.2f} {row['busy_spread']:12.1%} {row['moves']}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="+", metavar="WORKLOAD")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--speed", type=float, help="times a trace's own pace; of `skewed`, conversations a second")
+    parser.add_argument("--requests", type=int, help="the first of a trace; of `skewed`, conversations")
+    parser.add_argument("--map-alone", action="store_true", help="the router is not told what replicas hold")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    jobs = [(name, policy, arguments) for name in arguments.workloads for policy in arguments.policies]
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+        rows = pool.map(measure, jobs, chunksize=1)
+    for name in arguments.workloads:
+        of = [row for row in rows if row["workload"] == Path(name).name]
+        print(
+            f"\n{Path(name).name}, {of[0]['requests']} requests, pace {of[0]['pace']:g}, {arguments.replicas} replicas"
+        )
+        show(of)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(provenance() | {"runs": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

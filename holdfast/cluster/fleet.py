@@ -1,0 +1,389 @@
+"""Fleet: the replicas of an engine, kept alive: started, watched, started again, given adapters, taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.replica import Replica, State
+from holdfast.cluster.spawner import Spawner
+from holdfast.core.types import AdapterInfo
+from holdfast.engine.client import AdapterError, EngineClient
+from holdfast.engine.connection import EngineDead, EngineStartError
+from holdfast.lm.types import SchedulerStats
+
+PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Seconds before an engine is started again, by how many of its starts failed or did not last. Then the last one."""
+LASTING_SECONDS = 60.0
+"""An engine that has served for so long did not fail to start."""
+MOST_FAILURES = 5
+"""While no replica serves: failed starts of one in a row after which the fleet ends."""
+WATCH_SECONDS = 1.0
+"""Between two looks at all replicas."""
+HANG_SECONDS = 10.0
+"""An engine that does not answer for so long gets no new requests."""
+KILL_SECONDS = 60.0
+"""An engine that does not answer for so long is killed, and its requests go on elsewhere."""
+MOVE_SECONDS = 20.0
+"""How long the conversations of a replica that is taken away are moved to the others."""
+GAUGES = frozenset({
+    "waiting", "running", "blocks_total", "blocks_used", "blocks_cached", "host_blocks_total", "host_blocks_ready",
+    "host_blocks_cached", "rows_prefilled", "blocks_training", "rows_wide", "adapters_known", "adapters_resident",
+})  # fmt: skip
+"""Fields of SchedulerStats that say how things stand. The others count from an engine's start."""
+WIDEST = frozenset({"rows_wide", "adapters_known"})
+"""Gauges of which the largest counts, and not the sum."""
+
+log = logging.getLogger("holdfast.cluster")
+
+
+class NoReplica(EngineDead):
+    """No replica serves now. The message says so, for the client."""
+
+
+class Fleet:
+    """All replicas. For one event loop."""
+
+    def __init__(self, config: ClusterConfig, spawner: Spawner, on_progress: Callable[[str], None]) -> None:
+        """`on_progress` gets the stages of the first start."""
+        self.members: list[Replica] = []
+        """All replicas, by number."""
+        self.adapters: dict[str, AdapterInfo] = {}
+        """The adapters that requests may name, by name. Every replica has them."""
+        self.changed = asyncio.Event()
+        """Set when a replica has become ready, or there will be none."""
+        self.dead = asyncio.Event()
+        """Set when no replica will serve any more."""
+        self.reason = ""
+        """Why, in one line."""
+        self.on_ready: Callable[[EngineClient], None] = lambda engine: None
+        """Called with each new engine before it serves."""
+        self.on_lost: Callable[[Replica], None] = lambda replica: None
+        """Called when a replica's state is lost: its engine has ended."""
+        self.before_end: Callable[[Replica], Awaitable[None]]
+        """Awaited before the engine of a replica that has finished its requests is ended, for a limited time."""
+        self._config, self._spawner, self._on_progress = config, spawner, on_progress
+        self._paths: dict[str, str] = {}
+        """The directories of adapters that were loaded later, by name."""
+        self._changing = asyncio.Lock()
+        """Held while adapters change, or a new engine gets them."""
+        self._past: dict[str, float] = {}
+        """Sums of the counters of engines that have ended."""
+        self._asking: dict[Replica, asyncio.Task[SchedulerStats | None]] = {}
+        self._closing = False
+
+    async def start(self) -> list[EngineClient]:
+        """Start the first engines side by side; returns when all are ready. Raises EngineStartError if one cannot."""
+        numbers = range(self._config.replicas)
+        starts = [asyncio.create_task(self._spawner.start(number, self._progress(number))) for number in numbers]
+        try:
+            return await asyncio.gather(*starts)
+        except BaseException:
+            for task in starts:
+                task.cancel()
+            ended = await asyncio.gather(*starts, return_exceptions=True)
+            for number, engine in zip(numbers, ended, strict=True):
+                if isinstance(engine, EngineClient):
+                    await self._spawner.stop(number, engine)
+            await self._spawner.close()
+            raise
+
+    def begin(self, engines: Sequence[EngineClient]) -> None:
+        """Let the first engines serve, and keep them alive from now on."""
+        self.adapters.update(engines[0].adapters)
+        for number, engine in enumerate(engines):
+            replica = Replica(number, self._spawner.place(number))
+            self.members.append(replica)
+            self._adopt(replica, engine)
+            replica.task = asyncio.create_task(self._live(replica))
+
+    @property
+    def serving(self) -> list[Replica]:
+        """Those that may get requests."""
+        return [replica for replica in self.members if replica.serves]
+
+    @property
+    def answering(self) -> list[Replica]:
+        """Those whose engine lives and was ready."""
+        return [replica for replica in self.members if replica.answers]
+
+    @property
+    def engines(self) -> dict[str, EngineClient]:
+        """The engines that live and were ready, by the name of their replica."""
+        return {each.name: each.engine for each in self.members if each.engine is not None and each.answers}
+
+    def add(self) -> Replica:
+        """Start one more replica. Returns at once. Raises ValueError if there are as many as there may be."""
+        most = self._config.most if self._spawner.most is None else min(self._config.most, self._spawner.most)
+        if len(self.members) >= most:
+            raise ValueError(f"there are {len(self.members)} replicas, and max_replicas is {most}")
+        taken = {replica.number for replica in self.members}
+        number = next(number for number in range(most) if number not in taken)
+        replica = Replica(number, self._spawner.place(number))
+        self.members.append(replica)
+        self.members.sort(key=lambda each: each.number)
+        replica.task = asyncio.create_task(self._live(replica))
+        return replica
+
+    def drain(self, name: str) -> None:
+        """Take a replica away: it finishes its requests, for as long as it may, and the others go on elsewhere.
+
+        Returns at once. Raises KeyError for an unknown name, ValueError for the last one that serves.
+        """
+        replica = next((each for each in self.members if each.name == name), None)
+        if replica is None:
+            raise KeyError(name)
+        if replica.serves and len(self.serving) == 1:
+            raise ValueError(f"replica {name} is the only one that serves; add another one first")
+        if replica.state in (State.READY, State.HANGING):
+            replica.state, replica.reason = State.DRAINING, "it is taken away"
+        replica.leaving.set()
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        """As `EngineClient.load_adapter`, at every replica: at all or none."""
+        async with self._changing:
+            before, old = self.adapters.get(name), self._paths.get(name)
+            engines = [*self.engines.values()]
+            self.check_alive()
+            loads = [engine.load_adapter(name, path, replace=replace) for engine in engines]
+            results = await asyncio.gather(*loads, return_exceptions=True)
+            failed = next((error for error in results if isinstance(error, AdapterError)), None)
+            loaded = [each for each in results if isinstance(each, AdapterInfo)]
+            if failed is not None:
+                for engine, result in zip(engines, results, strict=True):
+                    if isinstance(result, AdapterInfo):
+                        with suppress(AdapterError, EngineDead):
+                            if before is not None and old is not None:
+                                await engine.load_adapter(name, old, replace=True)
+                            else:
+                                await engine.unload_adapter(name)
+                raise failed
+            for result in results:
+                if isinstance(result, BaseException) and not isinstance(result, EngineDead):
+                    raise result
+            if not loaded:
+                raise NoReplica("no replica serves now; try again in a moment")
+            self._paths[name] = path
+            self.adapters[name] = loaded[0]
+            return loaded[0]
+
+    async def unload_adapter(self, name: str) -> None:
+        """As `EngineClient.unload_adapter`, at every replica."""
+        async with self._changing:
+            if name not in self.adapters:
+                raise AdapterError(f"there is no adapter {name}", missing=True)
+            del self.adapters[name]
+            self._paths.pop(name, None)
+            engines = [*self.engines.values()]
+            ended = await asyncio.gather(*(each.unload_adapter(name) for each in engines), return_exceptions=True)
+            for error in ended:
+                if isinstance(error, BaseException) and not isinstance(error, EngineDead):
+                    raise error
+
+    async def health(self, timeout: float) -> SchedulerStats:
+        """Queues and memory of all replicas that answer in time, summed. Raises NoReplica, and TimeoutError if none."""
+        asked = self.answering
+        if not asked:
+            raise NoReplica("no replica serves now; try again in a moment")
+        results = await asyncio.gather(*(self._ask(replica, timeout) for replica in asked))
+        sums, answers = dict(self._past), [stats for stats in results if stats is not None]
+        if not answers:
+            raise TimeoutError
+        for stats in answers:
+            for field in fields(SchedulerStats):
+                value, known = getattr(stats, field.name), sums.get(field.name, 0)
+                sums[field.name] = max(known, value) if field.name in WIDEST else known + value
+        return SchedulerStats(**sums)  # type: ignore[arg-type]
+
+    def look(self, now: float) -> None:
+        """Ask each replica how it is, and judge those that did not answer the last time. Does not wait."""
+        for replica in self.members:
+            if replica in self._asking:
+                self._judge(replica, now)
+            elif replica.answers:
+                replica.asked_at = now
+                task = self._asking[replica] = asyncio.create_task(self._ask(replica, 2 * KILL_SECONDS))
+                task.add_done_callback(partial(self._answered, replica))
+
+    def forget(self, replica: Replica, engine: EngineClient) -> None:
+        """Note that a replica's engine has ended, if it has. Again and again does no harm."""
+        if replica.engine is engine and engine.dead.is_set() and replica.state is not State.DOWN:
+            replica.state, replica.reason = State.DOWN, engine.reason
+            replica.running.clear()
+            replica.idle.set()
+            self.on_lost(replica)
+
+    async def close(self) -> None:
+        """End all engines. May be called more than once."""
+        self.end("the engines were closed")
+        if self._closing:
+            return
+        self._closing = True
+        tasks: list[asyncio.Task[Any]] = [*self._asking.values()]
+        tasks += [replica.task for replica in self.members if replica.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        engines = [(replica.number, replica.engine) for replica in self.members if replica.engine is not None]
+        await asyncio.gather(*(self._spawner.stop(number, engine) for number, engine in engines))
+        await self._spawner.close()
+
+    def end(self, reason: str) -> None:
+        """Nothing serves any more. Only the first call counts."""
+        if not self.dead.is_set():
+            self.reason = reason
+            self.dead.set()
+            self.changed.set()
+
+    def check_alive(self) -> None:
+        """Raises EngineDead once nothing serves any more."""
+        if self.dead.is_set():
+            raise EngineDead(self.reason)
+
+    def _answered(self, replica: Replica, task: asyncio.Task[SchedulerStats | None]) -> None:
+        self._asking.pop(replica, None)
+
+    def _adopt(self, replica: Replica, engine: EngineClient) -> None:
+        """Let a replica serve with this engine, which is ready."""
+        self.on_ready(engine)
+        replica.engine, replica.state, replica.reason = engine, State.READY, ""
+        replica.place = self._spawner.place(replica.number)
+        replica.ready_at, replica.stats, replica.asked_at = time.monotonic(), None, None
+        self.changed.set()
+
+    async def _live(self, replica: Replica) -> None:
+        """A replica's life: serve, start again after each end, until it is to leave."""
+        leaving = asyncio.create_task(replica.leaving.wait())
+        try:
+            while not replica.leaving.is_set():
+                if replica.engine is None:
+                    await self._wait_first(self._start_one(replica), leaving)
+                if replica.engine is None:
+                    continue
+                await self._wait_first(replica.engine.dead.wait(), leaving)
+                if replica.engine.dead.is_set():
+                    await self._bury(replica, replica.engine)
+            await self._take_away(replica)
+        finally:
+            leaving.cancel()
+
+    @staticmethod
+    async def _wait_first(work: object, leaving: asyncio.Task[bool]) -> None:
+        """Wait for the end of some work, which is cancelled if the replica is to leave first. Raises what it raises."""
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        try:
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        if not task.cancelled():
+            task.result()
+
+    async def _start_one(self, replica: Replica) -> None:
+        """Start a replica's engine, after a pause if it failed before. It has the adapters when it serves."""
+        pause = PAUSES[min(replica.failures, len(PAUSES) - 1)] if replica.failures else 0.0
+        if pause:
+            await asyncio.sleep(pause)
+        replica.state, replica.place = State.STARTING, self._spawner.place(replica.number)
+        engine = None
+        try:
+            engine = await self._spawner.start(replica.number, self._progress(replica.number))
+            async with self._changing:
+                await self._sync_adapters(engine)
+                self._adopt(replica, engine)
+        except (EngineStartError, EngineDead, AdapterError, OSError) as error:
+            replica.failures += 1
+            replica.state, replica.reason = State.DOWN, str(error)
+            log.error("replica %s (%s) cannot start: %s", replica.name, replica.place, error)
+            if engine is not None:
+                await self._spawner.stop(replica.number, engine)
+            if replica.failures >= MOST_FAILURES and not self.answering:
+                self.end(f"no replica can start; replica {replica.name}: {error}")
+            return
+        except BaseException:
+            if engine is not None and replica.engine is not engine:
+                await self._spawner.stop(replica.number, engine)
+            raise
+        log.warning("replica %s (%s) is ready", replica.name, replica.place)
+
+    async def _sync_adapters(self, engine: EngineClient) -> None:
+        """Give a new engine the adapters that requests may name, and no others."""
+        for name in [name for name in engine.adapters if name not in self.adapters]:
+            await engine.unload_adapter(name)
+        for name, path in self._paths.items():
+            if engine.adapters.get(name) != self.adapters[name]:
+                await engine.load_adapter(name, path, replace=name in engine.adapters)
+
+    async def _bury(self, replica: Replica, engine: EngineClient) -> None:
+        """Clean up after an engine that has ended."""
+        log.error("replica %s (%s) has ended and is started again: %s", replica.name, replica.place, engine.reason)
+        self.forget(replica, engine)
+        lasted = time.monotonic() - replica.ready_at >= LASTING_SECONDS
+        replica.failures = 0 if lasted else replica.failures + 1
+        replica.restarts += 1
+        self._keep_counters(replica)
+        replica.engine = None
+        await self._spawner.stop(replica.number, engine)
+
+    def _keep_counters(self, replica: Replica) -> None:
+        """Add what an engine counted to that of all engines before."""
+        if replica.stats is not None:
+            for field in fields(SchedulerStats):
+                if field.name not in GAUGES:
+                    self._past[field.name] = self._past.get(field.name, 0) + getattr(replica.stats, field.name)
+            replica.stats = None
+
+    async def _take_away(self, replica: Replica) -> None:
+        """Drain a replica and end it. Requests that do not finish in time go on elsewhere."""
+        engine = replica.engine
+        if engine is not None:
+            died = asyncio.create_task(engine.dead.wait())
+            idle = asyncio.create_task(replica.idle.wait())
+            try:
+                seconds = self._config.replica_drain_seconds
+                await asyncio.wait({died, idle}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.before_end(replica), MOVE_SECONDS)
+            finally:
+                died.cancel()
+                idle.cancel()
+            await self._ask(replica, WATCH_SECONDS)
+            self._keep_counters(replica)
+            await self._spawner.stop(replica.number, engine)
+        self.members.remove(replica)
+        self.on_lost(replica)
+        log.warning("replica %s (%s) was taken away", replica.name, replica.place)
+
+    async def _ask(self, replica: Replica, timeout: float) -> SchedulerStats | None:
+        """A replica's queues and memory; None if it does not answer in time."""
+        engine = replica.engine
+        assert engine is not None
+        with suppress(TimeoutError, EngineDead):
+            replica.stats = await engine.health(timeout)
+            if replica.state is State.HANGING:
+                replica.state, replica.reason = State.READY, ""
+                self.changed.set()
+            return replica.stats
+        return None
+
+    def _judge(self, replica: Replica, now: float) -> None:
+        """Look at a replica that has not answered the last question yet."""
+        silent = now - (replica.asked_at or now)
+        if silent >= KILL_SECONDS and replica.engine is not None and replica.answers:
+            log.error("replica %s has not answered for %g s and is killed", replica.name, silent)
+            replica.engine.kill()
+        elif silent >= HANG_SECONDS and replica.state is State.READY:
+            replica.state, replica.reason = State.HANGING, "its engine does not answer"
+
+    def _progress(self, number: int) -> Callable[[str], None]:
+        """Where the stages of a replica's start go: those of the first one stand for all."""
+        return self._on_progress if number == 0 and not self.members else lambda stage: None

@@ -1,0 +1,448 @@
+"""Simulates replicas: the engine's own loop and planners N times over one virtual time, with one router in front."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, Literal, NamedTuple
+
+from holdfast.cluster.routing import Choice, Found, Move, ReplicaState, ReplicaView, Router, Turn
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
+from holdfast.engine.profiles import CostProfile
+from holdfast.lab.metrics import Record
+from holdfast.lab.simulator.deployment import Pipeline
+from holdfast.lab.simulator.devices import Link
+from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
+from holdfast.lab.simulator.run import VOCAB_SIZE, Conversations, make_loop, on_rows
+from holdfast.lab.workloads import Workload
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.digests import DigestCache, block_digests
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import LanguageLoop, SchedulerStats
+
+ROOT = Identity().root()
+"""What the digests of all simulated requests start from."""
+REBALANCE_SECONDS = 1.0
+"""Between two looks at which idle conversations should move."""
+FIRST_ESTIMATE = 128.0
+"""Tokens that the first answer is expected to have; later ones, the mean of those before."""
+REMEMBERED = 1 << 20
+"""Blocks of prompts whose digests are remembered, so that a next turn hashes only what is new."""
+
+
+class ClusterEvent(NamedTuple):
+    """Something that befalls a replica."""
+
+    time: float
+    """Seconds from the start."""
+    kind: Literal["fail", "drain"]
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOutcome:
+    """The result of a simulated run of several replicas."""
+
+    records: list[Record]
+    seconds: float
+    """Virtual seconds from the start to the end of the last request."""
+    busy: tuple[float, ...]
+    """By replica, virtual seconds during which its device computed."""
+    routed: tuple[int, ...]
+    """By replica, the requests that it got."""
+    stats: tuple[SchedulerStats, ...]
+    """By replica, its queues and memory at the end."""
+    reusable_tokens: int
+    """Prompt tokens that one replica with endless memory would find, if state were there once its turn is sent."""
+    brought_tokens: int
+    """Tokens copied from replica to replica for a turn."""
+    moved_tokens: int
+    """The same ahead of need, while conversations were idle."""
+    moves: int
+    """Moves ahead of need."""
+    resent: int
+    """Requests that went on at another replica because theirs failed."""
+
+    @property
+    def found(self) -> float:
+        """The share of the reusable prompt tokens that was not computed again; 1 where there are none."""
+        return (
+            sum(record.cached_tokens for record in self.records) / self.reusable_tokens if self.reusable_tokens else 1
+        )
+
+    @property
+    def spread(self) -> float:
+        """How far the busiest and the idlest replica are apart, as a share of the mean."""
+        return spread(self.busy)
+
+
+def spread(values: Sequence[float]) -> float:
+    """How far the largest and the smallest value are apart, as a share of the mean."""
+    return (max(values) - min(values)) / (sum(values) / len(values))
+
+
+def simulate_cluster(
+    config: EngineConfig,
+    profile: CostProfile,
+    workload: Workload,
+    router: Router,
+    *,
+    replicas: int,
+    link: Link | None = None,
+    asks: bool = True,
+    pipeline: Pipeline | None = None,
+    events: Sequence[ClusterEvent] = (),
+    concurrency: int | None = None,
+    on_progress: Callable[[int], None] = lambda done: None,
+    until: float = inf,
+) -> ClusterOutcome:
+    """Serve `workload` by this many replicas of the engine that `config` describes, behind a router.
+
+    Each replica is as in `simulate`, with a host tier of its own. State goes from replica to replica over `link`, from
+    host tier to host tier; each replica sends and receives one chain at a time. Without a link or a host tier nothing
+    is moved. With `asks`, the router is told what each replica holds; else it knows only its own map. A replica that
+    fails loses its state; its requests go on elsewhere, with the tokens that they have. One that drains finishes what
+    it has. After `until` virtual seconds the run ends with what is recorded by then.
+
+    Deterministic. Raises ValueError as `simulate`, for less than one replica, for an event of an unknown replica, for
+    padded rows, and if no replica is left.
+    """
+    if replicas < 1:
+        raise ValueError(f"replicas is {replicas}; it must be at least 1")
+    if on_rows(config, profile):
+        raise ValueError("executor is padded, whose rows do not move between replicas; simulate one replica alone")
+    for event in events:
+        if not 0 <= event.replica < replicas:
+            raise ValueError(f"replica {event.replica} is to {event.kind}, and there are {replicas}, from 0")
+    nodes = [Replica.make(f"replica-{number}", config, profile, pipeline) for number in range(replicas)]
+    cluster = Cluster(nodes, router, profile, config.block_size, link, asks, events)
+    clients = Conversations(workload, cluster.add, vocab_size=VOCAB_SIZE, concurrency=concurrency)
+    cluster.keyed = [len(conversation.turns) > 1 or not conversation.turns[0].hashes for conversation in workload]
+    while not clients.done and cluster.now < until:
+        if clients.next_due <= cluster.next_event:
+            cluster.now = max(cluster.now, clients.next_due)
+            clients.send_due(cluster.now)
+        else:
+            outputs = cluster.advance()
+            clients.receive(outputs, cluster.now)
+            on_progress(clients.ended)
+    return ClusterOutcome(
+        clients.records,
+        cluster.now,
+        tuple(node.executor.busy for node in nodes),
+        tuple(node.routed for node in nodes),
+        tuple(node.loop.stats() for node in nodes),
+        cluster.reusable,
+        cluster.brought,
+        cluster.moved,
+        cluster.moves,
+        cluster.resent,
+    )
+
+
+@dataclass(slots=True)
+class Replica:
+    """One replica: an engine's loop, whose clock is ahead of the others while it computes a step."""
+
+    name: str
+    clock: VirtualClock
+    loop: LanguageLoop
+    executor: SimulatedExecutor
+    pool: BlockPool
+    state: ReplicaState = ReplicaState.READY
+    failed: bool = False
+    stepping: bool = False
+    """Whether an event of it is queued."""
+    routed: int = 0
+    sends_until: float = 0.0
+    receives_until: float = 0.0
+    """When its link becomes free in each direction."""
+
+    @classmethod
+    def make(cls, name: str, config: EngineConfig, profile: CostProfile, pipeline: Pipeline | None) -> Replica:
+        """An idle replica."""
+        clock = VirtualClock()
+        loop, executor, _ = make_loop(config, profile, clock, pipeline=pipeline)
+        planner = loop.planner
+        assert isinstance(planner, Scheduler) and isinstance(planner.memory, BlockPool)
+        return cls(name, clock, loop, executor, planner.memory)
+
+    def found(self, chain: Sequence[bytes], prompt_tokens: int) -> Found:
+        """What it holds of a prompt. The last token never counts, as it must be computed."""
+        chain = chain[: (prompt_tokens - 1) // self.pool.block_size]
+        device = self.pool.find_all(chain)
+        lacking = [digest for digest, block in zip(chain, device, strict=True) if block is None]
+        host = len(self.pool.host.find_all(lacking)) if self.pool.host is not None else 0
+        return Found((len(chain) - len(lacking)) * self.pool.block_size, host * self.pool.block_size)
+
+    def receive(self, chain: Sequence[bytes], now: float) -> int:
+        """Store the blocks of this chain that it lacks in its host tier, as far as there is room: how many it has."""
+        pool, host = self.pool, self.pool.host
+        if host is None:
+            return 0
+        victims = host.victims(now)
+        for index, block in enumerate(pool.find_all(chain)):
+            if block is None and host.find(chain[index]) is None:
+                room, _ = host.reserve(inf, victims)
+                if room is None:
+                    return index
+                host.cache_block(room, chain[index], index, (now, 0))
+        return len(chain)
+
+
+class Pending(NamedTuple):
+    """A request on its way to a replica."""
+
+    request: Request
+    turn: Turn
+    choice: Choice
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that has not ended."""
+
+    request: Request
+    turn: Turn
+    replica: int
+    attempt: int
+    """Counts its replicas: what comes from an earlier one is not read."""
+    tokens: list[int] = field(default_factory=list)
+    cached: int | None = None
+    scheduled: float = 0.0
+    waits: Pending | None = None
+    """Until its state has come."""
+
+
+BOUNDARY, STATE, EVENT, REBALANCE, STEP = range(5)
+"""Kinds of events, in the order in which those of one time happen: a step begins after all else."""
+
+
+class Cluster:
+    """Replicas and a router over one virtual time."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Replica],
+        router: Router,
+        profile: CostProfile,
+        block_size: int,
+        link: Link | None,
+        asks: bool,
+        events: Sequence[ClusterEvent],
+    ) -> None:
+        self.now = 0.0
+        self.keyed: Sequence[bool] = ()
+        """By conversation, whether the router is told its key."""
+        self.reusable = self.brought = self.moved = self.moves = self.resent = 0
+        self._nodes, self._router, self._asks = nodes, router, asks
+        self._by_name = {node.name: number for number, node in enumerate(nodes)}
+        self._block_size, self._token_bytes = block_size, profile.token_bytes
+        self._copy_rate = profile.copy_rate or inf
+        self._link = link if link is not None and nodes[0].pool.host is not None else None
+        self._digests = DigestCache(block_size, REMEMBERED)
+        self._sent: dict[str, Sent] = {}
+        self._seen: set[bytes] = set()
+        """The digests of all blocks so far."""
+        self._answers, self._answered = FIRST_ESTIMATE, 1
+        self._count = 0
+        self._queue: list[tuple[float, int, int, Any]] = []
+        """Events to come: time, kind, number, what."""
+        for event in events:
+            self._push(event.time, EVENT, event)
+        self._push(REBALANCE_SECONDS, REBALANCE, None)
+
+    @property
+    def next_event(self) -> float:
+        """When something happens next."""
+        return self._queue[0][0]
+
+    def add(self, request: Request) -> None:
+        """Route a request that is sent now."""
+        chain = self._digests.digests(ROOT, request.prompt)[: len(request.prompt) // self._block_size]
+        number = int(request.id.partition(".")[0])
+        turn = Turn(
+            str(number) if self.keyed[number] else None,
+            chain,
+            len(request.prompt),
+            round(self._answers / self._answered),
+        )
+        most = (len(request.prompt) - 1) // self._block_size
+        self.reusable += sum(map(self._seen.__contains__, chain[:most])) * self._block_size
+        self._seen.update(chain)
+        self._route(Sent(request, turn, 0, 0))
+
+    def advance(self) -> Iterable[SequenceOutput]:
+        """Let the next event happen; the tokens that it gives."""
+        self.now, kind, _, what = heapq.heappop(self._queue)
+        if kind == STEP:
+            self._step(what)
+        elif kind == BOUNDARY:
+            return self._receive(*what)
+        elif kind == STATE:
+            what()
+        elif kind == REBALANCE:
+            self._rebalance()
+            self._push(self.now + REBALANCE_SECONDS, REBALANCE, None)
+        elif what.kind == "fail":
+            self._fail(what.replica)
+        else:
+            self._nodes[what.replica].state = ReplicaState.DRAINING
+        return ()
+
+    def _route(self, sent: Sent) -> None:
+        """Choose a replica, and give it the request once the state that it is to have has come."""
+        turn = sent.turn
+        found = (
+            {node.name: node.found(turn.chain, turn.prompt_tokens) for node in self._alive()} if self._asks else None
+        )
+        choice = self._router.choose(turn, self._views(), self.now, None if found is None else found.__getitem__)
+        self._router.sent(sent.request.id, turn, choice, self.now)
+        number = self._by_name[choice.replica]
+        sent.replica = number
+        sent.attempt += 1
+        self._sent[sent.request.id] = sent
+        self._nodes[number].routed += 1
+        if choice.move_from is None:
+            self._deliver(sent)
+            return
+        source, attempt = self._nodes[self._by_name[choice.move_from]], sent.attempt
+
+        def arrive(blocks: int) -> None:
+            self.brought += blocks * self._block_size
+            if sent.attempt == attempt:
+                self._deliver(sent)
+
+        self._transfer(source, self._nodes[number], turn.chain, arrive)
+
+    def _deliver(self, sent: Sent) -> None:
+        """Add a request to its replica's loop."""
+        node, request = self._nodes[sent.replica], sent.request
+        if sent.tokens:
+            params = replace(request.params, max_tokens=request.params.max_tokens - len(sent.tokens))
+            request = replace(request, prompt=(*request.prompt, *sent.tokens), params=params)
+        node.loop.add(request)
+        if not node.stepping:
+            node.clock.advance_to(self.now)
+            node.stepping = True
+            self._push(self.now, STEP, sent.replica)
+
+    def _step(self, number: int) -> None:
+        node = self._nodes[number]
+        if node.failed:
+            return
+        outputs = node.loop.step()
+        if outputs is None:
+            node.stepping = False
+        else:
+            self._push(node.clock.now, BOUNDARY, (number, outputs))
+
+    def _receive(self, number: int, outputs: Iterable[SequenceOutput]) -> Iterable[SequenceOutput]:
+        """What a step gave, read when it ends."""
+        node, router = self._nodes[number], self._router
+        if node.failed:
+            return ()
+        read = []
+        for output in outputs:
+            sent = self._sent[output.request_id]
+            if sent.cached is None:
+                sent.cached, sent.scheduled = output.cached_tokens, output.scheduled_at
+            if output.tokens and not sent.tokens:
+                router.started(output.request_id, self.now)
+            sent.tokens += output.tokens
+            read.append(output._replace(cached_tokens=sent.cached, scheduled_at=sent.scheduled))
+            if output.finish_reason is not None:
+                self._end(sent, output.finish_reason)
+        if node.loop.has_work():
+            self._push(self.now, STEP, number)
+        else:
+            node.stepping = False
+        return read
+
+    def _end(self, sent: Sent, reason: FinishReason) -> None:
+        del self._sent[sent.request.id]
+        chain, size, prompt = list(sent.turn.chain), self._block_size, sent.request.prompt
+        # The last token is sampled, and computed only with the next turn.
+        known = (*prompt[len(chain) * size :], *sent.tokens[:-1])
+        added = len(known) // size
+        chain += block_digests(chain[-1] if chain else ROOT, known[: added * size], size) if added else []
+        self._seen.update(chain[len(sent.turn.chain) :])
+        self._answers += len(sent.tokens)
+        self._answered += 1
+        self._router.ended(sent.request.id, self.now, chain)
+
+    def _rebalance(self) -> None:
+        for move in self._router.rebalance(self.now, self._views()):
+            self._begin(move)
+
+    def _begin(self, move: Move) -> None:
+        """Begin to move a conversation."""
+        source, target = (self._nodes[self._by_name[name]] for name in (move.source, move.target))
+
+        def arrive(blocks: int) -> None:
+            self.moves += 1
+            self.moved += blocks * self._block_size
+            self._router.moved(move, blocks * self._block_size, self.now)
+
+        self._transfer(source, target, move.chain, arrive)
+
+    def _transfer(
+        self, source: Replica, target: Replica, chain: Sequence[bytes], arrive: Callable[[int], None]
+    ) -> None:
+        """Copy the blocks of a chain that the source has and the target lacks; `arrive` is told how many have come."""
+        link, size = self._link, self._block_size * self._token_bytes
+        assert link is not None
+        lacking = [block is None for block in target.pool.find_all(chain)]
+        host = target.pool.host
+        assert host is not None
+        wanted = [digest for digest, lacks in zip(chain, lacking, strict=True) if lacks and host.find(digest) is None]
+        on_device = sum(block is not None for block in source.pool.find_all(wanted))
+        begins = max(self.now, source.sends_until, target.receives_until)
+        ends = begins + link.send(len(wanted) * size) + on_device * size / self._copy_rate
+        source.sends_until = target.receives_until = ends
+
+        def end() -> None:
+            held = source.pool.find_all(chain)
+            there = 0
+            if not (source.failed or target.failed):
+                missing = source.pool.host
+                there = next(
+                    (
+                        at
+                        for at, block in enumerate(held)
+                        if block is None and (missing is None or missing.find(chain[at]) is None)
+                    ),
+                    len(chain),
+                )
+                there = target.receive(chain[:there], self.now)
+            arrive(there)
+
+        self._push(ends, STATE, end)
+
+    def _fail(self, number: int) -> None:
+        """A replica dies: its state is gone, and its requests go on elsewhere."""
+        node = self._nodes[number]
+        node.failed = True
+        self._router.lost(node.name)
+        for sent in [sent for sent in self._sent.values() if sent.replica == number]:
+            self.resent += 1
+            self._route(sent)
+
+    def _alive(self) -> list[Replica]:
+        return [node for node in self._nodes if not node.failed]
+
+    def _views(self) -> list[ReplicaView]:
+        per_token = self._token_bytes * 1e3
+        link = per_token / self._link.rate if self._link is not None else None
+        lift = per_token / self._copy_rate
+        return [
+            ReplicaView(node.name, link_ms_per_token=link, host_ms_per_token=lift, state=node.state)
+            for node in self._alive()
+        ]
+
+    def _push(self, time: float, kind: int, what: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._queue, (time, kind, self._count, what))

@@ -1,0 +1,47 @@
+"""How engines on one machine share its GPUs, cores and memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.cluster import local_spawner
+from holdfast.cluster.local_spawner import LocalSpawner, share, visible_gpus
+from holdfast.core.config import EngineConfig
+from holdfast.engine.connection import EngineStartError
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_spawner, "visible_gpus", lambda: ["3", "4", "6", "7"])
+    monkeypatch.setattr(local_spawner, "free_gb", lambda: 64.0)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_each_engine_sees_its_own_gpus_and_no_others() -> None:
+    spawner = LocalSpawner(EngineConfig(tp=2), 2)
+    assert [spawner.environment(number)["CUDA_VISIBLE_DEVICES"] for number in (0, 1)] == ["3,4", "6,7"]
+    assert spawner.place(1) == "GPU 6,7"
+    assert spawner.config.host_cache_gb == 8.0, "half of what one engine would take"
+    with pytest.raises(EngineStartError, match="3 replicas of 2 GPUs need 6, and there are 4"):
+        LocalSpawner(EngineConfig(tp=2), 3)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_engines_on_the_cpu_share_cores_and_memory_and_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_spawner, "cores", lambda: 8)
+    spawner = LocalSpawner(EngineConfig(device="cpu"), 4)
+    assert (spawner.environment(1), spawner.place(1)) == ({}, "CPU")
+    assert (spawner.config.threads, spawner.config.cache_gb, spawner.config.host_cache_gb) == (2, 4.0, 1.0)
+    monkeypatch.setattr(local_spawner, "free_gb", lambda: 8.0)
+    shared = share(EngineConfig(threads=6), 4, on_gpus=False)
+    assert (shared.threads, shared.cache_gb, shared.host_cache_gb) == (1, 1.0, 0.25)
+
+
+def test_sizes_that_are_given_are_those_of_each_engine() -> None:
+    shared = share(EngineConfig(cache_gb=3.0, host_cache_gb=0.0), 4, on_gpus=False)
+    assert (shared.cache_gb, shared.host_cache_gb) == (3.0, 0.0)
+
+
+def test_a_pytorch_without_cuda_has_no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setattr(local_spawner.importlib.util, "find_spec", lambda name: None)
+    assert visible_gpus() == []

@@ -1,0 +1,370 @@
+"""Replicas over scripted engines: deaths, restarts, hangs, adapters, draining, queues, and what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from fake_engine import engine_info
+
+from holdfast.cluster import fleet
+from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.fleet import NoReplica
+from holdfast.cluster.replica import State
+from holdfast.cluster.replicas import ReplicaLost, Replicas
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, SequenceOutput
+from holdfast.engine.client import AdapterError, Delta, EngineClient, Stream
+from holdfast.engine.connection import EngineDead, EngineStartError, QueueFull
+from holdfast.engine.pooling import NONE
+from holdfast.engine.text import TokenIds
+from holdfast.lm.types import SchedulerStats
+
+PROMPT = list(range(40))
+FOUR = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+def stats(**changes: Any) -> SchedulerStats:
+    fields: dict[str, Any] = dict.fromkeys(
+        ("waiting", "running", "blocks_total", "blocks_used", "blocks_cached", "preemptions", "prefix_queries",
+         "prefix_hits", "tokens_computed"), 0,
+    )  # fmt: skip
+    return SchedulerStats(**(fields | changes))
+
+
+class Scripted(EngineClient):
+    """An engine that counts up from the last token. It dies, hangs or fills up as its test says."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.config, self.pooling, self.info = EngineConfig(), NONE, engine_info(vocab_size=1 << 20, block_size=16)
+        self.text = TokenIds()
+        self._closes_text = False
+        self.adapters = {}
+        self.dead, self.reason = asyncio.Event(), ""
+        self.asked: list[Stream] = []
+        self.dies_at: int | None = None
+        """It dies before it gives this token of an answer."""
+        self.gate = asyncio.Event()
+        """Tokens after the first wait for it."""
+        self.gate.set()
+        self.hangs, self.is_full, self.refuses = False, False, ""
+        self.computed = 7
+
+    @property
+    def full(self) -> bool:
+        return self.is_full
+
+    def die(self, reason: str = "it was killed") -> None:
+        self.reason = reason
+        self.dead.set()
+        self.gate.set()
+
+    async def run(self, stream: Stream) -> AsyncGenerator[Delta, None]:
+        self.asked.append(stream)
+        request = stream.request
+        for place in range(request.answered, request.params.max_tokens):
+            if place:
+                await self.gate.wait()
+            if place == self.dies_at:
+                self.die()
+            if self.dead.is_set():
+                raise EngineDead(self.reason)
+            last = FinishReason.LENGTH if place == request.params.max_tokens - 1 else None
+            stream.take(SequenceOutput(request.id, (1000 + place,), last, 0, 0.0), 0.0)
+            yield await stream.next()
+            await asyncio.sleep(0)
+
+    async def health(self, timeout: float = 1.0) -> SchedulerStats:
+        if self.hangs:
+            await asyncio.sleep(timeout)
+            raise TimeoutError
+        if self.dead.is_set():
+            raise EngineDead(self.reason)
+        return stats(running=1, blocks_total=100, tokens_computed=self.computed)
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        if self.refuses:
+            raise AdapterError(self.refuses)
+        self.adapters[name] = AdapterInfo(f"{name}@{path}", name, 4, 1, ())
+        return self.adapters[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
+
+    def kill(self) -> None:
+        self.die("it hung")
+
+    async def close(self) -> None:
+        self.die("the engine was closed")
+
+
+class Scripts:
+    """A spawner of scripted engines."""
+
+    kind = "scripted"
+    most: int | None = None
+
+    def __init__(self, prepare: Callable[[Scripted], None] = lambda engine: None) -> None:
+        self.prepare = prepare
+        """Called with each new engine; may raise EngineStartError."""
+        self.engines: list[Scripted] = []
+        """All that were ever started."""
+
+    def place(self, number: int) -> str:
+        return "nowhere"
+
+    async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
+        engine = Scripted(number)
+        self.prepare(engine)
+        self.engines.append(engine)
+        return engine
+
+    async def stop(self, number: int, engine: EngineClient) -> None:
+        await engine.close()
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds become moments."""
+    monkeypatch.setattr(fleet, "PAUSES", (0.0, 0.01))
+    monkeypatch.setattr("holdfast.cluster.replicas.WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(fleet, "HANG_SECONDS", 0.03)
+    monkeypatch.setattr(fleet, "KILL_SECONDS", 0.3)
+
+
+@pytest.fixture
+async def started() -> AsyncGenerator[Callable[..., Any], None]:
+    """Starts replicas that are closed at the end."""
+    all_of_them: list[Replicas] = []
+
+    async def start(scripts: Scripts, replicas: int = 2, **fields: Any) -> Replicas:
+        config = ClusterConfig(replicas=replicas, **{"routing": "least-loaded", **fields})
+        all_of_them.append(await Replicas.start(config, scripts))
+        return all_of_them[-1]
+
+    yield start
+    for each in all_of_them:
+        await each.close()
+
+
+async def read(replicas: Replicas, params: SamplingParams = FOUR, **asked: Any) -> list[int]:
+    async with aclosing(replicas.stream(PROMPT, params, **asked)) as deltas:
+        return [token for delta in [each async for each in deltas] for token in delta.tokens]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def states(replicas: Replicas) -> list[State]:
+    return [replica.state for replica in replicas.members]
+
+
+async def test_an_answer_goes_on_at_another_replica_and_the_lost_one_is_started_again(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    scripts.engines[0].dies_at = 2
+    assert await read(replicas) == [1000, 1001, 1002, 1003]
+    again = scripts.engines[1].asked[0].request
+    assert (list(again.prompt), again.answered) == ([*PROMPT, 1000, 1001], 2)
+    await until(lambda: states(replicas) == [State.READY] * 2)
+    assert len(scripts.engines) == 3 and replicas.members[0].restarts == replicas.counts.resumed == 1
+
+
+async def test_requests_without_a_seed_get_one_that_they_keep(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    scripts.engines[0].dies_at = 1
+    await read(replicas, dataclasses.replace(FOUR, temperature=1.0))
+    await read(replicas, dataclasses.replace(FOUR, temperature=1.0))
+    seeds = [stream.request.params.seed for engine in scripts.engines for stream in engine.asked]
+    assert None not in seeds and seeds[0] == seeds[1] != seeds[2]
+
+
+async def test_a_request_that_ends_engine_after_engine_is_given_up(started: Any) -> None:
+    def poisoned(engine: Scripted) -> None:
+        engine.dies_at = 1
+
+    replicas = await started(Scripts(poisoned), 3)
+    with pytest.raises(ReplicaLost, match="3 replicas ended one after another while they had this request"):
+        await read(replicas)
+    assert replicas.counts.lost == 1 and not replicas.dead.is_set()
+
+
+async def test_an_answer_waits_for_a_replica_where_none_serves(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts, 1, max_replicas=2)
+    scripts.engines[0].dies_at = 2
+    assert await read(replicas) == [1000, 1001, 1002, 1003]
+    assert len(scripts.engines) == 2
+
+
+async def test_the_server_ends_when_no_replica_can_start_any_more(started: Any) -> None:
+    starts = itertools.count()
+
+    def fails(engine: Scripted) -> None:
+        if next(starts) >= 2:
+            raise EngineStartError("no memory is left")
+
+    scripts = Scripts(fails)
+    replicas = await started(scripts)
+    for engine in scripts.engines:
+        engine.die()
+    await asyncio.wait_for(replicas.dead.wait(), 10)
+    assert "no memory is left" in replicas.reason
+    with pytest.raises(EngineDead, match="no memory is left"):
+        await read(replicas)
+
+
+async def test_a_first_start_that_fails_ends_the_engines_that_were_started() -> None:
+    def fails(engine: Scripted) -> None:
+        if engine.number == 1:
+            raise EngineStartError("no memory is left")
+
+    scripts = Scripts(fails)
+    with pytest.raises(EngineStartError, match="no memory is left"):
+        await Replicas.start(ClusterConfig(replicas=2, routing="round-robin"), scripts)
+    assert all(engine.dead.is_set() for engine in scripts.engines)
+
+
+async def test_a_replica_that_hangs_gets_no_requests_and_is_killed_if_that_lasts(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    scripts.engines[0].hangs = True
+    await until(lambda: State.HANGING in states(replicas))
+    await read(replicas)
+    assert not scripts.engines[0].asked
+    await until(lambda: scripts.engines[0].dead.is_set())
+    assert scripts.engines[0].reason in ("it hung", "the engine was closed")
+    await until(lambda: states(replicas) == [State.READY] * 2)
+
+
+async def test_an_adapter_is_served_by_all_replicas_or_by_none(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    await replicas.load_adapter("kept", "/kept")
+    scripts.engines[1].refuses = "its rank is too large"
+    with pytest.raises(AdapterError, match="rank is too large"):
+        await replicas.load_adapter("refused", "/refused")
+    with pytest.raises(AdapterError, match="rank is too large"):
+        await replicas.load_adapter("kept", "/other", replace=True)
+    for each in (replicas, *scripts.engines):
+        assert {name: adapter.id for name, adapter in each.adapters.items()} == {"kept": "kept@/kept"}
+
+
+async def test_a_new_engine_has_the_adapters_of_all_before_it_serves(started: Any) -> None:
+    def preloaded(engine: Scripted) -> None:
+        engine.adapters = {"first": AdapterInfo("first@0", "first", 4, 1, ())}
+
+    scripts = Scripts(preloaded)
+    replicas = await started(scripts)
+    await replicas.load_adapter("later", "/later")
+    await replicas.unload_adapter("first")
+    scripts.engines[0].die()
+    await until(lambda: len(scripts.engines) == 3 and states(replicas) == [State.READY] * 2)
+    assert [*scripts.engines[2].adapters] == [*replicas.adapters] == ["later"]
+    assert await read(replicas, adapter="later")
+
+
+async def test_a_drained_replica_ends_when_its_requests_have(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    scripts.engines[0].gate.clear()
+    reading = asyncio.create_task(read(replicas))
+    await until(lambda: scripts.engines[0].asked)
+    replicas.fleet.drain("0")
+    await read(replicas)
+    assert len(scripts.engines[1].asked) == 1 and not scripts.engines[0].dead.is_set()
+    with pytest.raises(ValueError, match="replica 1 is the only one that serves"):
+        replicas.fleet.drain("1")
+    scripts.engines[0].gate.set()
+    assert await reading == [1000, 1001, 1002, 1003] and replicas.counts.resumed == 0
+    await until(lambda: [replica.name for replica in replicas.members] == ["1"])
+
+
+async def test_requests_that_outlast_the_drain_go_on_elsewhere(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts, replica_drain_seconds=0.02)
+    scripts.engines[0].gate.clear()
+    reading = asyncio.create_task(read(replicas))
+    await until(lambda: scripts.engines[0].asked)
+    replicas.fleet.drain("0")
+    assert await reading == [1000, 1001, 1002, 1003]
+    assert replicas.counts.resumed == 1 and scripts.engines[0].dead.is_set()
+
+
+async def test_replicas_are_added_while_requests_queue_up_to_the_most(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.cluster.scaling.UP_SECONDS", 0.0)
+    scripts = Scripts(lambda engine: setattr(engine, "health", queueing))
+    replicas = await started(scripts, 1, max_replicas=2, scale_up_ms=1.0, scale_down_seconds=86400)
+    scripts.engines[0].gate.clear()
+
+    async def never(stream: Stream) -> AsyncGenerator[Delta, None]:
+        await scripts.engines[0].gate.wait()
+        raise EngineDead("the test is over")
+        yield
+
+    monkeypatch.setattr(scripts.engines[0], "run", never)
+    reading = asyncio.create_task(read(replicas))
+    await until(lambda: states(replicas) == [State.READY] * 2)
+    await asyncio.sleep(0.05)
+    assert len(replicas.members) == 2
+    with pytest.raises(ValueError, match="max_replicas is 2"):
+        replicas.fleet.add()
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+
+async def queueing(timeout: float) -> SchedulerStats:
+    return stats(waiting=1)
+
+
+async def test_a_request_is_refused_only_when_all_queues_are_full(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    scripts.engines[0].is_full = True
+    await read(replicas)
+    assert len(scripts.engines[1].asked) == 1
+    scripts.engines[1].is_full = True
+    with pytest.raises(QueueFull, match="all 2 replicas"):
+        await read(replicas)
+
+
+async def test_counters_go_on_when_an_engine_has_ended(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    assert (await replicas.health()).tokens_computed == 14
+    scripts.engines[0].computed = 9
+    await replicas.health()
+    scripts.engines[0].die()
+    await until(lambda: len(scripts.engines) == 3 and states(replicas) == [State.READY] * 2)
+    found = await replicas.health()
+    assert (found.tokens_computed, found.running, found.blocks_total) == (9 + 7 + 7, 2, 200)
+
+
+async def test_health_names_no_replica_when_none_lives(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "PAUSES", (0.0, 60.0))
+    scripts = Scripts()
+    replicas = await started(scripts)
+    for engine in scripts.engines:
+        engine.die()
+    await until(lambda: states(replicas) == [State.DOWN] * 2)
+    with pytest.raises(NoReplica):
+        await replicas.health()
+
+
+async def test_tuning_is_refused_with_several_engines() -> None:
+    with pytest.raises(ValueError, match="a tuning job needs an engine of its own"):
+        ClusterConfig(replicas=2).check(EngineConfig(tuning=True))

@@ -1,0 +1,147 @@
+"""Replicas over one virtual time: the same as one engine where there is one, and what routing and moving change."""
+
+from dataclasses import replace
+
+import pytest
+
+from holdfast.cluster.routing import POLICIES, ReplicaView, RoutingRules, make_router
+from holdfast.cluster.routing import Turn as RoutedTurn
+from holdfast.core.config import EngineConfig
+from holdfast.lab import workloads
+from holdfast.lab.metrics import summary
+from holdfast.lab.simulator import cluster
+from holdfast.lab.simulator.cluster import ClusterEvent, simulate_cluster
+from holdfast.lab.simulator.devices import Link
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.workloads import Conversation, Turn
+from tests.invariants import check_scheduler
+from tests.lab.simulator.simulation import PROFILE
+
+TIERED = replace(PROFILE, token_bytes=1000, copy_rate=1e9)
+CONFIG = EngineConfig(max_sequences=16, host_cache_gb=0.02)
+LINK = Link("test", 1e9, 1e-5)
+RULES = RoutingRules(step_tokens=256, fair_ms=200.0, patience=1.0)
+
+
+def run(workload, *, policy="priced", replicas=3, config=CONFIG, link=LINK, rules=RULES, **options):
+    router = make_router(policy, TIERED.cost, rules)
+    return simulate_cluster(config, TIERED, workload, router, replicas=replicas, link=link, **options)
+
+
+def chats(count, *, rate=60.0, think=0.3, seed=0):
+    """Conversations with short answers, so that a run has few steps."""
+    short = [
+        replace(each, turns=tuple(replace(turn, output=max(2, turn.output // 16)) for turn in each.turns))
+        for each in workloads.multi_turn(count, think, seed)
+    ]
+    return workloads.gamma_arrivals(workloads.fit_context(short, 1500), rate, seed)
+
+
+def test_one_replica_serves_as_the_engine_alone():
+    work = chats(30)
+    alone = simulate(CONFIG, TIERED, work)
+    outcome = run(work, replicas=1)
+    assert len(outcome.records) == len(alone.records) == workloads.num_requests(work)
+    assert outcome.busy[0] == pytest.approx(alone.busy, rel=0.01)
+    assert outcome.seconds == pytest.approx(alone.seconds, rel=0.01)
+    assert summary(outcome.records)["mean_ttft_ms"] == pytest.approx(summary(alone.records)["mean_ttft_ms"], rel=0.05)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_is_served_by_each_policy_and_the_same_in_every_run(policy):
+    work = chats(15)
+    outcome, again = run(work, policy=policy), run(work, policy=policy)
+    assert outcome == again
+    assert len(outcome.records) == workloads.num_requests(work) == sum(outcome.routed)
+    outputs = sorted(turn.output for conversation in work for turn in conversation.turns)
+    assert sorted(len(record.token_times) for record in outcome.records) == outputs
+    assert 0 <= outcome.found <= 1
+
+
+def test_round_robin_computes_again_what_the_priced_router_finds():
+    work = chats(25)
+    priced, blind = run(work), run(work, policy="round-robin")
+    assert priced.reusable_tokens == blind.reusable_tokens > 3_000
+    assert priced.found > 0.97 and blind.found < 0.75
+
+
+def test_router_finds_state_by_its_own_map_alone():
+    assert run(chats(40), asks=False).found > 0.95
+
+
+def long_and_short():
+    """Two long conversations that a session hash puts on one replica, and short ones around them."""
+    router, at = make_router("session-hash"), {}
+    long = Conversation(0.0, tuple(Turn(900 if turn == 0 else 60, 12, 0.01) for turn in range(8)))
+    short = Conversation(0.0, tuple(Turn(40, 8, 0.2) for _ in range(4)))
+    for number in range(60):
+        asked = RoutedTurn(str(number), (), 1, 1)
+        at[number] = router.choose(asked, [ReplicaView(f"replica-{n}") for n in range(3)], 0.0).replica
+    crowded = [number for number in range(60) if at[number] == "replica-0"][:8]
+    return workloads.gamma_arrivals([long if number in crowded else short for number in range(60)], 30.0, 1)
+
+
+def test_long_conversations_on_one_host_are_spread_by_the_priced_router():
+    work = long_and_short()
+    hashed, priced = run(work, policy="session-hash"), run(work)
+    assert hashed.spread > 2 * priced.spread
+    assert summary(priced.records)["p90_ttft_ms"] < 0.6 * summary(hashed.records)["p90_ttft_ms"]
+    assert priced.found > 0.95
+
+
+def test_state_is_brought_over_a_fast_link_and_computed_again_over_a_slow_one():
+    work = long_and_short()
+    fast, slow, none = run(work), run(work, link=Link("slow", 1e4, 1e-3)), run(work, link=None)
+    assert fast.brought_tokens + fast.moved_tokens > 0
+    assert slow.brought_tokens == none.brought_tokens == none.moved_tokens == 0
+
+
+def test_conversations_of_a_drained_replica_go_on_elsewhere_with_their_state():
+    work = chats(40, think=1.0)
+    outcome = run(work, events=[ClusterEvent(0.6, "drain", 1)])
+    assert len(outcome.records) == workloads.num_requests(work) and outcome.resent == 0
+    assert outcome.moves > 0 and outcome.found > 0.95
+    assert outcome.routed[1] < min(outcome.routed[0], outcome.routed[2]) / 2
+
+
+def test_requests_of_a_failed_replica_go_on_elsewhere_with_the_tokens_they_have():
+    work = [Conversation(0.01 * number, (Turn(200, 50), Turn(20, 50, 0.1))) for number in range(24)]
+    outcome = run(work, events=[ClusterEvent(0.3, "fail", 0)])
+    assert outcome.resent > 0
+    assert [len(record.token_times) for record in outcome.records] == [50] * 48
+    assert all(list(record.token_times) == sorted(record.token_times) for record in outcome.records)
+
+
+def test_blocks_are_accounted_for_at_every_step(monkeypatch):
+    checked, nodes = 0, []
+    make, step = cluster.Replica.make, cluster.Cluster._step
+
+    def made(*arguments):
+        nodes.append(make(*arguments))
+        return nodes[-1]
+
+    def stepped(self, number):
+        nonlocal checked
+        step(self, number)
+        checked += 1
+        check_scheduler(nodes[number].loop.planner)
+
+    monkeypatch.setattr(cluster.Replica, "make", made)
+    monkeypatch.setattr(cluster.Cluster, "_step", stepped)
+    small = replace(CONFIG, host_cache_gb=0.005)
+    outcome = run(chats(25), config=small, rules=replace(RULES, fair_ms=5.0, fair_ratio=1.0, patience=0.0))
+    assert checked > 100 and outcome.moved_tokens + outcome.brought_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 0}, "replicas is 0"),
+        ({"events": [ClusterEvent(1.0, "fail", 3)]}, "replica 3 is to fail, and there are 3"),
+        ({"config": replace(CONFIG, executor="padded")}, "executor is padded"),
+        ({"events": [ClusterEvent(0.1, "fail", n) for n in range(3)]}, "none of 0 replicas is ready"),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        run(chats(20), **options)

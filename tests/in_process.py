@@ -128,6 +128,7 @@ class Unborn:
 
     def __init__(self, device: str) -> None:
         self.began = time.monotonic()
+        self.remote = None
 
 
 class Parent:

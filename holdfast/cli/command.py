@@ -262,8 +262,10 @@ def serve_command() -> Command:
             if not alone:
                 with value_errors_as_usage():
                     cluster.check(engine)
-                    engine = settled(engine, Checkpoint.of(engine))
-                process = held.enter_context(EngineProcess(engine.device))
+                    found = Checkpoint.of(engine)
+                if cluster.ray is None:
+                    engine = settled(engine, found)
+                    process = held.enter_context(EngineProcess(engine.device))
             from holdfast.cli import serve  # takes half a second, while the engine loads PyTorch
 
             return run_in_loop(

@@ -88,6 +88,8 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return given | {"type": milliseconds, "metavar": "MS"}
     metavar = {int: "N", float: "X", str: "TEXT"}[kind]
     words = tuple(word for other in others for word in typing.get_args(other))
+    if field.metadata["bare"] is not None:
+        given |= {"nargs": "?", "const": field.metadata["bare"]}
     if not words:
         return given | {"type": kind, "metavar": metavar}
 

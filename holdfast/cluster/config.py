@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from holdfast.cluster.routing import RouterName
 from holdfast.core.config import EngineConfig, option
 
 MOST_REPLICAS = 64
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,13 @@ class ClusterConfig:
     max_replicas: int | None = option(
         None, "add replicas while requests queue, up to this many, and take them away again; default: as replicas says"
     )
+    ray: str | None = option(
+        None,
+        "run the replicas on the nodes of the Ray cluster at this address, host:port; without one: on the cluster that "
+        "runs on this host, else on a new one of this host alone",
+        bare=AUTO,
+    )
+    ray_cpus: float = option(1.0, "with ray: CPUs of a node that each replica takes; its GPUs come by tp times pp")
     routing: RouterName = option(  # noqa: RUF009  a string
         "priced",
         "which replica a request goes to; priced: where its first token comes soonest, by the wait and the state there",
@@ -37,6 +46,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         for name, low, high in (
             ("replicas", 1, MOST_REPLICAS),
+            ("ray_cpus", 0, 1024),
             ("scale_up_ms", 1, 3_600_000),
             ("scale_down_seconds", 1, 86400),
             ("replica_drain_seconds", 0, 86400),
@@ -44,6 +54,8 @@ class ClusterConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        if self.ray is not None and self.ray != AUTO and not re.fullmatch(r"[^/\s]+:\d+", self.ray):
+            raise ValueError(f"ray is {self.ray!r}; it must be the address of a Ray cluster, host:port, or {AUTO}")
         if self.max_replicas is not None and not self.replicas <= self.max_replicas <= MOST_REPLICAS:
             raise ValueError(
                 f"max_replicas is {self.max_replicas}; it must lie between replicas, {self.replicas}, "
@@ -58,7 +70,7 @@ class ClusterConfig:
     @property
     def many(self) -> bool:
         """Whether requests are routed, as there may be several engines."""
-        return self.most > 1
+        return self.most > 1 or self.ray is not None
 
     def check(self, engine: EngineConfig) -> None:
         """Raises ValueError for what one engine can do, and several cannot."""

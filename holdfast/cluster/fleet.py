@@ -254,6 +254,7 @@ class Fleet:
         """Let a replica serve with this engine, which is ready."""
         self.on_ready(engine)
         replica.engine, replica.state, replica.reason = engine, State.READY, ""
+        replica.place = self._spawner.place(replica.number)
         replica.ready_at, replica.stats, replica.asked_at = time.monotonic(), None, None
         self.changed.set()
 
@@ -292,7 +293,7 @@ class Fleet:
         pause = PAUSES[min(replica.failures, len(PAUSES) - 1)] if replica.failures else 0.0
         if pause:
             await asyncio.sleep(pause)
-        replica.state = State.STARTING
+        replica.state, replica.place = State.STARTING, self._spawner.place(replica.number)
         engine = None
         try:
             engine = await self._spawner.start(replica.number, self._progress(replica.number))

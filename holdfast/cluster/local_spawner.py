@@ -18,6 +18,8 @@ from holdfast.engine.spawn import EngineProcess
 
 CPU_CACHE_GB = 4.0
 """Most GB of KV cache of an engine on a CPU, where none are asked for."""
+CPU_HOST_TIER_GB = 1.0
+"""Most GB of the host tier of an engine on a CPU, where none are asked for."""
 HOST_TIER_GB = 32.0
 """Most GB of the host tier of an engine on a GPU, where none are asked for."""
 
@@ -87,7 +89,7 @@ def share(config: EngineConfig, engines: int, *, on_gpus: bool) -> EngineConfig:
         if config.cache_gb is None:
             changes["cache_gb"] = min(CPU_CACHE_GB, free_gb() / 2 / engines)
         if config.host_cache_gb == "auto" and config.prefix_sharing:
-            changes["host_cache_gb"] = min(1.0, free_gb() / 8 / engines)
+            changes["host_cache_gb"] = min(CPU_HOST_TIER_GB, free_gb() / 8 / engines)
     elif config.host_cache_gb == "auto" and config.prefix_sharing:
         changes["host_cache_gb"] = min(HOST_TIER_GB, free_gb() / 4 / engines)
     return replace(config, **changes)  # type: ignore[arg-type]

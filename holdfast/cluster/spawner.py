@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from holdfast.cluster.config import ClusterConfig
+from holdfast.cluster.local_spawner import LocalSpawner
+from holdfast.core.config import EngineConfig
 from holdfast.engine.client import EngineClient
+from holdfast.engine.spawn import EngineProcess
 
 
 class Spawner(Protocol):
@@ -40,3 +44,12 @@ class Spawner(Protocol):
 
     async def close(self) -> None:
         """End what belongs to no replica, after all of them were stopped. May be called more than once."""
+
+
+def make_spawner(config: EngineConfig, cluster: ClusterConfig, process: EngineProcess | None = None) -> Spawner:
+    """Where the replicas of this configuration come from. `process` is for LocalSpawner. Raises EngineStartError."""
+    if cluster.ray is None:
+        return LocalSpawner(config, cluster.most, process)
+    from holdfast.cluster.ray_spawner import RaySpawner  # Ray is an extra, and takes a second to import
+
+    return RaySpawner(config, cluster.ray, cluster.ray_cpus)

@@ -60,9 +60,12 @@ OPERATOR_VARIABLE = "HOLDFAST_OPERATOR_KEY"
 """The environment variable that holds the operator's key."""
 
 
-def option(default: Any, help: str, unit: Literal["", "ms"] = "") -> Any:
-    """A config field with its help text. A field in the unit "ms" accepts 50, "50ms" and "0.05s"."""
-    return field(default=default, metadata={"help": help, "unit": unit})
+def option(default: Any, help: str, unit: Literal["", "ms"] = "", bare: str | None = None) -> Any:
+    """A config field with its help text. A field in the unit "ms" accepts 50, "50ms" and "0.05s".
+
+    `bare` is the value of a flag that is given without one, where that is allowed.
+    """
+    return field(default=default, metadata={"help": help, "unit": unit, "bare": bare})
 
 
 def check_adapter_name(name: str) -> None:

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -43,7 +44,6 @@ from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
-from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.loading import load_unmodified
 from holdfast.lm.scheduler.choice import choose_policy, make_drafter, make_scheduler, make_tuner, steps_in_flight
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
@@ -64,6 +64,14 @@ from holdfast.training.base import digest_of_model, training_shape
 from holdfast.training.iteration import arena_of, workspace_bytes
 from holdfast.training.state import mirror_directory
 from holdfast.training.trainer import Trainer
+
+if TYPE_CHECKING or find_spec("transformers") is not None:
+    from holdfast.lm.padded.device import PaddedDevice
+else:
+
+    class PaddedDevice:
+        """Without Transformers no device is one, and `make_padded_device` says so."""
+
 
 clock = time.monotonic
 log = logging.getLogger("holdfast.engine")
@@ -445,6 +453,8 @@ def make_padded_device(
     config: EngineConfig, checkpoint: Checkpoint, stages: Stages, *, module: Any = None
 ) -> PaddedDevice:
     """The model as Transformers has it, for padded rows. `module` is one that was loaded for a paged cache."""
+    if find_spec("transformers") is None:
+        raise UnsupportedCheckpoint("padded rows need Transformers: pip install 'holdfast[hf]'")
     model = load_unmodified(
         checkpoint.directory,
         device=resolve_device(config.device),

@@ -97,6 +97,23 @@ def settled(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     return replace(config, model=str(checkpoint.directory), revision=None, served_model_name=names)
 
 
+def for_other_hosts(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
+    """The configuration for an engine on another host, which looks for the model, and for adapters, by itself.
+
+    Paths are absolute: they must lead to the same files there. A model of the hub is that at the same commit, which the
+    host fetches if its cache has none.
+    """
+    adapters = tuple(f"{name}={Path(path).expanduser().resolve()}" for name, path in config.adapters)
+    config = replace(config, adapter=adapters, served_model_name=config.served_model_name or (checkpoint.name,))
+    if config.model == BUILTIN_MODEL:
+        return config
+    if not Path(config.model).expanduser().exists():
+        # In the hub's cache, snapshots/<commit> holds the files of a commit.
+        commit = checkpoint.directory.name if checkpoint.directory.parent.name == "snapshots" else config.revision
+        return replace(config, revision=commit)
+    return replace(config, model=str(checkpoint.directory))
+
+
 def refuse_gguf(model: str, directory: Path) -> None:
     """Raises ValueError for a file of llama.cpp's format, or a directory of nothing else."""
     found = directory if directory.suffix == ".gguf" else next(iter(sorted(directory.glob("*.gguf"))), None)

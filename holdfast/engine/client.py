@@ -23,11 +23,11 @@ from holdfast.core.types import (
     TokenLogprobs,
 )
 from holdfast.engine import messages
-from holdfast.engine.checkpoint import Checkpoint, settled
+from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
 from holdfast.engine.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
 from holdfast.engine.generation import GenerationDefaults, find_generation
 from holdfast.engine.pooling import NONE, find_pooling
-from holdfast.engine.spawn import EngineProcess
+from holdfast.engine.spawn import EngineProcess, Process
 from holdfast.engine.text import Text, TextStream
 from holdfast.engine.tuning import TuningClient
 from holdfast.lm.limits import RequestRefused
@@ -61,7 +61,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Timestamps of one request, in seconds on the monotonic clock that both processes share."""
+    """Timestamps of one request, in seconds on the client's monotonic clock."""
 
     arrival: float
     scheduled: float
@@ -124,7 +124,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         config: EngineConfig,
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
-        process: EngineProcess | None = None,
+        process: Process | None = None,
         *,
         priced: bool = False,
         chunk_secret: bytes = b"",
@@ -163,7 +163,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         config: EngineConfig,
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
-        process: EngineProcess | None = None,
+        process: Process | None = None,
         *,
         priced: bool = False,
         chunk_secret: bytes = b"",
@@ -177,7 +177,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
-            config = settled(config, checkpoint)
+            elsewhere = process is not None and process.remote is not None
+            config = for_other_hosts(config, checkpoint) if elsewhere else settled(config, checkpoint)
             client = cls(config, on_progress, measure, process, priced=priced, chunk_secret=chunk_secret)
             client.pooling = find_pooling(checkpoint.directory, config.convert)
             client.generation = find_generation(
@@ -371,7 +372,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._streams[request_id] = stream
         self._waiting.add(request_id)
         try:
-            self._child.send(messages.Submit(stream.request))
+            request = stream.request
+            there = request if self._remote is None else replace(request, arrival=request.arrival + self.ahead)
+            self._child.send(messages.Submit(there))
             while not stream.given:
                 yield await stream.next()
         finally:
@@ -392,7 +395,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
     def _start_message(self) -> messages.Start:
-        return messages.Start(self.config, self._began, self._measure, self._chunk_secret, self._priced)
+        return messages.Start(self.config, self._began + self.ahead, self._measure, self._chunk_secret, self._priced)
 
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:
@@ -433,7 +436,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         if stream is None:  # its reader has left
             return
         self._waiting.discard(output.request_id)
-        stream.take(output, now)
+        stream.take(output, now, output.scheduled_at - self.ahead)
         if stream.finish_reason is not None:
             self._forget(output.request_id)
             if output.finish_reason is None:  # a stop string, which only the client looks for
@@ -492,11 +495,11 @@ class Stream:
         if not (self._tokens or self._prompt_logprobs):
             self._changed.clear()
 
-    def take(self, output: SequenceOutput, now: float) -> None:
-        """Add the output of one step."""
+    def take(self, output: SequenceOutput, now: float, scheduled: float) -> None:
+        """Add the output of one step of a sequence that was first scheduled then, on our clock."""
         tokens, reason = output.tokens, output.finish_reason
         if not self._count:
-            self._first, self._scheduled, self._cached = now, output.scheduled_at, output.cached_tokens
+            self._first, self._scheduled, self._cached = now, scheduled, output.cached_tokens
         self._vector = output.vector or self._vector
         self._last = now
         # The token that stopped the sequence is not part of its text.

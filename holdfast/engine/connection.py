@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 from holdfast.engine import messages
 from holdfast.engine.process import Child
-from holdfast.engine.spawn import EngineProcess
+from holdfast.engine.spawn import Process
 
 HEALTH_SECONDS = 10.0
+TICK_SECONDS = 1.5
+"""An engine on another host is asked for its clock so often, and a connection that is lost is noticed by then."""
+CLOCKS = 40
+"""Answers that the difference of the clocks is taken from: those of the last minute. Clocks drift."""
 
 Info = TypeVar("Info")
 Stats = TypeVar("Stats")
@@ -34,7 +40,7 @@ class QueueFull(RuntimeError):
 class EngineConnection(ABC, Generic[Info, Stats]):
     """One engine process, for one event loop. A kind of engine defines what it is started with and what it answers."""
 
-    def __init__(self, process: EngineProcess, on_progress: Callable[[str], None] | None = None) -> None:
+    def __init__(self, process: Process, on_progress: Callable[[str], None] | None = None) -> None:
         """Connect to a new process. `on_progress` gets the name of each stage of its start. Raises OSError."""
         self.info: Info
         """What the engine said of itself when it was ready."""
@@ -48,6 +54,15 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         self._unanswered: dict[int, asyncio.Future[Stats]] = {}
         self._numbers = itertools.count()
         self._closed = False
+        self._remote = process.remote
+        self.ahead = 0.0
+        """Seconds that the engine's clock is ahead of ours; 0 on the same machine.
+
+        Never more than in truth, and less only by what the fastest of some messages took from there. So what the
+        engine dates never seems to lie before what came first here.
+        """
+        self._clocks: deque[float] = deque(maxlen=CLOCKS)
+        self._ticking: asyncio.Task[None] | None = None
         self._child = Child(self._end, process)
         self._listening = asyncio.create_task(self._listen())
 
@@ -107,6 +122,8 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         if not self._closed:
             self._closed = True
             self._listening.cancel()
+            if self._ticking is not None:
+                self._ticking.cancel()
             await self._child.close(at_once=at_once)
 
     def _check_alive(self) -> None:
@@ -125,7 +142,10 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         match message:
             case messages.Stats(number, stats) | messages.AppAnswer(number, stats):
                 self._settle(self._unanswered.get(number), stats)
-            case messages.Hello():
+            case messages.Hello(there):
+                if self._remote is not None:
+                    self._note_clock(there)
+                    self._ticking = asyncio.create_task(self._tick())
                 self._child.hide()
                 self._child.send(self._start_message())
             case messages.Progress(stage):
@@ -133,9 +153,20 @@ class EngineConnection(ABC, Generic[Info, Stats]):
             case messages.Ready(info) | messages.AppReady(info):
                 self._settle(self._ready, info)
             case messages.Failure(reason):
-                self._end(reason)
+                self._end(reason if self._remote is None else f"{self._remote.place}: {reason}")
+            case messages.Clock(there):
+                self._note_clock(there)
             case _:
                 self._take_output(message)
+
+    def _note_clock(self, there: float) -> None:
+        self._clocks.append(there - time.monotonic())
+        self.ahead = max(self._clocks)
+
+    async def _tick(self) -> None:
+        while not self.dead.is_set():
+            await asyncio.sleep(TICK_SECONDS)
+            self._child.send(messages.Tick())
 
     @staticmethod
     def _settle(future: asyncio.Future[Any] | None, result: Any) -> None:

@@ -369,6 +369,9 @@ class Shutdown(Message, tag="shutdown"):
 class Hello(Message, tag="hello"):
     """From the engine, its first message: the process runs and the socket is connected."""
 
+    now: float = 0.0
+    """The engine's monotonic clock, which another host does not share."""
+
 
 class Progress(Message, tag="progress"):
     """From the engine while it starts: its next stage, for people."""
@@ -494,6 +497,16 @@ class Failed(Message, tag="failed"):
     request_id: str
 
 
+class Tick(Message, tag="tick"):
+    """To an engine on another host, now and then: are you there, and what does your clock say? It answers Clock."""
+
+
+class Clock(Message, tag="clock"):
+    """From the engine: the answer to Tick."""
+
+    now: float
+
+
 class Stats(Message, tag="stats"):
     """From the engine: the answer to Ask."""
 
@@ -544,19 +557,19 @@ class Submitted(Message, tag="submit"):
 
 ToEngine = (
     Start | StartApp | Submit | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | FindChunks
-    | FetchChunks | StopFetch | Ask | Shutdown
+    | FetchChunks | StopFetch | Ask | Tick | Shutdown
 )  # fmt: skip
 AdapterAnswer = AdapterLoaded | AdapterRefused | AdapterUnloaded
 TuningAnswer = JobStarted | JobChanged | JobRefused | JobProgress
 FromEngine = (
     Hello | Progress | Ready | AppReady | Outputs | Results | Refused | AdapterAnswer | TuningAnswer | ChunksFound
-    | ChunksFetched | Failed | Stats | Steps | AppAnswer | Failure
+    | ChunksFetched | Failed | Stats | Clock | Steps | AppAnswer | Failure
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
     Start | StartApp | Submitted | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | FindChunks
-    | FetchChunks | StopFetch | Ask | Shutdown
+    | FetchChunks | StopFetch | Ask | Tick | Shutdown
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

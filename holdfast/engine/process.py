@@ -21,7 +21,8 @@ import zmq
 import zmq.asyncio
 
 from holdfast.engine import messages
-from holdfast.engine.spawn import EngineProcess
+from holdfast.engine.curve import LOST, Doorkeeper, connect, leave
+from holdfast.engine.spawn import Link, Process
 
 GRACE_SECONDS = 5.0
 """Time to end after Shutdown before the process is killed, and for a Failure to arrive after its sender has ended."""
@@ -33,8 +34,8 @@ LINGER_MS = 2000
 STALE_SECONDS = 3600.0
 """Age at which a directory cannot belong to a start, in which processes find each other within seconds."""
 
-ADDRESS_LIMIT = 4096
-"""Most bytes of the socket's address."""
+LINK_LIMIT = 4096
+"""Most bytes of the line with the socket's address and keys."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -42,23 +43,32 @@ PR_SET_PDEATHSIG = 1
 class Child:
     """One engine process and the socket to it. For one event loop."""
 
-    def __init__(self, on_end: Callable[[str], None], process: EngineProcess) -> None:
+    def __init__(self, on_end: Callable[[str], None], process: Process) -> None:
         """Connect to a new process. `on_end` is called once, with the reason, when it ends in any way. Raises OSError.
 
         If this fails, the process is killed.
         """
         self._loop, self._on_end, self._process = asyncio.get_running_loop(), on_end, process
+        self._where = f" on {process.remote.place}" if process.remote is not None else ""
+        self._directory: Path | None = None
+        self._doorkeeper: Doorkeeper | None = None
+        self._lost = False
         self.ended = asyncio.Event()
         """Set when the process has ended."""
         try:
-            remove_stale_sockets()
-            self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))  # mode 0700
+            if process.remote is None:
+                remove_stale_sockets()
+                self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))  # mode 0700
             self._context = zmq.asyncio.Context()
             self._socket = self._context.socket(zmq.DEALER)
             try:
                 limit_socket(self._socket)
-                address = f"ipc://{self._directory}/engine"
-                self._socket.bind(address)
+                if process.remote is None:
+                    link = Link(f"ipc://{self._directory}/engine")
+                    self._socket.bind(link.address)
+                else:
+                    self._doorkeeper = Doorkeeper(self._context, self._socket, process.remote)
+                    link = self._doorkeeper.link
             except BaseException:
                 self._release()
                 raise
@@ -66,7 +76,7 @@ class Child:
             process.kill()
             process.wait()
             raise
-        process.connect(address)
+        process.connect(link)
         threading.Thread(target=self._watch, name="holdfast-watch", daemon=True).start()
 
     @property
@@ -76,18 +86,27 @@ class Child:
 
     def send(self, message: messages.ToEngine) -> None:
         """Send a message without waiting. Valid after the engine's Hello; lost if the engine has ended."""
-        self._socket.send(messages.encode(message))
+        sent = asyncio.ensure_future(self._socket.send(messages.encode(message)))
+        if self._doorkeeper is not None and not sent.done() and not self._lost:
+            self._lost = True  # sends never wait for a peer that is connected
+            self._on_end(f"the connection to the engine process{self._where} was lost")
+            self._process.kill()
 
     async def receive(self) -> messages.FromEngine:
         """Wait for the next message. Raises ValueError for an invalid one."""
-        return messages.decode_from_engine(await self._socket.recv())
+        while True:
+            try:
+                return messages.decode_from_engine(await self._socket.recv())
+            except zmq.Again:  # a peer has left between the poll and the read; `send` notices if it was the engine
+                pass
 
     def hide(self) -> None:
         """Remove the socket's file once the engine is connected.
 
         No other process can connect then, and nothing is left behind when both processes are killed.
         """
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     async def close(self, *, at_once: bool = False) -> None:
         """End the process, by Shutdown unless `at_once`, and close the socket."""
@@ -107,6 +126,8 @@ class Child:
 
     def _release(self) -> None:
         self.hide()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
         self._socket.close(linger=0)
         self._context.term()
 
@@ -121,7 +142,7 @@ class Child:
         if status == FAILED:  # its Failure is on the way, or was read before
             self._loop.call_later(GRACE_SECONDS, self._on_end, "the engine process failed and gave no reason")
         else:
-            self._on_end(f"the engine process {in_words(status)}")
+            self._on_end(f"the engine process{self._where} {in_words(status)}")
 
 
 def remove_stale_sockets() -> None:
@@ -139,17 +160,23 @@ def in_words(status: int) -> str:
         name = signal.Signals(-status).name
         hint = "; the system may be out of memory" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
+    if status == LOST:
+        return "was lost: its host or the network to it has failed"
     return f"ended with exit status {status}"
 
 
 class Parent:
     """The engine process's connection to its client. For one thread."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, link: Link) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         limit_socket(self._socket)
-        self._socket.connect(address)
+        self._watched = bool(link.client_key)
+        if self._watched:
+            connect(self._socket, link)
+        else:
+            self._socket.connect(link.address)
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._wake, False)
@@ -192,6 +219,8 @@ class Parent:
 
     def close(self) -> None:
         """Let the last messages leave, then close the socket. No other thread may call `wake` any more."""
+        if self._watched:
+            leave(self._socket)
         self._socket.close(LINGER_MS)
         self._context.term()
         os.close(self._woken)
@@ -217,15 +246,15 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def await_address() -> str:
-    """The address of the parent's socket, the first line of our standard input. Ends this process if none comes."""
+def await_link() -> Link:
+    """Where the parent's socket is, the first line of our standard input. Ends this process if none comes."""
     line = b""
     while not line.endswith(b"\n"):
-        got = os.read(0, ADDRESS_LIMIT)
+        got = os.read(0, LINK_LIMIT)
         if not got:
             os._exit(1)
         line += got
-    return line.decode().rstrip("\n")
+    return Link(*line.decode().rstrip("\n").split(" "))
 
 
 def exit_at_end_of_input() -> None:

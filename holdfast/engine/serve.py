@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
-from holdfast.engine.process import FAILED, Parent, await_address, die_with_parent, end_process, exit_at_end_of_input
+from holdfast.engine.process import FAILED, Parent, await_link, die_with_parent, end_process, exit_at_end_of_input
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.spawn import BUILD
 from holdfast.engine.step_log import StepLog
@@ -50,10 +50,10 @@ def main(parent_pid: int, device: str, builder: str) -> int:
     """Build the engine that the client asks for and run it until told to end. Returns the exit status."""
     die_with_parent(parent_pid)
     loading = Loading(device, builder)
-    parent = Parent(await_address())
+    parent = Parent(await_link())
     exit_at_end_of_input()
     try:
-        parent.send(messages.Hello())
+        parent.send(messages.Hello(time.monotonic()))
         match start := parent.receive():
             case messages.Start():
                 run(start, parent, loading)
@@ -319,6 +319,8 @@ def handle(
         case messages.Ask(number):
             stats = loop.stats()
             parent.send(messages.Stats(number, stats if moves is None else moves.with_stats(stats)))
+        case messages.Tick():
+            parent.send(messages.Clock(time.monotonic()))
         case messages.Shutdown():
             return False
         case messages.Start():

@@ -10,7 +10,7 @@ import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Protocol, Self
 
 from holdfast.core.config import KEY_VARIABLE, OPERATOR_VARIABLE
 
@@ -18,11 +18,57 @@ BUILD, APPS = "holdfast.engine.build", "holdfast.engine.apps"
 """What builds the engine of a language model, and that of an application."""
 
 
+class Link(NamedTuple):
+    """Where an engine process finds its client's socket, and the keys to it. None are needed on the same machine."""
+
+    address: str
+    client_key: str = ""
+    """The client's public CURVE key, in Z85 as are all; empty on the same machine, where the socket is a file."""
+    public_key: str = ""
+    """The engine's own pair of keys, here and below."""
+    secret_key: str = ""
+
+
+class Remote(NamedTuple):
+    """What a client knows of an engine process on another host before there is a connection to it."""
+
+    place: str
+    """The host, for people."""
+    reach: str
+    """The address of ours, an IP, by which the engine's host reaches us."""
+    key: str
+    """The engine's public key. Nobody else can connect to the client's socket."""
+
+
+class Process(Protocol):
+    """An engine process that its client has yet to connect to, or waits for the end of."""
+
+    began: float
+    """When its start began, on our monotonic clock."""
+    remote: Remote | None
+    """None if it runs on this machine."""
+
+    @property
+    def pid(self) -> int:
+        """The process id, on its host."""
+
+    def connect(self, link: Link) -> None:
+        """Tell the process where its client's socket is. Lost if the process has ended."""
+
+    def wait(self) -> int:
+        """Wait, in a thread, until the process has ended. Returns its exit status, negative for a signal's number."""
+
+    def kill(self) -> None:
+        """Kill the process. May be called more than once."""
+
+
 class EngineProcess:
-    """A process that loads PyTorch at once, and waits for the address of its client's socket.
+    """A process on this machine that loads PyTorch at once, and waits for the address of its client's socket.
 
     It ends with us, in whatever way we end. As a context manager it ends no later than the block.
     """
+
+    remote: Remote | None = None
 
     def __init__(
         self, device: str = "auto", builder: str = BUILD, *, environment: Mapping[str, str] | None = None
@@ -45,11 +91,11 @@ class EngineProcess:
         """The process id."""
         return self._process.pid
 
-    def connect(self, address: str) -> None:
+    def connect(self, link: Link) -> None:
         """Tell the process where its client's socket is. Lost if the process has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.write(f"{address}\n".encode())
+            self._process.stdin.write(f"{' '.join(link)}\n".encode())
             self._process.stdin.flush()
 
     def wait(self) -> int:

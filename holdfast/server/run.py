@@ -17,8 +17,8 @@ from typing import Any
 import uvicorn
 
 from holdfast.cluster.config import ClusterConfig
-from holdfast.cluster.local_spawner import LocalSpawner
 from holdfast.cluster.replicas import Replicas
+from holdfast.cluster.spawner import make_spawner
 from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.engine.app_client import AppClient
 from holdfast.engine.client import EngineClient
@@ -106,7 +106,7 @@ async def start(
     """Start all engines side by side. If one cannot start, all end. Raises EngineStartError."""
     starts: list[Coroutine[Any, Any, EngineConnection[Any, Any] | Replicas]] = []
     if engine is not None and cluster.many:
-        starts.append(Replicas.start(cluster, LocalSpawner(engine, cluster.most, process), on_progress))
+        starts.append(Replicas.start(cluster, make_spawner(engine, cluster, process), on_progress))
     elif engine is not None:
         starts.append(EngineClient.start(engine, on_progress=on_progress, process=process))
     for app in apps.app:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -289,3 +291,24 @@ def test_stop_tokens_of_a_request_end_it(small):
         outputs += loop.step() or ()
     assert outputs[-1].finish_reason is FinishReason.STOP
     assert [token for output in outputs for token in output.tokens] == tokens[: tokens.index(tokens[4]) + 1]
+
+
+WITHOUT_TRANSFORMERS = """\
+import sys
+sys.modules["transformers"] = None
+from holdfast.core.config import EngineConfig
+from holdfast.engine.build import build
+small = dict(cache_gb=0.01, threads=1, device="cpu")
+loop, info = build(EngineConfig(**small))
+loop.close()
+try:
+    build(EngineConfig(executor="padded", **small))
+except ValueError as error:
+    print(info.executor, error)
+"""
+
+
+def test_the_builtin_model_needs_no_transformers_and_padded_rows_say_that_they_do():
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "paged padded rows need Transformers: pip install 'holdfast[hf]'\n"

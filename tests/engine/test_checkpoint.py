@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.engine import checkpoint
-from holdfast.engine.checkpoint import Checkpoint, read_json, read_text, tokenizer_file
+from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, read_json, read_text, tokenizer_file
 from holdfast.engine.text import Text
 from tests.tokenizers_made import byte_level
 
@@ -112,3 +113,16 @@ def test_a_revision_of_a_directory_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="revision is v1, which is for a model of the hub"):
         Checkpoint.find(str(tmp_path), "v1")
+
+
+def test_another_host_gets_absolute_paths_and_the_builtin_model_by_its_name(tmp_path, monkeypatch):
+    make_directory = tmp_path / "models" / "mine"
+    make_directory.mkdir(parents=True)
+    (make_directory / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    config = EngineConfig(model="models/mine", adapter=("a=adapters/a",))
+    there = for_other_hosts(config, Checkpoint.of(config))
+    assert (there.model, there.adapter) == (str(make_directory), (f"a={tmp_path}/adapters/a",))
+    assert there.served_model_name == ("mine",)
+    builtin = EngineConfig(model=BUILTIN_MODEL)
+    assert for_other_hosts(builtin, Checkpoint.of(builtin)).model == BUILTIN_MODEL

@@ -17,7 +17,7 @@ from tests.fake_hub import COMMIT, FakeHub, fake_hub
 FIND = """\
 import sys
 from holdfast.core.config import EngineConfig
-from holdfast.engine.checkpoint import Checkpoint, settled
+from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
 config = EngineConfig(model=sys.argv[1], **eval(sys.argv[2]))
 try:
     found = Checkpoint.of(config)
@@ -25,6 +25,8 @@ except ValueError as error:
     sys.exit(str(error))
 again = Checkpoint.of(settled(config, found))
 assert again == found, again
+elsewhere = for_other_hosts(config, found)
+assert elsewhere.revision == found.directory.name and Checkpoint.of(elsewhere) == found, elsewhere
 print(found.name, found.directory)
 """
 

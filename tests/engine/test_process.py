@@ -15,7 +15,7 @@ import zmq
 
 from holdfast.engine.messages import Abort, encode
 from holdfast.engine.process import Parent, remove_stale_sockets
-from holdfast.engine.spawn import EngineProcess
+from holdfast.engine.spawn import EngineProcess, Link
 from tests.engine.conftest import wait_for_end
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -119,7 +119,7 @@ def test_a_wait_ends_with_a_message_or_a_wake_of_another_thread(tmp_path):
     context = zmq.Context()
     client = context.socket(zmq.DEALER)
     client.bind(f"ipc://{tmp_path}/engine")
-    parent = Parent(f"ipc://{tmp_path}/engine")
+    parent = Parent(Link(f"ipc://{tmp_path}/engine"))
     waits = []
     thread = threading.Thread(target=lambda: [waits.append(parent.wait()) for _ in range(2)])
     thread.start()

@@ -1,0 +1,220 @@
+"""RaySpawner: engines on the nodes of a Ray cluster, in an actor each. Ray finds the room; all else is Replicas' work.
+
+The API process is a driver of the cluster, and no deployment of Ray Serve. Its router must see every request, and
+chooses the replica by what each holds; so there is one ingress in any case. A stream's chunks come straight from the
+engine's process, where Serve's proxy and its calls between actors would stand between for each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.cluster.local_spawner import CPU_CACHE_GB, CPU_HOST_TIER_GB, HOST_TIER_GB
+from holdfast.core.config import EngineConfig
+from holdfast.engine.client import EngineClient
+from holdfast.engine.connection import EngineStartError
+from holdfast.engine.curve import LOST
+from holdfast.engine.spawn import Link, Remote
+
+try:
+    import ray
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+    from holdfast.cluster.ray_host import About, EngineHost, version
+except ImportError as error:
+    raise EngineStartError(f"Ray cannot be imported ({error}); install it: pip install 'holdfast[ray]'") from error
+
+NAMESPACE = "holdfast"
+POLL_SECONDS = 0.5
+"""After so long, a thread that waits for an engine's end looks whether it was killed."""
+REACH_SECONDS = 10.0
+CALLS = 4
+"""Calls that an actor answers at a time. One of them waits for the engine's end."""
+
+
+class RaySpawner:
+    """As `Spawner`, for a Ray cluster. There is one of them in a process, which then belongs to the cluster."""
+
+    kind = "ray"
+    most: int | None = None  # Ray may add nodes for the replicas that wait for one
+
+    def __init__(self, config: EngineConfig, address: str, cpus: float) -> None:
+        """For the cluster at `address`, host:port, or "auto": the one that runs on this host, else a new one.
+
+        Each engine gets `cpus` CPUs, and a GPU for each of its ranks if the cluster has any. Raises EngineStartError.
+        """
+        self._config, self._cpus = config, cpus
+        self._actors: dict[int, Any] = {}
+        self._places: dict[int, str] = {}
+        self._secret = secrets.token_bytes(32)
+        self._kept = tempfile.TemporaryDirectory(prefix="holdfast-profiles-")
+        if address != "auto":
+            check_reachable(address)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+        try:
+            ray.init(address=None if address == "auto" else address, namespace=NAMESPACE, logging_level=logging.WARNING)
+        except (OSError, ValueError, RuntimeError, RayError) as error:
+            raise EngineStartError(f"there is no Ray cluster at {address}: {one_line(error)}") from error
+        self._reach: str = ray.util.get_node_ip_address()
+        gpus = ray.cluster_resources().get("GPU", 0)
+        self._gpus = config.layout.ranks if gpus and config.device != "cpu" else 0
+        if config.device == "cuda" and not gpus:
+            ray.shutdown()
+            raise EngineStartError("device is cuda, and no node of the Ray cluster has a GPU")
+
+    def place(self, number: int) -> str:
+        """As `Spawner.place`."""
+        return self._places.get(number, f"no Ray node with {self._needs} yet")
+
+    @property
+    def _needs(self) -> str:
+        gpus = f" and {self._gpus} GPU{'s' * (self._gpus > 1)}" if self._gpus else ""
+        return f"{self._cpus:g} CPU{'s' * (self._cpus != 1)}{gpus}"
+
+    async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
+        """As `Spawner.start`. Waits until a node has room."""
+        began = time.monotonic()
+        on_progress(f"waiting for a Ray node with {self._needs}")
+        actor = (
+            ray.remote(EngineHost)
+            # Spread over the nodes, so that the loss of one costs the fewest replicas.
+            .options(num_cpus=self._cpus, num_gpus=self._gpus, max_concurrency=CALLS, scheduling_strategy="SPREAD")
+            .remote("cuda" if self._gpus else "cpu")
+        )
+        try:
+            client = await self._start_in(actor, number, began, on_progress)
+        except BaseException as error:
+            self._places.pop(number, None)
+            with suppress(RayError):
+                ray.kill(actor)
+            if isinstance(error, RayError | OSError):
+                raise EngineStartError(f"Ray could not start replica {number}: {one_line(error)}") from error
+            raise
+        self._actors[number] = actor
+        return client
+
+    async def _start_in(
+        self, actor: Any, number: int, began: float, on_progress: Callable[[str], None]
+    ) -> EngineClient:
+        about = About(*await answer(actor.about.remote()))
+        if about.version != version():
+            raise EngineStartError(f"{about.place} has {about.version}, and this host has {version()}")
+        self._places[number] = about.place
+        process = RayProcess(actor, about, self._reach, began)
+        client = await EngineClient.start(
+            self._share(about),
+            on_progress=on_progress,
+            process=process,
+            priced=number == 0,
+            chunk_secret=self._secret,
+        )
+        try:
+            await self._fetch_profile(client, actor, number)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def stop(self, number: int, engine: EngineClient) -> None:
+        """As `Spawner.stop`."""
+        await engine.close()
+        self._places.pop(number, None)
+        if (actor := self._actors.pop(number, None)) is not None:
+            with suppress(RayError):
+                ray.kill(actor)  # its CPUs and GPUs are free then
+
+    async def close(self) -> None:
+        """As `Spawner.close`. A cluster that was started here ends."""
+        await asyncio.to_thread(ray.shutdown)
+        self._kept.cleanup()
+
+    def _share(self, about: About) -> EngineConfig:
+        """The configuration of an engine on this node: its share of the cores and of the free memory."""
+        config, free = self._config, about.free_gb
+        changes: dict[str, object] = {"device": "cuda" if self._gpus else "cpu"}
+        if config.prefix_sharing and not config.chunk_host:  # state moves between them
+            changes["chunk_host"] = f"[{about.address}]" if ":" in about.address else about.address
+        if not self._gpus:
+            changes["threads"] = config.threads or max(1, int(self._cpus))
+            changes["cache_gb"] = min(CPU_CACHE_GB, free / 4) if config.cache_gb is None else config.cache_gb
+        if config.host_cache_gb == "auto" and config.prefix_sharing:
+            gpus = next((each["Resources"].get("GPU", 0) for each in ray.nodes() if each["NodeID"] == about.node), 0)
+            engines = int(gpus) // self._gpus if self._gpus else 1
+            changes["host_cache_gb"] = min(HOST_TIER_GB if self._gpus else CPU_HOST_TIER_GB, free / 4 / max(1, engines))
+        return replace(config, **changes)  # type: ignore[arg-type]
+
+    async def _fetch_profile(self, client: EngineClient, actor: Any, number: int) -> None:
+        """Let the engine's cost profile, by which requests are priced, be a file of this host."""
+        path = client.info.profile_path
+        if path and not Path(path).exists():
+            here = Path(self._kept.name) / f"{number}.json"
+            here.write_bytes(await answer(actor.profile.remote(path)))
+            client.info = replace(client.info, profile_path=str(here))
+
+
+class RayProcess:
+    """An engine process on a Ray node, as its client sees it: see `spawn.Process`."""
+
+    def __init__(self, actor: Any, about: About, reach: str, began: float) -> None:
+        """`reach` is our own address, and `began` when the start began."""
+        self.began = began
+        self.remote: Remote | None = Remote(about.place, reach, about.key)
+        self.pid = about.pid
+        self._actor, self._killed = actor, threading.Event()
+
+    def connect(self, link: Link) -> None:
+        """As `Process.connect`."""
+        self._actor.connect.remote(link.address, link.client_key)
+
+    def wait(self) -> int:
+        """As `Process.wait`."""
+        ended = self._actor.wait.remote()
+        while not self._killed.is_set():
+            try:
+                if ray.wait([ended], timeout=POLL_SECONDS)[0]:
+                    return int(ray.get(ended))
+            except ActorUnavailableError:  # the network may be back soon; the link's heartbeats tell if it is not
+                self._killed.wait(POLL_SECONDS)
+                ended = self._actor.wait.remote()
+            except (RayActorError, RuntimeError):
+                break
+        return -signal.SIGKILL if self._killed.is_set() else LOST
+
+    def kill(self) -> None:
+        """As `Process.kill`. The actor ends with it."""
+        self._killed.set()
+        with suppress(RayError, RuntimeError):
+            ray.kill(self._actor)
+
+
+def check_reachable(address: str) -> None:
+    """Raises EngineStartError if nobody listens there: Ray itself would try for minutes."""
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except OSError as error:
+        raise EngineStartError(f"there is no Ray cluster at {address}: {one_line(error)}") from error
+
+
+async def answer(call: Any) -> Any:
+    """Wait for the result of a call of an actor. Raises what it raises, and RayError."""
+    return await asyncio.wrap_future(call.future())
+
+
+def one_line(error: Exception) -> str:
+    """An error of Ray, which may have many lines, in one."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]}…"

@@ -1,0 +1,205 @@
+"""Engines on other hosts: the keys that they connect with, their clocks, and how a lost one is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import time
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from holdfast.core.types import SamplingParams
+from holdfast.engine import connection, curve
+from holdfast.engine.client import EngineClient
+from holdfast.engine.connection import EngineDead, EngineStartError
+from holdfast.engine.messages import Failure, Progress, encode
+from holdfast.engine.process import Child
+from holdfast.engine.spawn import EngineProcess, Link, Remote
+
+SKEW = 86400.0
+"""Seconds that the other host's clock is ahead."""
+CLOCK = f"import time\nhere = time.monotonic\ntime.monotonic = lambda: here() + {SKEW}\n"
+
+
+class Distant(EngineProcess):
+    """An engine process of this machine, reached as one of another host."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        public, self.secret = (key.decode() for key in zmq.curve_keypair())
+        self.remote = Remote("node 2", "127.0.0.1", public)
+        self.through = lambda address: address
+
+    def connect(self, link: Link) -> None:
+        assert self.remote is not None
+        address = self.through(link.address)
+        super().connect(Link(address, link.client_key, self.remote.key, self.secret))
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Gives the engine's process another monotonic clock."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
+
+
+async def test_an_engine_with_another_clock_answers_and_its_times_are_ours(small, elsewhere):
+    began = time.monotonic()
+    with Distant() as process:
+        client = await EngineClient.start(small(), process=process)
+        assert 0 < client.info.started_in < time.monotonic() - began + 0.5
+        assert client.ahead == pytest.approx(SKEW, abs=1.0)
+        deltas = [delta async for delta in client.stream([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))]
+        timings = deltas[-1].timings
+        assert timings.tokens == 4
+        assert timings.arrival <= timings.scheduled <= timings.first_token <= time.monotonic()
+        await client.close()
+
+
+async def test_a_checkpoint_that_the_host_lacks_is_named_with_the_host(small, monkeypatch):
+    monkeypatch.setattr("holdfast.engine.client.for_other_hosts", lambda config, found: small(model="/models/none"))
+    said = "node 2: model '/models/none': /models/none does not exist"
+    with Distant() as process, pytest.raises(EngineStartError, match=said):
+        await EngineClient.start(small(), process=process)
+
+
+class Silent:
+    """A network that may go silent: it still takes what is sent, and delivers nothing."""
+
+    def __init__(self) -> None:
+        self.silent = False
+        self.server: asyncio.Server
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def open(self, address: str) -> str:
+        host, port = address.removeprefix("tcp://").rsplit(":", 1)
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+            self._writers += [writer, far_writer]
+            for pair in ((reader, far_writer), (far_reader, writer)):
+                self._tasks.add(asyncio.create_task(self._pass_on(*pair)))
+
+        self.server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        return f"tcp://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                if not self.silent:
+                    writer.write(data)
+        if not self.silent:
+            writer.close()
+
+    async def close(self) -> None:
+        self.server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in self._writers), return_exceptions=True)
+
+
+async def test_both_sides_notice_within_seconds_that_the_network_is_silent(small):
+    network, killed = Silent(), []
+    with Distant() as process:
+        opened: list[asyncio.Task[None]] = []
+
+        def connect(link: Link) -> None:
+            async def through() -> None:
+                address = await network.open(link.address)
+                process.through = lambda _: address
+                Distant.connect(process, link)
+
+            opened.append(asyncio.get_running_loop().create_task(through()))
+
+        process.connect = connect  # type: ignore[method-assign]
+        process.kill = lambda: killed.append(process.pid)  # type: ignore[method-assign]
+        client = await EngineClient.start(small(), process=process)
+        network.silent, since = True, time.monotonic()
+        with pytest.raises(EngineDead, match="the connection to the engine process on node 2 was lost"):
+            async for _ in client.stream([5], SamplingParams(max_tokens=2000, ignore_eos=True)):
+                pass
+        slowest = (curve.HEARTBEAT_MS + curve.SILENCE_MS) / 1000 + connection.TICK_SECONDS
+        assert time.monotonic() - since < slowest + 1.5
+        assert killed
+        assert await asyncio.to_thread(process.wait) == curve.LOST  # by itself
+        await client.close()
+        await network.close()
+        del process.kill  # type: ignore[method-assign]
+
+
+class Unstarted:
+    """A process of which the test plays the socket."""
+
+    began, pid = 0.0, 0
+
+    def __init__(self, key: bytes) -> None:
+        self.remote = Remote("node 2", "127.0.0.1", key.decode())
+        self.link = Link("")
+        self._end = asyncio.Event()
+
+    def connect(self, link: Link) -> None:
+        self.link = link
+
+    def wait(self) -> int:
+        while not self._end.is_set():
+            time.sleep(0.01)
+        return 0
+
+    def kill(self) -> None:
+        self._end.set()
+
+
+async def test_only_the_engines_own_key_gets_a_word_in():
+    public, secret = zmq.curve_keypair()
+    process = Unstarted(public)
+    child = Child(lambda reason: None, process)
+    context = zmq.asyncio.Context()
+
+    def connect(**options: bytes) -> zmq.asyncio.Socket:
+        peer = context.socket(zmq.DEALER)
+        for name, value in options.items():
+            setattr(peer, name, value)
+        peer.connect(process.link.address)
+        peer.send(encode(Failure("a stranger's") if options.get("curve_publickey") != public else Progress("own")))
+        return peer
+
+    client_key = process.link.client_key.encode()
+    others, others_secret = zmq.curve_keypair()
+    peers = [connect()]  # no key
+    peers.append(connect(curve_serverkey=others, curve_publickey=public, curve_secretkey=secret))  # another client's
+    peers.append(connect(curve_serverkey=client_key, curve_publickey=others, curve_secretkey=others_secret))
+    host, port = process.link.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(os.urandom(4096))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(child.receive(), 0.5)
+        peers.append(connect(curve_serverkey=client_key, curve_publickey=public, curve_secretkey=secret))
+        assert await asyncio.wait_for(child.receive(), 10) == Progress("own")
+    for peer in peers:
+        peer.close(0)
+    context.term()
+    await child.close(at_once=True)
+
+
+async def test_an_engine_that_cannot_reach_its_client_ends_and_says_so(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]  # nobody listens
+        command = ["python", "-P", "-m", "holdfast.engine.serve", str(os.getpid()), "cpu", "holdfast.engine.build"]
+        key = zmq.curve_keypair()
+        link = Link(f"tcp://127.0.0.1:{port}", key[0].decode(), key[0].decode(), key[1].decode())
+        done = await asyncio.to_thread(
+            subprocess.run, command, input=f"{' '.join(link)}\n".encode(), stderr=subprocess.PIPE, timeout=60
+        )
+    assert done.returncode == curve.LOST
+    assert f"the API process at tcp://127.0.0.1:{port} cannot be reached".encode() in done.stderr

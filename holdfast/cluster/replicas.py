@@ -259,7 +259,7 @@ class Replicas:
         if source is None or price is None:
             return
         first = price.found.tokens // self._block
-        last = first + -(-price.brought // self._block)
+        last = first + -(-price.fetched // self._block)
         self._count_move(await self.mover.move(turn.chain, first, last, source, engine))
 
     async def _move(self, move: Move) -> int:

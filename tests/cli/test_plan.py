@@ -5,11 +5,12 @@ import shlex
 from dataclasses import replace
 
 import pytest
+from fake_hub import fake_hub
 from served import CONFIG, make_checkpoint
 
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
-from holdfast.cli.plan import PlanConfig, most_devices, question_of, recommend, serve_command, shape_named
+from holdfast.cli.plan import PlanConfig, most_devices, question_of, recommend, serve_command, served_model, shape_named
 from holdfast.core.config import EngineConfig
 from holdfast.lab.planning import Candidate, Evaluation
 from holdfast.lab.simulator.deployment import deploy
@@ -249,6 +250,17 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
     assert shapes[0] == shapes[1]
     assert (shapes[0].name, shapes[0].layers, shapes[0].hidden) == ("mine", 2, CONFIG["hidden_size"])
     assert shape_named("holdfast-tiny").layers > 0
+
+
+def test_a_model_of_the_hub_is_planned_by_its_config_alone(tmp_path, monkeypatch):
+    directory = make_checkpoint(tmp_path / "mine")
+    with fake_hub(mine=directory) as hub:
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        shape = shape_named("made/mine")
+    assert (shape.name, shape.layers, shape.hidden) == ("made/mine", 2, CONFIG["hidden_size"])
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    assert served_model("made/mine") == "made/mine"
 
 
 @pytest.mark.parametrize(

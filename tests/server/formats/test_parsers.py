@@ -191,6 +191,7 @@ def test_any_mixture_of_tags_reads_the_same_however_it_is_split(make: Callable[[
     words = ["<tool_call>", "</tool_call>", "<function=", "f>", "<parameter=s>", "<parameter=n>", "</parameter>"]
     words += ["</function>", "\n", " ", "{", "}", "[", "]", '"name"', '"arguments"', ":", ",", '"f"', '"', "\\", "x"]
     words += ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", ";", "<think>", "</think>", WEATHER, "1", "<"]
+    words += ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "analysis", "final", "to=functions.f"]
     rng = Random(str(make))
     for _ in range(400):
         text = "".join(rng.choices(words, k=rng.randint(1, 14)))

@@ -18,6 +18,7 @@ from holdfast.cli.output import changed_options, check_outputs, progress_bar
 from holdfast.cluster.routing import POLICIES, RouterName
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.engine.checkpoint import Checkpoint, read_json
+from holdfast.engine.hub import is_id
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import planning
 from holdfast.lab.planning import (
@@ -216,8 +217,8 @@ def question_of(
     )
 
 
-def shape_named(model: str) -> str | ModelShape:
-    """The name of a known shape, or the shape of a config.json or a checkpoint. Raises ValueError."""
+def shape_named(model: str, revision: str | None = None) -> str | ModelShape:
+    """The name of a known shape, or the shape of a config.json or a checkpoint, also of the hub. Raises ValueError."""
     if model in MODELS:
         return model
     path = Path(model).expanduser()
@@ -226,8 +227,12 @@ def shape_named(model: str) -> str | ModelShape:
     if model == BUILTIN_MODEL or path.is_dir():
         found = Checkpoint.find(model)
         return shape_from_config(read_json(found.directory / "config.json"), found.name)
+    if is_id(model):
+        found = Checkpoint.find(model, revision, weights=False)
+        return shape_from_config(read_json(found.directory / "config.json"), found.name)
     raise ValueError(
-        f"model {model} is unknown; give a checkpoint's directory, a config.json, or one of {', '.join(sorted(MODELS))}"
+        f"model {model} is unknown; give a checkpoint's directory, a config.json, an id of the hub, or one of "
+        f"{', '.join(sorted(MODELS))}"
     )
 
 
@@ -298,8 +303,8 @@ def served_model(model: str | None) -> str:
     """The MODEL argument of the command: the checkpoint if its weights are here, else a placeholder."""
     path = Path(model or PLACEHOLDER).expanduser()
     directory = path.parent if path.suffix == ".json" else path
-    if model == BUILTIN_MODEL:
-        return BUILTIN_MODEL
+    if model == BUILTIN_MODEL or (model is not None and is_id(model) and not path.exists()):
+        return model
     return str(directory) if any(directory.glob("*.safetensors")) else PLACEHOLDER
 
 

@@ -110,13 +110,25 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
         adapter: str = "",
         progress: bool = True,
     ) -> list[Completion]:
-        """Answer one conversation or several, each a list of {"role": …, "content": …}; otherwise as `generate`."""
+        """Answer one conversation or several, each a list of {"role": …, "content": …}; otherwise as `generate`.
+
+        `tools` are those that the model may call, as in requests for chat completions. They go to the chat template, as
+        do `chat_template_kwargs`, its further variables. A call is in the completion's text, in the model's own format.
+        """
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        ids = [self.text.encode_chat(conversation) for conversation in conversations]
+        shown: dict[str, Any] = {
+            "tools": tools,
+            "options": chat_template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        ids = [self.text.encode_chat(conversation, **shown) for conversation in conversations]
         return self._complete(ids, sampling_params, adapter, progress)
 
     def tune(

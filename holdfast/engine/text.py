@@ -221,10 +221,16 @@ class Text:
         return self._spelled.escape(text)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, most: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """The ids of a rendered chat; the template writes its special tokens. Raises as `render_chat` and `encode`."""
-        rendered = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        rendered = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
         return self.encode(rendered, add_special_tokens=False, most=most)
 
     def close(self) -> None:

@@ -5,15 +5,15 @@ import shlex
 from dataclasses import replace
 
 import pytest
+from fake_hub import fake_hub
 from served import CONFIG, make_checkpoint
 
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
-from holdfast.cli.plan import PlanConfig, most_devices, question_of, recommend, serve_command, shape_named
+from holdfast.cli.plan import PlanConfig, most_devices, question_of, recommend, serve_command, served_model, shape_named
 from holdfast.core.config import EngineConfig
 from holdfast.lab.planning import Candidate, Evaluation
 from holdfast.lab.simulator.deployment import deploy
-from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import WorkloadConfig
 from holdfast.lm.types import RowBytes, RowShape
 from tests.lab.simulator.simulation import PROFILE
@@ -278,12 +278,23 @@ def test_a_model_may_be_a_name_a_directory_or_a_config(tmp_path):
     assert shape_named("holdfast-tiny").layers > 0
 
 
+def test_a_model_of_the_hub_is_planned_by_its_config_alone(tmp_path, monkeypatch):
+    directory = make_checkpoint(tmp_path / "mine")
+    with fake_hub(mine=directory) as hub:
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        shape = shape_named("made/mine")
+    assert (shape.name, shape.layers, shape.hidden) == ("made/mine", 2, CONFIG["hidden_size"])
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+    assert served_model("made/mine") == "made/mine"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "plan takes a MODEL or --profile FILE"),
         (("mistral-7b", "--profile", "p.json"), "one of them"),
-        (("gpt-9",), f"model gpt-9 is unknown; give a checkpoint's directory, a config.json, or one of {min(MODELS)}"),
+        (("gpt-9",), "model gpt-9 is unknown; give a checkpoint's directory, a config.json, an id of the hub"),
         (("mistral-7b", "--device", "abacus"), "device abacus is unknown; there are"),
         (("mistral-7b", "--devices", "0"), "devices is 0; it must be at least 1"),
         (("mistral-7b", "--devices", "100000"), "devices is 100000; it must be at most 1,024"),

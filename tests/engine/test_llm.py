@@ -83,6 +83,17 @@ def test_chat_accepts_one_conversation_or_many(llm):
     assert [c.token_ids for c in llm.chat([conversation] * 2, GREEDY, progress=False)] == [one.token_ids] * 2
 
 
+def test_chat_shows_tools_and_options_to_the_template():
+    with LLM("holdfast-tiny", device="cpu", threads=1, cache_gb=0.02) as llm:
+        tool = {"type": "function", "function": {"name": "get_weather", "description": "", "parameters": {}}}
+        said = [{"role": "user", "content": "hi"}]
+        (given,) = llm.chat(said, GREEDY, tools=[tool], progress=False)
+        assert "get_weather" in llm.text.decode(given.prompt_token_ids, skip_special_tokens=False)
+        (plain,) = llm.chat(said, GREEDY, add_generation_prompt=False, progress=False)
+        assert "assistant" not in llm.text.decode(plain.prompt_token_ids, skip_special_tokens=False)
+        assert llm.default_params == SamplingParams(temperature=0.2)
+
+
 def test_generate_works_inside_a_running_event_loop(llm):
     async def cell():
         return llm.generate("hello", GREEDY, progress=False)

@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.core.types import Grammar
 from holdfast.lm.grammar.dialects import laid_out
+from holdfast.server.formats.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, NAMESPACE, START
 from holdfast.server.formats.tagged import CLOSE, FUNCTION, FUNCTION_END, OPEN, PARAMETER, PARAMETER_END
 from holdfast.server.formats.toolset import Tool, Toolset
 
@@ -227,3 +228,33 @@ def mistral(tag: str, arguments: str) -> Callable[[GrammarText, Toolset], str]:
         return f"({grammar.up_to('begin', tag)} {whole} | TEXT)"
 
     return write
+
+
+def harmony(grammar: GrammarText, toolset: Toolset) -> str:
+    """Calls of GPT-OSS, which ends its answer with each; where it need not call, what it says in the final channel."""
+    calls = []
+    for at, tool in enumerate(toolset.callable):
+        schema = grammar.schema(f"arguments_{at}", arguments_schema(tool), lenient=not tool.strict)
+        to = literal(f"commentary to={NAMESPACE}{tool.name} ")
+        calls.append(f"{to} {grammar.tag(CONSTRAIN)} {literal('json')} {grammar.tag(MESSAGE)} {schema}")
+    call = f"{grammar.tag(CHANNEL)} {any_of(grammar, 'call', calls)} {grammar.tag(CALL)}?"
+    if toolset.mode == "required":
+        return call
+    preamble = f"{grammar.tag(CHANNEL)} {literal('commentary')} {grammar.tag(MESSAGE)} {grammar.up_to('preamble', END)}"
+    return f"({preamble} {begun_again(grammar)})? ({call} | {final(grammar, 'TEXT')})"
+
+
+def begun_again(grammar: GrammarText) -> str:
+    """The beginning of one more message of the model."""
+    return f"{grammar.tag(START)} {literal('assistant')}"
+
+
+def final(grammar: GrammarText, answer: str) -> str:
+    """An answer in the final channel of GPT-OSS."""
+    return f"{grammar.tag(CHANNEL)} {literal('final')} {grammar.tag(MESSAGE)} {answer}"
+
+
+def behind_analysis(grammar: GrammarText, body: str) -> str:
+    """What follows the reasoning of GPT-OSS, of which there may be none."""
+    thought = f"{grammar.tag(CHANNEL)} {literal('analysis')} {grammar.tag(MESSAGE)} {grammar.up_to('thought', END)}"
+    return f"({thought} {begun_again(grammar)})? {body}"

@@ -66,6 +66,16 @@ def _short(id: str) -> str:
     return letters[-9:].rjust(9, "0")
 
 
+def as_thinking(messages: Sequence[Message]) -> list[Message]:
+    """Messages with their reasoning as GPT-OSS's template wants it, which takes none beside text and a call."""
+    return [_with_thinking(message) if "reasoning_content" in message else message for message in messages]
+
+
+def _with_thinking(message: Message) -> Message:
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return kept if message.get("content") else kept | {"thinking": message["reasoning_content"]}
+
+
 def settled(messages: Sequence[Message]) -> list[Message]:
     """Messages without the reasoning of turns that are over: only a turn that waits for tools still needs its own."""
     last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=-1)

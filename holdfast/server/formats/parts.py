@@ -77,6 +77,8 @@ class Parser:
         """Whether blanks that come next are dropped."""
         self._blanks = ""
         """The blanks at the end of the text so far."""
+        self.thinking = False
+        """Whether what comes next is reasoning. Only formats whose reasoning is no part before all others say so."""
 
     def push(self, text: str, last: bool = False) -> list[Part]:
         """Add text. Returns the parts that are certain; with `last`, all that is left."""
@@ -124,6 +126,10 @@ class Parser:
     def argue(self, text: str) -> None:
         """Give more of a call's arguments."""
         self._parts.append(Arguments(text))
+
+    def think(self, text: str) -> None:
+        """Give more reasoning."""
+        self._parts.append(Reasoning(text))
 
     def until(self, tags: Sequence[str]) -> str | None:
         """Say the text before the first of the tags, and read that tag. None if it is not there yet, or never comes."""

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from holdfast.server.formats.parts import Arguments, CallBegin, Parser, Part, Reasoning, held_back
 
+LEAST_CUT = 2
+"""Characters of a closing tag at the end of an answer from which on it is a tag that was cut."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
@@ -29,8 +32,7 @@ class AnswerReader:
         self, rest: Parser, tags: ReasoningTags | None = None, *, opened: bool = False, one_call: bool = False
     ) -> None:
         """`opened`: whether the answer begins within reasoning. With `one_call`, further calls are dropped."""
-        self.thinking = opened
-        """Whether what comes next belongs to the reasoning."""
+        self._thinking = opened
         self.calls = 0
         """Calls that have begun."""
         self._tags = tags
@@ -40,6 +42,11 @@ class AnswerReader:
         self._held = ""
         self._rest = rest
         self._one_call = one_call
+
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next belongs to the reasoning."""
+        return self._thinking or self._rest.thinking
 
     def push(self, text: str, last: bool = False) -> list[Part]:
         """Add text. Returns the parts that are certain; with `last`, all that is left."""
@@ -60,11 +67,11 @@ class AnswerReader:
         if not self._begun:
             begun = text.lstrip()
             if begun.startswith(tags.open):
-                text, self.thinking = begun[len(tags.open) :].lstrip(), True
+                text, self._thinking = begun[len(tags.open) :].lstrip(), True
             elif tags.open.startswith(begun) and not last:
                 self._held = text
                 return ""
-            elif not self.thinking:
+            elif not self._thinking:
                 self._settled = True
                 return text
             else:
@@ -75,11 +82,13 @@ class AnswerReader:
             self._begun = True
         thought, found, rest = text.partition(tags.close)
         if found:
-            self._settled, self.thinking = True, False
+            self._settled, self._thinking = True, False
         elif not last:
             size = len(thought) - held_back(thought, (tags.close,))
             size = len(thought[:size].rstrip())
             thought, self._held = thought[:size], thought[size:]
+        elif (cut := held_back(thought, (tags.close,))) >= LEAST_CUT:
+            thought = thought[:-cut]
         if found or last:
             thought = thought.rstrip()
         if thought:

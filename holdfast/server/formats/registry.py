@@ -12,7 +12,9 @@ from typing import Any, Protocol
 from holdfast.core.types import Grammar, SamplingParams
 from holdfast.server.formats import grammars
 from holdfast.server.formats.grammars import GrammarText
-from holdfast.server.formats.history import Message, settled, short_ids, spelled_out
+from holdfast.server.formats.harmony import CHANNEL, MESSAGE, HarmonyMessages
+from holdfast.server.formats.harmony import TAGS as HARMONY_TAGS
+from holdfast.server.formats.history import Message, as_thinking, settled, short_ids, spelled_out
 from holdfast.server.formats.llama import TAG as PYTHON_TAG
 from holdfast.server.formats.llama import LlamaCalls
 from holdfast.server.formats.mistral import ARGS, ID, MistralCalls
@@ -35,7 +37,12 @@ class Template(Protocol):
         """Whether a token is ordinary text, and not a special token."""
 
     def render_chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None, options: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
     ) -> str:
         """The prompt of a chat."""
 
@@ -52,6 +59,8 @@ class CallFormat:
     """Writes the grammar of an answer behind its reasoning."""
     short_ids: bool = False
     """Whether ids of calls have nine letters and digits."""
+    channels: bool = False
+    """Whether it reads all of an answer, with its reasoning, also where there are no tools."""
 
     def new_id(self) -> str:
         """An id for a call."""
@@ -75,12 +84,16 @@ LLAMA = CallFormat(
 MISTRAL = CallFormat(
     "mistral", lambda _: MistralCalls(), (TOOL_CALLS, ID, ARGS), grammars.mistral(TOOL_CALLS, ARGS), short_ids=True
 )
+HARMONY = CallFormat(
+    "openai", lambda toolset: HarmonyMessages(list(_schemas(toolset))), HARMONY_TAGS, grammars.harmony, channels=True
+)
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
     "llama4_json": LLAMA,
     "mistral": MISTRAL,
+    "openai": HARMONY,
     "qwen3_coder": QWEN_CODER,
     "qwen3_xml": QWEN_CODER,
 }
@@ -92,9 +105,10 @@ REASONING_FORMATS: Mapping[str, ReasoningTags | None] = {
     "deepseek_r1": ReasoningTags("<think>", "</think>", assumed=True),
     "qwen3": THINK,
     "mistral": BRACKETS,
+    "openai_gptoss": None,
     "none": None,
 }
-"""By the names that vLLM has for them; `none` leaves reasoning in the text."""
+"""By the names that vLLM has for them; `none` leaves reasoning in the text. Harmony's calls come with its reasoning."""
 
 
 def check_names(calls: str | None, reasoning: str | None) -> None:
@@ -114,6 +128,8 @@ def detected_calls(text: Template) -> CallFormat:
     def has(tag: str) -> bool:
         return tag in template or text.token_id(tag) is not None
 
+    if text.token_id(CHANNEL) is not None and text.token_id(MESSAGE) is not None:
+        return HARMONY
     if has(TOOL_CALLS):
         return MISTRAL
     if FUNCTION in template:
@@ -152,9 +168,12 @@ class AnswerFormat:
         knows = re.search(r"\btools\b", text.template or "") is not None
         form = detected_calls(text) if calls is None else CALL_FORMATS[calls]
         tags = detected_reasoning(text) if reasoning is None else REASONING_FORMATS[reasoning]
-
-        if calls is None and not knows:
+        if calls is None and reasoning == "openai_gptoss":
+            form = HARMONY
+        elif calls is None and not knows and not form.channels:
             form = HERMES
+        if form.channels:
+            tags = None
         around = () if tags is None else (tags.open, tags.close)
         tokens = {tag: token for tag in (*around, *form.tags) if (token := text.token_id(tag)) is not None}
         special = {tag: token for tag, token in tokens.items() if not text.is_visible(token)}
@@ -170,7 +189,7 @@ class AnswerFormat:
     @property
     def unread(self) -> AnswerFormat:
         """The same, where answers are taken as they are: completions have no parts."""
-        return replace(self, reasoning=None, shown=frozenset())
+        return replace(self, calls=replace(self.calls, channels=False), reasoning=None, shown=frozenset())
 
 
 class Reading:
@@ -185,16 +204,17 @@ class Reading:
         """Whether answers begin within reasoning."""
         self.closed = False
         """Whether the prompt says that there is none."""
-        self.shown = format.shown | (format.shown_calls if toolset is not None else frozenset())
+        read = toolset is not None or format.calls.channels
+        self.shown = format.shown | (format.shown_calls if read else frozenset())
         """Special tokens whose names belong to the text of answers."""
 
     @property
     def plain(self) -> bool:
         """Whether an answer is only text."""
-        return self.toolset is None and self.format.reasoning is None
+        return self.toolset is None and self.format.reasoning is None and not self.format.calls.channels
 
-    def render(self, text: Template, messages: Sequence[Message]) -> str:
-        """The prompt of a chat. Raises ValueError as the template does."""
+    def render(self, text: Template, messages: Sequence[Message], *, begin: bool = True) -> str:
+        """The prompt of a chat. With `begin` the answer can follow. Raises ValueError as the template does."""
         said, tools = settled(messages), None
         if not self.format.knows_tools:
             said = spelled_out(said, self.toolset)
@@ -202,7 +222,9 @@ class Reading:
             tools = [tool.shown() for tool in self.toolset.tools]
         if self.format.calls.short_ids:
             said = short_ids(said)
-        prompt = text.render_chat(said, tools=tools, options=self.options)
+        if self.format.calls.channels:
+            said = as_thinking(said)
+        prompt = text.render_chat(said, add_generation_prompt=begin, tools=tools, options=self.options)
         tags = self.format.reasoning
         self.opened = tags is not None and tags.opened_by(prompt)
         self.closed = tags is not None and prompt.rstrip().endswith(tags.close)
@@ -216,18 +238,21 @@ class Reading:
         toolset, tags, given = self.toolset, None if self.closed else self.format.reasoning, params.grammar
         if given is None and not (toolset is not None and toolset.constrained):
             return params
-        if given is not None and toolset is None and tags is None:
+        if given is not None and self.plain:
             return params
         grammar = GrammarText(self.format.tokens.get)
         bodies = []
         if given is not None and not (toolset is not None and toolset.mode == "required"):
-            bodies.append(grammar.answer(given))
+            answer = grammar.answer(given)
+            bodies.append(grammars.final(grammar, answer) if self.format.calls.channels else answer)
         if toolset is not None:
             calls = toolset if toolset.mode == "required" else toolset.free()
             if given is not None:  # the answer is a call, or what was asked for
                 calls = replace(calls, mode="required")
             bodies.append(self.format.calls.grammar(grammar, calls))
         body = f"({' | '.join(bodies)})"
+        if self.format.calls.channels:
+            body = grammars.behind_analysis(grammar, body)
         if tags is not None:
             body = grammar.reasoning(tags.open, tags.close, self.opened) + body
         return replace(params, grammar=Grammar("lark", grammar.written(body)))
@@ -235,6 +260,7 @@ class Reading:
     def reader(self) -> AnswerReader:
         """What reads one answer, once the prompt is rendered."""
         toolset = self.toolset
-        rest = Parser() if toolset is None else self.format.calls.parser(toolset)
+        calls = toolset or (Toolset(()) if self.format.calls.channels else None)
+        rest = Parser() if calls is None else self.format.calls.parser(calls)
         one_call = toolset is not None and not toolset.parallel
         return AnswerReader(rest, self.format.reasoning, opened=self.opened, one_call=one_call)

@@ -101,7 +101,9 @@ class TaggedCalls(Parser):
             self.state = self.outside
         elif self.rest[0] == "{":
             self.state = self._inside  # some models write several objects within one tag
-        elif self.awaits(CLOSE):
+        elif CLOSE.startswith(self.rest):
+            if self.last:  # the answer was cut within the tag
+                self.rest = ""
             return False
         else:
             self.state = self.outside

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 from fastapi import FastAPI, Request, Response
-from msgspec import Meta
+from msgspec import Meta, field
 
-from holdfast.server.protocol import MAX_MESSAGES, ApiError, RequestBody, TokenId, check_parts, read_message
+from holdfast.server.formats.registry import Reading
+from holdfast.server.protocol import MAX_MESSAGES, ApiError, RequestBody, TemplateOptions, TokenId, read_messages
 from holdfast.server.routes.generation import read_request
 from holdfast.server.routes.http import JSON, described, tenant_of
 from holdfast.server.service import Service
+from holdfast.server.tools import read_toolset
 
 MAX_TOKENS = 1 << 20
 """Most tokens of one request."""
@@ -21,10 +23,8 @@ class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fie
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
         "mm_processor_kwargs": ({},),
-        "tools": ([],),
     }
 
     model: str = ""
@@ -33,6 +33,8 @@ class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fie
     add_special_tokens: bool | None = None
     """By default a prompt has them, and a chat has those that its template writes."""
     add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    chat_template_kwargs: TemplateOptions = field(default_factory=dict)
     return_token_strs: bool = False
 
 
@@ -56,14 +58,14 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
             raise ApiError("give a prompt or messages, one of them", param="prompt", code="invalid_value")
         special, size = wanted.add_special_tokens, len(wanted.prompt or "")
         if wanted.messages is not None:
-            check_parts(wanted.messages, "messages")
-            said = [read_message(message, f"messages[{at}]") for at, message in enumerate(wanted.messages)]
+            said = read_messages(wanted.messages)
+            reading = Reading(service.format, read_toolset(wanted.tools, None), wanted.chat_template_kwargs)
             size = sum(len(message["content"]) for message in said)
 
         def work() -> dict[str, Any]:
             text = wanted.prompt
             if text is None:
-                text = client.text.render_chat(said, add_generation_prompt=wanted.add_generation_prompt)
+                text = reading.render(client.text, said, begin=wanted.add_generation_prompt)
             tokens = client.text.encode(
                 text, add_special_tokens=wanted.messages is None if special is None else special
             )

@@ -18,7 +18,7 @@ from holdfast.server.formats.parts import Arguments, CallBegin, Reasoning, Said
 from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.formats.toolset import Tool, Toolset
 
-END = "<|end|>"
+END = "<|stop|>"
 STRICT = Tool(
     "get_weather",
     parameters={
@@ -49,6 +49,7 @@ SPECIAL = {
     "qwen3_coder": ("<tool_call>", "</tool_call>", "<think>", "</think>"),
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
+    "openai": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.server.formats.harmony import HarmonyMessages
 from holdfast.server.formats.llama import LlamaCalls
 from holdfast.server.formats.mistral import MistralCalls
 from holdfast.server.formats.parts import Arguments, CallBegin, Parser, Part, Reasoning, Said, joined
@@ -38,6 +39,13 @@ def llama() -> Parser:
     return LlamaCalls(["f", "g"])
 
 
+def harmony() -> Parser:
+    return HarmonyMessages(["f", "g"])
+
+
+THOUGHT, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+TO_F = "<|channel|>commentary to=functions.f"
+NEXT = "<|end|><|start|>assistant"
 WEATHER = '{"name": "f", "arguments": {"city": "Paris \\"}{", "n": [1, {"a": 2}]}}'
 ARGUED = '{"city": "Paris \\"}{", "n": [1, {"a": 2}]}'
 CALL = [CallBegin("f"), Arguments(ARGUED)]
@@ -52,6 +60,8 @@ CASES: list[tuple[Callable[[], Parser], str, list[Part]]] = [
     (tagged, f"<tool_call>\n{WEATHER}\n{WEATHER}\n</tool_call>", [*CALL, *CALL]),
     (tagged, f"<tool_call>\n{WEATHER}\n</tool_call>\nDone. ", [*CALL, Said("Done. ")]),
     (tagged, f"<tool_call>\n{WEATHER}", CALL),
+    (tagged, f"<tool_call>\n{WEATHER}\n</to", CALL),
+    (tagged, f"<tool_call>\n{WEATHER}\n</b", [*CALL, Said("</b")]),
     (tagged, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [CallBegin("f"), Arguments('{"a": 1}')]),
     (tagged, '<tool_call>{"name": "f"}</tool_call>', [CallBegin("f"), Arguments("{}")]),
     (tagged, '<tool_call>{"name": "f", "arguments": null}</tool_call>', [CallBegin("f"), Arguments("{}")]),
@@ -109,6 +119,24 @@ CASES: list[tuple[Callable[[], Parser], str, list[Part]]] = [
     (MistralCalls, "[TOOL_CALLS]sorry, no", [Said("sorry, no")]),
     (MistralCalls, "[1, 2] [TOOL", [Said("[1, 2] [TOOL")]),
     (MistralCalls, "[TOOL_CALLS]f", [Said("f")]),
+    # GPT-OSS
+    (harmony, f"{THOUGHT}Hm.{NEXT}{FINAL}Yes. <|return|>", [Reasoning("Hm."), Said("Yes. ")]),
+    (harmony, f"{THOUGHT}Hm.{NEXT}{TO_F} <|constrain|>json<|message|>{ARGUED}<|call|>", [Reasoning("Hm."), *CALL]),
+    (harmony, f"{TO_F} json<|message|>{ARGUED}", CALL),
+    (harmony, f"{TO_F}<|message|><|call|>", [CallBegin("f"), Arguments("{}")]),
+    (harmony, f" to=functions.f<|channel|>commentary json<|message|>{ARGUED}<|call|>", CALL),
+    (harmony, f"<|channel|>commentary to=f<|message|>{ARGUED}<|call|>", CALL),
+    (
+        harmony,
+        f"<|channel|>commentary<|message|>Let me see.{NEXT}{TO_F}<|message|>{ARGUED}",
+        [Said("Let me see."), *CALL],
+    ),
+    (harmony, "<|channel|>analysis to=python<|message|>1 + 1<|call|>", [Reasoning("1 + 1")]),
+    (harmony, f"{THOUGHT}One.{NEXT}{THOUGHT}Two.{NEXT}{FINAL}Yes.", [Reasoning("One.\nTwo."), Said("Yes.")]),
+    (harmony, f"{THOUGHT}Hm, cut <|en", [Reasoning("Hm, cut <|en")]),
+    (harmony, f"{THOUGHT}Hm.{NEXT}<|channel|>fin", [Reasoning("Hm.")]),
+    (harmony, f"{FINAL}Yes <b> <|x|>.<|end|>", [Said("Yes <b> <|x|>.")]),
+    (harmony, " No channels. ", [Said(" No channels. ")]),
 ]
 REASONING: list[tuple[bool, str, list[Part]]] = [
     (False, "<think>\nHm,  so.\n</think>\n\nYes. ", [Reasoning("Hm,  so."), Said("Yes. ")]),
@@ -118,7 +146,9 @@ REASONING: list[tuple[bool, str, list[Part]]] = [
     (False, "<think>\n\n</think>\n\nYes.", [Said("Yes.")]),
     (True, "Hm.\n</think>\n\nYes.", [Reasoning("Hm."), Said("Yes.")]),
     (True, "\n<think>\nHm.</think>Yes.", [Reasoning("Hm."), Said("Yes.")]),
-    (True, "Hm, a </", [Reasoning("Hm, a </")]),
+    (True, "Hm, a </", [Reasoning("Hm, a")]),
+    (True, "Hm, a <", [Reasoning("Hm, a <")]),
+    (True, "Hm.\n</thin", [Reasoning("Hm.")]),
     (True, "Hm.\n</think>\n\n", [Reasoning("Hm.")]),
     (False, f"<think>\nA call.\n</think>\n\n<tool_call>\n{WEATHER}\n</tool_call>", [Reasoning("A call."), *CALL]),
     (False, f"<think>Not <tool_call>{WEATHER}</think>", [Reasoning(f"Not <tool_call>{WEATHER}")]),
@@ -156,11 +186,12 @@ def test_reasoning_comes_apart_however_it_is_split(opened: bool, text: str, part
         assert joined(found) == parts
 
 
-@pytest.mark.parametrize("make", [Parser, tagged, llama, MistralCalls])
+@pytest.mark.parametrize("make", [Parser, tagged, llama, MistralCalls, harmony])
 def test_any_mixture_of_tags_reads_the_same_however_it_is_split(make: Callable[[], Parser]) -> None:
     words = ["<tool_call>", "</tool_call>", "<function=", "f>", "<parameter=s>", "<parameter=n>", "</parameter>"]
     words += ["</function>", "\n", " ", "{", "}", "[", "]", '"name"', '"arguments"', ":", ",", '"f"', '"', "\\", "x"]
     words += ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", ";", "<think>", "</think>", WEATHER, "1", "<"]
+    words += ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "analysis", "final", "to=functions.f"]
     rng = Random(str(make))
     for _ in range(400):
         text = "".join(rng.choices(words, k=rng.randint(1, 14)))

@@ -32,6 +32,24 @@ async def test_messages_become_the_tokens_that_a_chat_would_have(http: Http, cli
     assert answer["count"] == len(answer["tokens"])
 
 
+async def test_tools_and_options_of_the_template_count_as_in_a_chat(http: Http, client: FakeClient) -> None:
+    client.text.template = "{{ tools }}"
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    chat = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hello"}],
+        "tools": [{"type": "function", "function": function}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    async with http() as api:
+        answer = (await api.post("/tokenize", json=chat)).json()
+        await api.post("/v1/chat/completions", json=chat)
+        refused = await api.post("/tokenize", json=chat | {"tools": [{"type": "web_search"}]})
+    assert client.asked[0].prompt == answer["tokens"]
+    assert "".join(map(chr, answer["tokens"])).startswith("<tool>f<enable_thinking=False>")
+    assert refused.json()["error"]["param"] == "tools[0].type"
+
+
 async def test_a_real_tokenizer_gives_tokens_their_spelling_and_the_text_back(http: Http, client: FakeClient) -> None:
     client.text = Text(byte_level())  # type: ignore[assignment]
     async with http() as api:

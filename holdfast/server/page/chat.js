@@ -73,7 +73,7 @@ class Chat {
       event.preventDefault();
       this.picked(event.dataTransfer.files);
     });
-    this.toggle = iconButton('menu', 'Conversations', () => this.showSidebar(), { 'aria-expanded': 'true' });
+    this.toggle = iconButton('menu', 'Show or hide the conversations', () => this.showSidebar(), { 'aria-expanded': 'true' });
     this.branches = iconButton('branches', 'Branches', () => this.showBranches(), { hidden: true });
     const head = el('div', { class: 'thread-head' }, this.toggle, this.title, el('span', { class: 'space' }),
       this.branches,
@@ -180,7 +180,7 @@ class Chat {
   async showItems(run) {
     const items = (await this.api.get(`/v1/conversations/${this.id}/items?order=asc&limit=100`)).data;
     if (run !== this.run || items.length === 0) return;
-    const view = new TurnView({ id: '', input: items, output: [], status: 'completed' }, new Tree(), {});
+    const view = new TurnView({ id: '', parent: null, input: items, output: [], status: 'completed' }, new Tree(), {});
     view.question.querySelector('.tools').remove();
     this.column.replaceChildren(view.question);
   }
@@ -540,7 +540,7 @@ class Chat {
         const children = this.tree.children.get(at) ?? [];
         if (children.length === 0) break;
         if (children.length > 1) {
-          rows.push(el('li', {}, el('ul', {}, children.map((id) => [row(id), ...level(id)]).flat())));
+          rows.push(...children.map((id) => el('li', {}, el('ul', {}, row(id), level(id)))));
           break;
         }
         rows.push(row(children[0]));

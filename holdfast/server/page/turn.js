@@ -38,7 +38,7 @@ export class TurnView {
       iconButton('copy', 'Copy the message', (event) => copy(event, (turn.input ?? []).map(textOf).join('\n\n')), { class: 'ghost small' }),
       iconButton('edit', 'Edit the message, as a new branch', () => this.edit(tree), { class: 'ghost small', 'data-action': 'edit' }),
     );
-    this.question.replaceChildren(...history, ...parts, tools);
+    this.question.replaceChildren(...history, el('div', { class: 'asked' }, el('div', { class: 'asked-parts' }, parts), tools));
   }
 
   /** Put an editor in the question's place. */

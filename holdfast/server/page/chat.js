@@ -77,7 +77,7 @@ class Chat {
     this.branches = iconButton('branches', 'Branches', () => this.showBranches(), { hidden: true });
     const head = el('div', { class: 'thread-head' }, this.toggle, this.title, el('span', { class: 'space' }),
       this.branches,
-      iconButton('keyboard', 'Keyboard shortcuts', () => this.showShortcuts()),
+      iconButton('keyboard', 'Keyboard shortcuts', () => this.showShortcuts(), { class: 'ghost for-keys' }),
       iconButton('settings', 'Settings', () => this.changeSettings()));
     const main = el('div', { class: 'thread-pane' }, head, this.thread, el('div', { class: 'composer-box' }, this.down, this.composer), this.status);
     this.scrim = el('div', { class: 'scrim', onclick: () => this.showSidebar(false) });
@@ -392,6 +392,7 @@ class Chat {
     const made = await this.api.post('/v1/conversations', { metadata: { title } });
     this.id = made.id;
     this.conversation = made;
+    this.sidebar.selected = made.id;
     history.replaceState(null, '', `#chat/${made.id}`);
     this.drawTitle();
   }
@@ -444,7 +445,7 @@ class Chat {
     this.draw();
     this.toEnd();
     this.status.textContent = turn.status === 'completed' ? 'The answer is complete.' : `The answer is ${turn.status}.`;
-    if (turn.status !== 'failed') this.sidebar.reload().then(() => this.sidebar.select(this.id));
+    this.sidebar.touch(this.conversation);
   }
 
   /** Give a new turn the id of its response. */

@@ -148,6 +148,24 @@ export class Sidebar {
     item?.querySelector('.row').setAttribute('aria-current', 'true');
   }
 
+  /** A conversation has a new turn: list it first. */
+  touch(conversation) {
+    const known = this.conversations.get(conversation.id) ?? conversation;
+    known.active_at = Date.now() / 1000;
+    if (this.search.value) return;
+    this.conversations.delete(known.id);
+    this.conversations = new Map([[known.id, known], ...this.conversations]);
+    this.list.querySelector(`[data-id="${CSS.escape(known.id)}"]`)?.remove();
+    const group = age(known.active_at);
+    if (this.list.firstChild?.dataset.group !== group) this.list.prepend(el('li', { class: 'group', 'data-group': group }, group));
+    this.list.firstChild.after(this.row(known, group));
+    for (const heading of this.list.querySelectorAll('.group')) {
+      if (heading.nextSibling?.dataset.group !== heading.dataset.group) heading.remove();
+    }
+    this.note.textContent = '';
+    this.select(this.selected);
+  }
+
   /** Open the conversation above or below the one that is open. */
   step(by) {
     const ids = [...this.conversations.keys()];

@@ -6,6 +6,8 @@ import { isRunning, textOf } from './tree.js';
 
 const FILE = /^File "([^"\n]*)":\n```[^\n]*\n([\s\S]*)\n```$/;
 
+const FIGURES = 'Time to the first token; tokens a second behind it; tokens of the answer; tokens of the prompt that were found in the cache';
+
 /** The part of a message that holds a text file. */
 export function filePart(name, text) {
   return `File "${name.replace(/["\n]/g, '')}":\n\`\`\`\n${text}\n\`\`\``;
@@ -34,9 +36,9 @@ export class TurnView {
     const tools = el(
       'div',
       { class: 'tools' },
-      questions.length > 1 ? switcher(questions, turn, 'question', (other) => this.actions.show(other)) : null,
       iconButton('copy', 'Copy the message', (event) => copy(event, (turn.input ?? []).map(textOf).join('\n\n')), { class: 'ghost small' }),
       iconButton('edit', 'Edit the message, as a new branch', () => this.edit(tree), { class: 'ghost small', 'data-action': 'edit' }),
+      questions.length > 1 ? switcher(questions, turn, 'question', (other) => this.actions.show(other)) : null,
     );
     this.question.replaceChildren(...history, el('div', { class: 'asked' }, el('div', { class: 'asked-parts' }, parts), tools));
   }
@@ -194,9 +196,9 @@ function figures(turn) {
     const cached = Number(details.cached_tokens ?? 0);
     const host = Number(details.host_cached_tokens ?? 0);
     const tiers = host > 0 ? ` (${number(host)} on the host)` : '';
-    said.push(`${number(cached)} of ${number(usage.input_tokens)} prompt tokens cached${tiers}`);
+    said.push(`${number(cached)} of ${number(usage.input_tokens)} cached${tiers}`);
   }
-  return said.length ? el('span', { class: 'figures' }, said.join(' · ')) : null;
+  return said.length ? el('span', { class: 'figures', title: FIGURES }, said.join(' · ')) : null;
 }
 
 const number = (count) => Number(count ?? 0).toLocaleString('en');

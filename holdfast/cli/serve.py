@@ -74,6 +74,7 @@ def announce(
     """Print what runs and how to talk to it."""
     memory, keys = info.memory, len(server.api_key)
     rows = {
+        "page": f"{url}/  (chat in a browser)",
         "address": f"{url}  (API under /v1, described at /openapi.json)",
         "device": f"{memory.device}, {info.precision}",
         **({"replicas": replicas} if replicas else {}),

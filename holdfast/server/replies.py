@@ -39,12 +39,15 @@ class RequestUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cached_on_host: int = 0
     wanted: SampledRequest | None = None
     """What was asked for."""
     queued: float | None = None
     """Seconds that its first choice to end had waited for its first step."""
     ttft: float | None = None
     """Seconds from the request's arrival to its first token."""
+    pace: float | None = None
+    """Tokens a second behind the first one, of its first choice to end."""
     finish_reasons: set[str] = field(default_factory=set)
     """Why its choices have ended."""
 

@@ -143,7 +143,7 @@ class Router(Protocol):
         ...
 
     def moved(self, move: Move, tokens: int, now: float) -> None:
-        """A move ended: `tokens` tokens from the start arrived. From now on the target owns the conversation."""
+        """A move ended: `tokens` tokens from the start arrived. The target has the conversation then, if any did."""
         ...
 
     def lost(self, replica: str) -> None:

@@ -77,7 +77,7 @@ def measure(job: tuple[str, str, argparse.Namespace]) -> dict[str, Any]:
         )},
         busy_spread=round(outcome.spread, 4),
         computed_spread=round(spread([each.tokens_computed for each in outcome.stats]), 4),
-        routed=outcome.routed, brought_tokens=outcome.brought_tokens, moves=outcome.moves,
+        routed=outcome.routed, fetched_tokens=outcome.fetched_tokens, moves=outcome.moves,
         moved_tokens=outcome.moved_tokens, simulated_in_s=round(time.perf_counter() - began, 1),
     )  # fmt: skip
 

@@ -171,7 +171,7 @@ class PricedRouter:
             for replica in able
         }
         chosen = min(fair, key=lambda name: (self._rank(prices[name]), loads[name], name))
-        return Choice(chosen, source if prices[chosen].brought else None, prices)
+        return Choice(chosen, source if prices[chosen].fetched else None, prices)
 
     def price(self, turn: Turn, replica: ReplicaView, found: Found, source: str, elsewhere: int, now: float) -> Price:
         """What this turn costs at a replica that holds `found`, if the replica `source` holds `elsewhere` tokens."""

@@ -205,7 +205,7 @@ def test_turn_leaves_a_crowded_replica_and_its_state_is_brought_along(keyed):
         router.sent(f"big {number}", asked, choice, 1.0)
     choice = router.choose(turn(1, 210, keyed=keyed), views(3), 1.0)
     assert choice.replica != home and choice.move_from == home
-    assert choice.priced[choice.replica].brought == 200 * BLOCK
+    assert choice.priced[choice.replica].fetched == 200 * BLOCK
 
 
 def test_state_is_computed_again_where_the_link_is_slower():

@@ -1,7 +1,7 @@
 """Replicas behind a router, simulated: the priced router beside other policies, on traces and on a skewed load.
 
 usage: python benchmarks/routing.py WORKLOAD [WORKLOAD ...] [--policies NAME ...] [--replicas 8] [--speed X]
-                                    [--requests N] [--jobs N] [--json FILE]
+                                    [--requests N] [--jobs N] [--json FILE] [--map-alone]
 
 A WORKLOAD is a Mooncake trace (.jsonl), an Azure trace (.csv) or `skewed`: ShareGPT-like conversations of which 8% are
 very long. Each replica is a Llama-3-8B shape on an H200 by its measured profile, with a host tier of 200 GB; prompts
@@ -67,7 +67,8 @@ def measure(job: tuple[str, str, argparse.Namespace]) -> dict[str, Any]:
     )
     figures = summary(outcome.records)
     return dict(
-        workload=Path(name).name, pace=pace, policy=policy, replicas=arguments.replicas, block_size=block_size,
+        workload=Path(name).name, pace=pace, policy=policy + " (map alone)" * arguments.map_alone,
+        replicas=arguments.replicas, block_size=block_size,
         requests=len(outcome.records), seconds=round(outcome.seconds, 2),
         reusable_tokens=outcome.reusable_tokens, found=round(outcome.found, 4),
         **{key: round(figures[key], 2) for key in (
@@ -76,7 +77,7 @@ def measure(job: tuple[str, str, argparse.Namespace]) -> dict[str, Any]:
         )},
         busy_spread=round(outcome.spread, 4),
         computed_spread=round(spread([each.tokens_computed for each in outcome.stats]), 4),
-        routed=outcome.routed, brought_tokens=outcome.brought_tokens, moves=outcome.moves,
+        routed=outcome.routed, fetched_tokens=outcome.fetched_tokens, moves=outcome.moves,
         moved_tokens=outcome.moved_tokens, simulated_in_s=round(time.perf_counter() - began, 1),
     )  # fmt: skip
 
@@ -84,14 +85,14 @@ def measure(job: tuple[str, str, argparse.Namespace]) -> dict[str, Any]:
 def show(rows: list[dict[str, Any]]) -> None:
     """A table for each workload, each row with its P99 TTFT against the prefix tree's."""
     print(
-        f"{'policy':14} {'found':>6} {'TTFT p50':>9} {'p99':>8} {'vs tree':>8} {'req/s':>7} {'busy spread':>12} moves"
+        f"{'policy':18} {'found':>6} {'TTFT p50':>9} {'p99':>8} {'vs tree':>8} {'req/s':>7} {'busy spread':>12} moves"
     )
     tree = next((row["p99_ttft_ms"] for row in rows if row["policy"] == "prefix-tree"), None)
     for row in rows:
         found = f"{row['found']:6.3f}" if row["reusable_tokens"] else "     -"
         ratio = f"{row['p99_ttft_ms'] / tree:8.2f}" if tree else "       -"
         print(
-            f"{row['policy']:14} {found} {row['median_ttft_ms']:9.0f} {row['p99_ttft_ms']:8.0f} {ratio} "
+            f"{row['policy']:18} {found} {row['median_ttft_ms']:9.0f} {row['p99_ttft_ms']:8.0f} {ratio} "
             f"{row['request_throughput']:7.2f} {row['busy_spread']:12.1%} {row['moves']}"
         )
 
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="the first of a trace; of `skewed`, conversations")
     parser.add_argument("--map-alone", action="store_true", help="the router is not told what replicas hold")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="add the results to this file")
     arguments = parser.parse_args()
     jobs = [(name, policy, arguments) for name in arguments.workloads for policy in arguments.policies]
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
@@ -117,7 +118,10 @@ def main() -> None:
         )
         show(of)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(provenance() | {"runs": rows}, indent=1) + "\n")
+        before = json.loads(arguments.json.read_text())["runs"] if arguments.json.exists() else []
+        measured = {(row["workload"], row["policy"]) for row in rows}
+        kept = [row for row in before if (row["workload"], row["policy"]) not in measured]
+        arguments.json.write_text(json.dumps(provenance() | {"runs": kept + rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class Fleet:
             raise ValueError(f"replica {name} is the only one that serves; add another one first")
         if replica.state in (State.READY, State.HANGING):
             replica.state, replica.reason = State.DRAINING, "it is taken away"
-        replica.leaving.set()
+        replica.draining.set()
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """As `EngineClient.load_adapter`, at every replica: at all or none."""
@@ -260,26 +260,26 @@ class Fleet:
 
     async def _live(self, replica: Replica) -> None:
         """A replica's life: serve, start again after each end, until it is to leave."""
-        leaving = asyncio.create_task(replica.leaving.wait())
+        draining = asyncio.create_task(replica.draining.wait())
         try:
-            while not replica.leaving.is_set():
+            while not replica.draining.is_set():
                 if replica.engine is None:
-                    await self._wait_first(self._start_one(replica), leaving)
+                    await self._wait_first(self._start_one(replica), draining)
                 if replica.engine is None:
                     continue
-                await self._wait_first(replica.engine.dead.wait(), leaving)
+                await self._wait_first(replica.engine.dead.wait(), draining)
                 if replica.engine.dead.is_set():
                     await self._bury(replica, replica.engine)
             await self._take_away(replica)
         finally:
-            leaving.cancel()
+            draining.cancel()
 
     @staticmethod
-    async def _wait_first(work: object, leaving: asyncio.Task[bool]) -> None:
+    async def _wait_first(work: object, draining: asyncio.Task[bool]) -> None:
         """Wait for the end of some work, which is cancelled if the replica is to leave first. Raises what it raises."""
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         try:
-            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, draining}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not task.done():
                 task.cancel()

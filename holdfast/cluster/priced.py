@@ -19,6 +19,10 @@ from holdfast.core.cost import CostModel
 
 DIGEST = 32
 """Bytes of a digest."""
+EQUAL = 1.0
+"""Milliseconds within which prices count as equal."""
+FADING = 60.0
+"""Seconds in which what a replica got of late fades to 1/e."""
 RECENT = 64
 """Of a replica's idle conversations, so many of those used last are looked at for a move."""
 
@@ -127,6 +131,8 @@ class PricedRouter:
         """By replica, its mean load of late in ms."""
         self._looked = 0.0
         """When `rebalance` looked at loads last."""
+        self._work: dict[str, tuple[float, float]] = {}
+        """By replica, the work that it got of late in ms, fading, and when that was so."""
         self._links: dict[str, float] = {}
         """By replica, when the copies to and from it that this router asked for end."""
 
@@ -151,7 +157,10 @@ class PricedRouter:
         return {name: Found(min(most, blocks * size)) for name, blocks in self.prefixes.find(turn.chain).items()}
 
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
-        """As `Router.choose`: the cheapest of those that are fair to choose; the least loaded of equals.
+        """As `Router.choose`: the cheapest of those that are fair to choose.
+
+        Of those within a millisecond of it, the one that got the least work of late: where all are idle, conversations
+        are spread by what they cost, not by their number.
 
         A replica is fair to choose unless its load exceeds the least one's by more than `fair_ms` and more than the
         factor `fair_ratio`. A conversation does not go back to the replica that it left less than `settle` seconds ago
@@ -170,8 +179,11 @@ class PricedRouter:
             replica.name: self.price(turn, replica, known.get(replica.name, Found()), source, sources[source], now)
             for replica in able
         }
-        chosen = min(fair, key=lambda name: (self._rank(prices[name]), loads[name], name))
-        return Choice(chosen, source if prices[chosen].brought else None, prices)
+        ranks = {name: self._rank(prices[name]) for name in fair}
+        cheapest = min(ranks.values())
+        near = [name for name in ranks if ranks[name] <= cheapest + EQUAL]
+        chosen = min(near, key=lambda name: (self._recent_work(name, now), ranks[name], name))
+        return Choice(chosen, source if prices[chosen].fetched else None, prices)
 
     def price(self, turn: Turn, replica: ReplicaView, found: Found, source: str, elsewhere: int, now: float) -> Price:
         """What this turn costs at a replica that holds `found`, if the replica `source` holds `elsewhere` tokens."""
@@ -205,6 +217,7 @@ class PricedRouter:
         key = self._key(turn) or (turn.chain[-1].hex() if turn.chain else None)
         underway = Underway(choice.replica, work, token * turn.output_estimate, token, key)
         self.requests.sent(request, underway, now)
+        self._work[choice.replica] = self._recent_work(choice.replica, now) + work + underway.decode, now
         self.prefixes.add(turn.chain, choice.replica)
         if key is None:
             return
@@ -264,7 +277,7 @@ class PricedRouter:
             conversation = self._conversations.get(underway.key or "")
             if conversation is not None:
                 conversation.underway -= 1
-        for by_replica in (self._idle, self._pressures, self._links):
+        for by_replica in (self._idle, self._pressures, self._work, self._links):
             by_replica.pop(replica, None)
         for conversation in self._conversations.values():
             if conversation.owner == replica:
@@ -345,6 +358,11 @@ class PricedRouter:
             if short > 0 and backlog.running:
                 wait += backlog.decode / len(backlog.running)
         return wait
+
+    def _recent_work(self, replica: str, now: float) -> float:
+        """The work in ms that a replica got of late, each turn's fading with its age."""
+        work, at = self._work.get(replica, (0.0, now))
+        return work * exp((at - now) / FADING)
 
     def _link_wait(self, source: str, target: str, now: float) -> float:
         """Milliseconds until the copies that this router asked for leave both links free."""

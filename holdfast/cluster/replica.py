@@ -52,7 +52,7 @@ class Replica:
     """Since when it has not answered a question about its health."""
     task: asyncio.Task[None] | None = None
     """Its life: starts, waits, restarts."""
-    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is to be drained, and then ended for good."""
 
     def __post_init__(self) -> None:

@@ -259,7 +259,7 @@ class Replicas:
         if source is None or price is None:
             return
         first = price.found.tokens // self._block
-        last = first + -(-price.brought // self._block)
+        last = first + -(-price.fetched // self._block)
         self._count_move(await self.mover.move(turn.chain, first, last, source, engine))
 
     async def _move(self, move: Move) -> int:
@@ -382,8 +382,8 @@ class Replicas:
                     moving.add_done_callback(self._moving.discard)
 
     def _scale(self, scaler: Scaler, now: float) -> None:
-        members = [replica for replica in self.members if not replica.leaving.is_set()]
-        changing = any(replica.state is State.STARTING or replica.leaving.is_set() for replica in self.members)
+        members = [replica for replica in self.members if not replica.draining.is_set()]
+        changing = any(replica.state is State.STARTING or replica.draining.is_set() for replica in self.members)
         load = Load(self._queued(now), len(self._streams), self.info.max_sequences // self.cluster.most)
         match scaler.decide(load, len(members), now, changing=changing):
             case 1:

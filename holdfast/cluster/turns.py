@@ -71,13 +71,13 @@ class Price:
     """What a turn costs at one replica, in ms. The first token comes after their sum."""
 
     wait: float
-    bring: float
+    fetch: float
     """What copying state there adds: from other replicas as far as it outlasts the wait, and from lower tiers."""
     work: float
     """Computing what is neither there nor brought."""
     found: Found
     """What the replica holds before anything is brought."""
-    brought: int
+    fetched: int
     """Tokens that come from another replica."""
     link: float
     """How long their copy takes the link, in ms."""
@@ -85,7 +85,7 @@ class Price:
     @property
     def total(self) -> float:
         """Milliseconds until the first token."""
-        return self.wait + self.bring + self.work
+        return self.wait + self.fetch + self.work
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Router(Protocol):
         ...
 
     def moved(self, move: Move, tokens: int, now: float) -> None:
-        """A move ended: `tokens` tokens from the start arrived. From now on the target owns the conversation."""
+        """A move ended: `tokens` tokens from the start arrived. The target has the conversation then, if any did."""
         ...
 
     def lost(self, replica: str) -> None:

@@ -291,10 +291,7 @@ class EngineConfig:
                     f"host_cache_gb is {self.host_cache_gb} and prefix_sharing is off: without it nothing that goes to "
                     "the host would be found again; drop one of them"
                 )
-        if self.chunk_host and not re.fullmatch(
-            r"[A-Za-z0-9._-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?", self.chunk_host
-        ):
-            raise ValueError(f"chunk_host is {self.chunk_host!r}; it must look like HOST, HOST:PORT or [IPv6]:PORT")
+        self._check_chunk_host()
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
         if self.attention_backend == "vllm-flash-attn" and self.kv_cache_dtype == "fp8":
@@ -329,6 +326,16 @@ class EngineConfig:
         self._check_layout()
         if self.speculation in ("ngram", "suffix") and (reason := self._no_drafts):
             raise ValueError(f"speculation is {self.speculation}, and {reason}; drop one")
+
+    def _check_chunk_host(self) -> None:
+        """Raises ValueError for an address that is none, or under which nobody can reach this host."""
+        found = re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?", self.chunk_host)
+        if self.chunk_host and found is None:
+            raise ValueError(f"chunk_host is {self.chunk_host!r}; it must look like HOST, HOST:PORT or [IPv6]:PORT")
+        if found is not None and found[1] in ("0.0.0.0", "[::]"):
+            raise ValueError(
+                f"chunk_host is {self.chunk_host}, under which no other engine finds this one; name the host's address"
+            )
 
     def _refuse_set(self, names: tuple[str, ...], owner: str) -> None:
         """Raises ValueError for the first of these options that has another value than its default."""

@@ -261,7 +261,10 @@ def begin_moves(
     moves: MoveDesk,
     secret: bytes,
 ) -> str:
-    """Let KV blocks move between this engine and others, if it is configured; why none can. Raises OSError."""
+    """Let KV blocks move between this engine and others, if it is configured; why none can, else empty.
+
+    Raises ValueError for an address that cannot be listened at.
+    """
     if not config.chunk_host:
         return "chunk_host is not set"
     if isinstance(device, PaddedDevice):
@@ -275,7 +278,10 @@ def begin_moves(
     block = tuple(cache.data[:, :, 0].shape)
     layout = f"{shape.model}, {shape.precision}, {cache.data.dtype}, {block}, {fingerprint(config, checkpoint)}"
     terms = Terms(secret or secrets.token_bytes(32), layout, device.block_bytes)
-    moves.service = ChunkService(moves, terms, lambda block: memoryview(chunks[block]), config.chunk_host)
+    try:
+        moves.service = ChunkService(moves, terms, lambda block: memoryview(chunks[block]), config.chunk_host)
+    except OSError as error:
+        raise ValueError(f"chunk_host is {config.chunk_host}: {error.strerror or error}") from None
     return ""
 
 

@@ -305,7 +305,7 @@ def evaluate_fleet(
     start = evaluation.fleet_capacity
     capacity = find_capacity(run_at, question.tbt_ms, ttft_ms=question.ttft_ms, start=start, step=FIRST_STEP)
     figures, outcome = runs[capacity or min(runs)]
-    copied = outcome.brought_tokens + outcome.moved_tokens
+    copied = outcome.fetched_tokens + outcome.moved_tokens
     return FleetEvaluation(
         router, replicas, capacity, figures if capacity else {}, outcome.found, outcome.spread, outcome.moves, copied
     )

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SECRET = b"for tests only" * 3
 BLOCK = 16
 BLOCK_BYTES = 8192
-MOVING = SMALL | {"cache_gb": 0.008, "host_cache_gb": 0.004, "chunk_host": "127.0.0.1"}
+MOVING = SMALL | {"cache_gb": 0.008, "host_cache_gb": 0.004, "chunk_host": "127.0.0.1", "eviction": "lru"}
 """The device has room for 976 blocks, the host for 488."""
 
 

@@ -57,7 +57,7 @@ class ClusterOutcome:
     """By replica, its queues and memory at the end."""
     reusable_tokens: int
     """Prompt tokens that one replica with endless memory would find, if state were there once its turn is sent."""
-    brought_tokens: int
+    fetched_tokens: int
     """Tokens copied from replica to replica for a turn."""
     moved_tokens: int
     """The same ahead of need, while conversations were idle."""
@@ -136,7 +136,7 @@ def simulate_cluster(
         tuple(node.routed for node in nodes),
         tuple(node.loop.stats() for node in nodes),
         cluster.reusable,
-        cluster.brought,
+        cluster.fetched,
         cluster.moved,
         cluster.moves,
         cluster.resent,
@@ -237,7 +237,7 @@ class Cluster:
         self.now = 0.0
         self.keyed: Sequence[bool] = ()
         """By conversation, whether the router is told its key."""
-        self.reusable = self.brought = self.moved = self.moves = self.resent = 0
+        self.reusable = self.fetched = self.moved = self.moves = self.resent = 0
         self._nodes, self._router, self._asks = nodes, router, asks
         self._by_name = {node.name: number for number, node in enumerate(nodes)}
         self._block_size, self._token_bytes = block_size, profile.token_bytes
@@ -312,7 +312,7 @@ class Cluster:
         source, attempt = self._nodes[self._by_name[choice.move_from]], sent.attempt
 
         def arrive(blocks: int) -> None:
-            self.brought += blocks * self._block_size
+            self.fetched += blocks * self._block_size
             if sent.attempt == attempt:
                 self._deliver(sent)
 

@@ -92,8 +92,8 @@ def test_long_conversations_on_one_host_are_spread_by_the_priced_router():
 def test_state_is_brought_over_a_fast_link_and_computed_again_over_a_slow_one():
     work = long_and_short()
     fast, slow, none = run(work), run(work, link=Link("slow", 1e4, 1e-3)), run(work, link=None)
-    assert fast.brought_tokens + fast.moved_tokens > 0
-    assert slow.brought_tokens == none.brought_tokens == none.moved_tokens == 0
+    assert fast.fetched_tokens + fast.moved_tokens > 0
+    assert slow.fetched_tokens == none.fetched_tokens == none.moved_tokens == 0
 
 
 def test_conversations_of_a_drained_replica_go_on_elsewhere_with_their_state():
@@ -130,7 +130,7 @@ def test_blocks_are_accounted_for_at_every_step(monkeypatch):
     monkeypatch.setattr(cluster.Cluster, "_step", stepped)
     small = replace(CONFIG, host_cache_gb=0.005)
     outcome = run(chats(25), config=small, rules=replace(RULES, fair_ms=5.0, fair_ratio=1.0, patience=0.0))
-    assert checked > 100 and outcome.moved_tokens + outcome.brought_tokens > 0
+    assert checked > 100 and outcome.moved_tokens + outcome.fetched_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -113,5 +113,8 @@ for (const name of Object.keys(VIEWS)) {
   });
 }
 document.getElementById('bar-end').append(keyButton(), themeButton());
-window.addEventListener('hashchange', () => show(named()));
+window.addEventListener('hashchange', () => {
+  if (named() === 'chat') talk = location.hash;
+  show(named());
+});
 show(named());

@@ -37,7 +37,7 @@ export class TurnView {
       'div',
       { class: 'tools' },
       iconButton('copy', 'Copy the message', (event) => copy(event, (turn.input ?? []).map(textOf).join('\n\n')), { class: 'ghost small' }),
-      iconButton('edit', 'Edit the message, as a new branch', () => this.edit(tree), { class: 'ghost small', 'data-action': 'edit' }),
+      (turn.input ?? []).some((item) => item.type === 'message') && iconButton('edit', 'Edit the message, as a new branch', () => this.edit(tree), { class: 'ghost small', 'data-action': 'edit' }),
       questions.length > 1 ? switcher(questions, turn, 'question', (other) => this.actions.show(other)) : null,
     );
     this.question.replaceChildren(...history, el('div', { class: 'asked' }, el('div', { class: 'asked-parts' }, parts), tools));

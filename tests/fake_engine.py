@@ -150,6 +150,9 @@ class FakeClient:
     closed: bool = False
 
     on_steps: Any = None
+    on_activity: Any = None
+    watched: list[float] = field(default_factory=list)
+    """What `watch` was asked for."""
     pooling: Pooling = NONE
 
     def __post_init__(self) -> None:
@@ -163,6 +166,10 @@ class FakeClient:
     def _check_alive(self) -> None:
         if self.dead.is_set():
             raise EngineDead(self.reason)
+
+    def watch(self, seconds: float) -> None:
+        self._check_alive()
+        self.watched.append(seconds)
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         if self.refuse is not None:

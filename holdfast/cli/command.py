@@ -18,7 +18,7 @@ from typing import Any
 from holdfast.cli.completion import SCRIPTS, SHELLS, options_of
 from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
 from holdfast.cli.topics import common, titled
-from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, AppConfig, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, OPERATOR_VARIABLE, AppConfig, EngineConfig
 from holdfast.core.version import __version__
 
 EXAMPLES = """\
@@ -239,7 +239,9 @@ def serve_command() -> Command:
         keys = environment_keys()
         if KEY_VARIABLE in os.environ and not keys:
             raise UsageError(f"{KEY_VARIABLE} is set but holds no key; set a key, or unset it to serve without one")
-        server = asked.config(ServerConfig, {"api_key": keys} if keys else {})
+        operators = environment_keys(OPERATOR_VARIABLE)
+        given = {"api_key": keys, "operator_key": operators}
+        server = asked.config(ServerConfig, {name: each for name, each in given.items() if each})
         engine, apps = asked.config(EngineConfig), asked.config(AppConfig)
         alone = bool(apps.app) and asked.model is None
         if alone:
@@ -497,9 +499,9 @@ def refuse_engine_flags(flags: Mapping[str, object], why: str, but: Sequence[str
             raise UsageError(f"{name} is for {why}")
 
 
-def environment_keys() -> list[str]:
-    """API keys from HOLDFAST_API_KEY, comma-separated."""
-    return [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",") if key.strip()]
+def environment_keys(variable: str = KEY_VARIABLE) -> list[str]:
+    """Keys from an environment variable, comma-separated."""
+    return [key.strip() for key in os.environ.get(variable, "").split(",") if key.strip()]
 
 
 def client_key() -> dict[str, str]:

@@ -56,6 +56,8 @@ DEFAULT_ADAPTERS = 8
 """Adapters that the device holds at a time where some are served."""
 KEY_VARIABLE = "HOLDFAST_API_KEY"
 """The environment variable that holds API keys."""
+OPERATOR_VARIABLE = "HOLDFAST_OPERATOR_KEY"
+"""The same for operators' keys."""
 
 
 def option(default: Any, help: str, unit: Literal["", "ms"] = "") -> Any:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from holdfast.core.config import KEY_VARIABLE
+from holdfast.core.config import KEY_VARIABLE, OPERATOR_VARIABLE
 
 BUILD, APPS = "holdfast.engine.build", "holdfast.engine.apps"
 """What builds the engine of a language model, and that of an application."""
@@ -75,7 +75,8 @@ def child_environment() -> dict[str, str]:
     PYTHONPATH is extended so that the engine imports this same `holdfast` from a checkout.
     """
     environment = dict(os.environ)
-    environment.pop(KEY_VARIABLE, None)
+    for variable in (KEY_VARIABLE, OPERATOR_VARIABLE):
+        environment.pop(variable, None)
     root = str(Path(__file__).resolve().parents[2])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))

@@ -43,6 +43,7 @@ from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
 from holdfast.server.routes.messages import add_message_routes
 from holdfast.server.routes.openapi import document
+from holdfast.server.routes.page import add_page_routes, is_page
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tokens import add_token_routes
 from holdfast.server.routes.tuning import add_tuning_routes
@@ -132,6 +133,7 @@ def create_app(
         add_inference_routes(app, applications)
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
     add_root_routes(app, service, applications)
+    add_page_routes(app)
     add_status_routes(app, service, applications, registry)
     describe = cache(partial(document, app, keyed=bool(config.api_key), open_paths=OPEN_PATHS))
     app.openapi = describe  # type: ignore[method-assign]
@@ -213,7 +215,7 @@ class KeyCheck:
             await self.app(scope, receive, send)
             return
         number = self.keys.find(scope)
-        if number is None and scope["path"] not in OPEN_PATHS:
+        if number is None and scope["path"] not in OPEN_PATHS and not is_page(scope):
             reason = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
             error = ApiError(reason, status=401, code="invalid_api_key")
             await JSON(error.body_for(scope["path"]), 401, {"www-authenticate": "Bearer"})(scope, receive, send)

@@ -81,8 +81,9 @@ class BlockMap:
 
     def meet(self, request: str, cache: SequenceCache) -> None:
         """A request is planned for the first time. Its cache must know the digests of its prompt."""
-        if request in self._by_request or not (digests := cache.digests):
+        if request in self._by_request:
             return
+        digests = cache.digests
         known = next((each for each in map(self._tails.get, reversed(digests)) if each is not None), None)
         if known is None or known.cache is not None:
             known = self._begin(request, digests, 0.0)
@@ -194,7 +195,7 @@ class BlockMap:
     def _forget(self, now: float, changed: list[ConversationBlocks]) -> None:
         """Stop following conversations of which nothing is left, and the longest idle ones beyond the limit."""
         idle = [each for each in self._conversations.values() if each.cache is None]
-        gone = [each for each in idle if each.empty_since is not None and now - each.empty_since > KEPT_SECONDS]
+        gone = [each for each in idle if each.empty_since is not None and now - each.empty_since > KEPT_SECONDS * bool(each.digests)]
         if (over := len(self._conversations) - len(gone) - MOST_CONVERSATIONS) > 0:
             rest = [each for each in idle if each not in gone]
             gone += sorted(rest, key=lambda each: each.last)[:over]

@@ -13,6 +13,7 @@ from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
 from holdfast.server.routes.http import JSON, tenant_of
+from holdfast.server.routes.page import index, wants_page
 from holdfast.server.service import Service, trouble
 
 
@@ -62,9 +63,11 @@ def add_root_routes(app: FastAPI, service: Service | None, applications: Applica
 
     @app.get("/")
     @app.head("/", include_in_schema=False)
-    async def root() -> dict[str, Any]:
-        """This server's name, what it serves, and its main paths."""
-        return {
+    async def root(request: Request) -> Response:
+        """This server's name, what it serves, and its main paths; a browser gets the page."""
+        if wants_page(request):
+            return index(request)
+        listed = {
             "name": "Holdfast",
             **served,
             "api": "; ".join(apis),
@@ -72,6 +75,7 @@ def add_root_routes(app: FastAPI, service: Service | None, applications: Applica
             "health": "/health",
             "metrics": "/metrics",
         }
+        return JSON(listed, headers={"vary": "accept"})
 
     @app.get("/version")
     async def version() -> dict[str, Any]:

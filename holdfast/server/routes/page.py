@@ -1,0 +1,122 @@
+"""The page in the browser: its files, from the package, under a strict content security policy.
+
+The files hold no data, so they need no key; all that the page shows comes from the API, with the reader's key.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fastapi import FastAPI, Request, Response
+from starlette.types import Scope
+
+FOLDER = Path(__file__).parents[1] / "page"
+PREFIX = "/page/"
+INDEX = "index.html"
+VERSION = "{{version}}"
+"""Stands in the index for the digest of all files, which is part of their paths. So they can be cached for ever."""
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".LICENSE": "text/plain; charset=utf-8",
+}
+"""Content types by the ends of names. Other files are not served."""
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data: blob:",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        # No string can become markup or code: the page builds its elements one by one.
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+SAFETY = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One file of the page, ready to be sent."""
+
+    kind: str
+    body: bytes
+    compressed: bytes
+    etag: str
+
+    def response(self, request: Request, caching: str) -> Response:
+        """The file, compressed where the browser takes that; 304 where it has the file."""
+        headers = {**SAFETY, "cache-control": caching, "etag": self.etag, "vary": "accept, accept-encoding"}
+        if self.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(self.compressed, headers={**headers, "content-encoding": "gzip"}, media_type=self.kind)
+        return Response(self.body, headers=headers, media_type=self.kind)
+
+
+@cache
+def page_files() -> Mapping[str, PageFile]:
+    """The page's files by their names, which have slashes: what is served is read once, and nothing else is."""
+    paths = sorted(path for path in FOLDER.rglob("*") if path.is_file() and path.suffix in KINDS)
+    bodies = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in paths}
+    whole = hashlib.sha256()
+    for name, body in bodies.items():
+        whole.update(f"{name}\0{len(body)}\0".encode() + body)
+    version = whole.hexdigest()[:16]
+    files = {}
+    for name, body in bodies.items():
+        if name == INDEX:
+            body = body.replace(VERSION.encode(), version.encode())
+        digest = hashlib.sha256(body).hexdigest()[:32]
+        kind = KINDS[Path(name).suffix]
+        files[name if name == INDEX else f"{version}/{name}"] = PageFile(
+            kind, body, gzip.compress(body, mtime=0), f'"{digest}"'
+        )
+    return files
+
+
+def wants_page(request: Request) -> bool:
+    """Whether a request for `/` comes from a browser that is to show the page."""
+    return "text/html" in request.headers.get("accept", "")
+
+
+def is_page(scope: Scope) -> bool:
+    """Whether a request is for the page's own files, which need no key."""
+    if scope["method"] not in ("GET", "HEAD"):
+        return False
+    path: str = scope["path"]
+    return path.startswith(PREFIX) or (path == "/" and wants_page(Request(scope)))
+
+
+def index(request: Request) -> Response:
+    """The page itself. A browser asks each time whether it has changed."""
+    return page_files()[INDEX].response(request, "no-cache")
+
+
+def add_page_routes(app: FastAPI) -> None:
+    """GET /page/{version}/{name}. GET / is among the root's routes, because it is the API's list for other clients."""
+
+    @app.get(PREFIX + "{name:path}", include_in_schema=False)
+    @app.head(PREFIX + "{name:path}", include_in_schema=False)
+    async def page_file(name: str, request: Request) -> Response:
+        """A file of the page."""
+        file = page_files().get(name)
+        if file is None or name == INDEX:
+            return Response(status_code=404, headers=SAFETY)
+        return file.response(request, "public, max-age=31536000, immutable")

@@ -1,0 +1,121 @@
+"""Fetch the page's libraries again from the npm registry, by exact version and hash, into holdfast/server/page/vendor.
+
+`python -m scripts.vendor` rewrites the files; `python -m scripts.vendor --check` fails where they differ from the
+registry's. Needs npm, which only downloads: no code of a package is run. The page itself needs neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+VENDOR = Path(__file__).parents[1] / "holdfast" / "server" / "page" / "vendor"
+
+LANGUAGES = (
+    "markup", "css", "clike", "javascript", "typescript", "jsx", "json", "python", "bash", "c", "cpp", "csharp", "java",
+    "kotlin", "go", "rust", "ruby", "php", "swift", "sql", "yaml", "toml", "ini", "diff", "docker", "makefile", "lua",
+    "r", "latex", "markdown",
+)  # fmt: skip
+"""Prism's names. A language comes behind those that it extends. php needs markup-templating, so that is added."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """One npm package, and the files that are made of it."""
+
+    name: str
+    version: str
+    integrity: str
+    make: Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
+    """From the package's files to ours, by name."""
+
+
+def marked(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The Markdown lexer, as it is, without the reference to its source map."""
+    text = b"".join(line for line in files["lib/marked.esm.js"].splitlines(True) if b"sourceMappingURL" not in line)
+    return {"marked.js": text, "marked.LICENSE": files["LICENSE"]}
+
+
+def prism(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The highlighter's core and languages as one module. It only tokenizes: it never touches the document."""
+    names = ["core", *LANGUAGES]
+    names.insert(names.index("php"), "markup-templating")
+    parts = [files[f"components/prism-{name}.min.js"].strip() for name in names]
+    module = b"\n".join(
+        [
+            b"// Prism, the parts that scripts/vendor.py lists, as one module. See prism.LICENSE.",
+            b"self.Prism = { manual: true, disableWorkerMessageHandler: true };",
+            *parts,
+            b"export default Prism;\n",
+        ]
+    )
+    return {"prism.js": module, "prism.LICENSE": files["LICENSE"]}
+
+
+PACKAGES = (
+    Package(
+        "marked",
+        "18.2.1",
+        "sha512-ii4bxCTCqqwpT86XZWgJNs+ZnAIZksmLGYMViWA7PDIXYIeNo1x6cDdX3JOip9NM/cI6p8z57FxliACboTruMA==",
+        marked,
+    ),
+    Package(
+        "prismjs",
+        "1.30.0",
+        "sha512-DEvV2ZF2r2/63V+tK8hQvrR2ZGn10srHbXviTlcv7Kpzw8jWiNTqbVgjO3IY8RxrrOUF8VPMQQFysYYYv0YZxw==",
+        prism,
+    ),
+)
+
+
+def fetch(package: Package) -> dict[str, bytes]:
+    """The package's files by their paths. Raises SystemExit if the archive is not the one that is pinned."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = f"{package.name}@{package.version}"
+        subprocess.run(
+            ["npm", "pack", "--ignore-scripts", "--silent", wanted], cwd=folder, check=True, stdout=subprocess.DEVNULL
+        )
+        (archive,) = Path(folder).glob("*.tgz")
+        data = archive.read_bytes()
+    found = "sha512-" + base64.b64encode(hashlib.sha512(data).digest()).decode()
+    if found != package.integrity:
+        raise SystemExit(f"{wanted} is {found}, and {package.integrity} is pinned")
+    files: dict[str, bytes] = {}
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        for member in tar.getmembers():
+            if (opened := tar.extractfile(member)) is not None:
+                files[member.name.partition("/")[2]] = opened.read()
+    return files
+
+
+def main() -> int:
+    """Write the files, or compare them. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Fetch the page's libraries again.")
+    parser.add_argument("--check", action="store_true", help="compare only")
+    check = parser.parse_args().check
+    wrong = []
+    for package in PACKAGES:
+        for name, data in package.make(fetch(package)).items():
+            path = VENDOR / name
+            if check:
+                if not path.exists() or path.read_bytes() != data:
+                    wrong.append(name)
+            else:
+                path.write_bytes(data)
+                print(f"{name}: {len(data):,} bytes of {package.name} {package.version}")
+    if wrong:
+        print(f"{', '.join(wrong)}: other than the registry's", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -53,14 +53,13 @@ class Viewers:
         if len(self._viewers) >= MOST_VIEWERS:
             raise ApiError(f"{MOST_VIEWERS} pages watch the engine already", status=503, code="too_many_viewers")
         viewer = _Viewer(named)
-        begins = not self._viewers
-        self._viewers.add(viewer)
+        viewer.offer(event("engine", self.about()))
         try:
-            yield event("engine", self.about())
-            if begins:
+            if not self._viewers:
                 self._begin()
             elif self._known.at:
-                yield event("activity", written(self._known.as_activity(), named))
+                viewer.offer(event("activity", written(self._known.as_activity(), named)))
+            self._viewers.add(viewer)
             while (data := await viewer.unsent.get()) is not None:
                 yield data
         except EngineDead as error:

@@ -153,7 +153,11 @@ class BlockMap:
         self._seeded = stop
         if stop < self._blocks:
             return
-        for use, blocks in sorted(self._found.items())[-MOST_CONVERSATIONS:]:
+        met = {digest for each in self._conversations.values() for digest in each.digests}
+        for use, found_together in sorted(self._found.items())[-MOST_CONVERSATIONS:]:
+            blocks = {index: digest for index, digest in found_together.items() if digest not in met}
+            if not blocks:
+                continue
             digests = [blocks.get(index, UNKNOWN) for index in range(max(blocks) + 1)]
             conversation = self._begin("", digests, use[0])
             conversation.tail, conversation.partly = digests[-1], UNKNOWN in digests
@@ -195,7 +199,11 @@ class BlockMap:
     def _forget(self, now: float, changed: list[ConversationBlocks]) -> None:
         """Stop following conversations of which nothing is left, and the longest idle ones beyond the limit."""
         idle = [each for each in self._conversations.values() if each.cache is None]
-        gone = [each for each in idle if each.empty_since is not None and now - each.empty_since > KEPT_SECONDS * bool(each.digests)]
+        gone = [
+            each
+            for each in idle
+            if each.empty_since is not None and now - each.empty_since > (KEPT_SECONDS if each.digests else 0)
+        ]
         if (over := len(self._conversations) - len(gone) - MOST_CONVERSATIONS) > 0:
             rest = [each for each in idle if each not in gone]
             gone += sorted(rest, key=lambda each: each.last)[:over]

@@ -57,7 +57,7 @@ class Viewers:
         try:
             if not self._viewers:
                 self._begin()
-            elif self._known.at:
+            elif self._known.begun:
                 viewer.offer(event("activity", written(self._known.as_activity(), named)))
             self._viewers.add(viewer)
             while (data := await viewer.unsent.get()) is not None:
@@ -148,7 +148,9 @@ class _Known:
     """What the engine has told since watching began, for viewers that come later."""
 
     def __init__(self) -> None:
-        self.at = 0.0
+        self.begun = False
+        """The engine has told anything."""
+        self._at = 0.0
         self._steps: deque[StepRecord] = deque(maxlen=MOST_STEPS)
         self._blocks: dict[int, ConversationBlocks] = {}
         self._last: Activity | None = None
@@ -160,7 +162,7 @@ class _Known:
             self._steps.clear()
             self._blocks.clear()
             self._costs = activity.costs
-        self.at = activity.at
+        self.begun, self._at = True, activity.at
         self._steps.extend(activity.steps)
         for row in activity.blocks:
             if row.state == "gone":
@@ -174,7 +176,7 @@ class _Known:
         """All of it, as one message."""
         last = self._last
         queues, stats = (None, None) if last is None else (last.queues, last.stats)
-        return Activity(self.at, True, list(self._steps), list(self._blocks.values()), queues, stats, self._costs)
+        return Activity(self._at, True, list(self._steps), list(self._blocks.values()), queues, stats, self._costs)
 
 
 def event(kind: str, data: Any) -> bytes:

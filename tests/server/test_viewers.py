@@ -52,12 +52,10 @@ async def test_the_engine_is_told_to_begin_with_the_first_viewer_and_to_stop_wit
     assert client.watched == []
     kind, about = await next_event(one)
     assert kind == "engine" and about["model"] == "tiny" and about["blocks"] == 100
-    waiting = asyncio.create_task(next_event(one))
-    await asyncio.sleep(0)
     await next_event(other)
     assert client.watched == [LEASE_SECONDS]
     client.on_activity(activity(begins=True))
-    assert (await waiting)[0] == "activity"
+    assert (await next_event(one))[0] == (await next_event(other))[0] == "activity"
     await one.aclose()
     assert client.watched == [LEASE_SECONDS]
     await other.aclose()
@@ -83,10 +81,8 @@ async def begun(viewers: Viewers, client: FakeClient, *, named: bool) -> AsyncGe
     """A viewer that has been told what it watches, and waits for what follows."""
     events = viewers.events(named=named)
     await next_event(events)
-    first = asyncio.create_task(next_event(events))
-    await asyncio.sleep(0)
     client.on_activity(activity(begins=True))
-    await first
+    await next_event(events)
     return events
 
 
@@ -191,7 +187,7 @@ async def test_the_engine_is_shown_to_operators_and_on_loopback_alone(
         assert isinstance(transport, ASGITransport)
         transport.client = (address, 1234)
         if status == 200:
-            client.die("so that the stream ends")
+            asyncio.get_running_loop().call_later(0.05, client.die, "so that the stream ends")
             async with api.stream("GET", EVENTS) as response:
                 assert response.status_code == 200
                 assert (await response.aread()).startswith(b"event: engine\n")

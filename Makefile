@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # gigabytes of CUDA libraries, which a CPU does not need. To serve on a GPU, install the build for your CUDA version.
 TORCH := torch==2.13.0
 
-.PHONY: help setup demo demo-padded demo-tuning test lint types unit fuzz families mutants gpu-test memcheck rooms package clean
+.PHONY: help setup demo demo-padded demo-tuning test test-browser lint types unit fuzz families mutants gpu-test memcheck rooms package clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint      style and architecture alone"
 	@echo "make types     types alone"
 	@echo "make unit      tests alone"
+	@echo "make test-browser  tests of the page, in a headless Chromium (Debian: apt-get install chromium)"
 	@echo "make fuzz      property tests over many fresh examples; SEED=N draws those of an earlier run, TESTS=FILE of one file"
 	@echo "make families  compare families of models on padded rows with Transformers alone, and write docs/families.md"
 	@echo "make mutants   put known bugs in, one at a time, and list which of them the tests catch"
@@ -64,6 +65,9 @@ types: $(READY)
 # A worker for each core, up to four, with one thread: two take half of the time of one with two threads.
 unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test-browser: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser -rs
 
 # What CI runs has fixed examples; this draws others each time.
 fuzz: SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))

@@ -1,0 +1,105 @@
+"""A headless Chromium, and the real server over a fake engine in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fake_engine import FakeClient, FakeText, engine_info
+from serving import listening
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = missing()
+    for item in items:
+        if reason is not None and item.get_closest_marker("browser"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def program() -> str | None:
+    """The installed browser."""
+    found = (shutil.which(name) for name in PROGRAMS)
+    return os.environ.get("HOLDFAST_TEST_CHROMIUM") or next(filter(None, found), None)
+
+
+def missing() -> str | None:
+    """Why there can be no tests in a browser; None if there can."""
+    if program() is None:
+        return f"no {', '.join(PROGRAMS)}, and no HOLDFAST_TEST_CHROMIUM; on Debian: apt-get install chromium"
+    return None
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Playwright's browser. Of one module, because its loop must have ended before other tests begin theirs."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program(), args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Served:
+    """A running server: where it is, and the engine behind it."""
+
+    client: FakeClient
+    url: str = ""
+    loop: Any = None
+    up: threading.Event = field(default_factory=threading.Event)
+
+    def hold(self) -> Callable[[], None]:
+        """Have each answer wait behind its first word, until what this returns is called."""
+        event = self.client.hold = asyncio.Event()
+
+        def go_on() -> None:
+            self.client.hold = None
+            self.loop.call_soon_threadsafe(event.set)
+
+        return go_on
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Callable[..., Served]]:
+    """Starts servers with these settings, and ends them with the module."""
+    ends: list[Callable[[], None]] = []
+
+    def start(**config: Any) -> Served:
+        text = FakeText(opening="<assistant>")
+        served = Served(FakeClient(text=text, ends=True, info=engine_info(max_model_len=100_000)))
+        over = asyncio.Event()
+
+        async def run() -> None:
+            served.loop = asyncio.get_running_loop()
+            async with listening(served.client, **config) as server:
+                served.url = server.url
+                served.up.set()
+                await over.wait()
+
+        thread = threading.Thread(target=asyncio.run, args=(run(),))
+        thread.start()
+        assert served.up.wait(30)
+
+        def end() -> None:
+            served.loop.call_soon_threadsafe(over.set)
+            thread.join()
+
+        ends.append(end)
+        return served
+
+    yield start
+    for end in ends:
+        end()

@@ -58,7 +58,7 @@ class Panel {
     this.steps = el('details', { class: 'e-more' }, el('summary', {}, 'The latest steps as a table'), grid(['step', 'took', 'decodes', 'prompt tokens', 'blocks in', 'blocks out'], this.stepRows));
     this.rowRows = el('tbody');
     this.rows = el('details', { class: 'e-more' }, el('summary', {}, 'Conversations as a table'), grid(['conversation', 'state', 'idle for', 'value', 'where its blocks lie, from its beginning'], this.rowRows));
-    for (const each of [this.steps, this.rows]) each.addEventListener('toggle', () => (this.textAt = 0));
+    for (const each of [this.steps, this.rows]) each.addEventListener('toggle', () => this.rewrite());
     this.name = el('h2', { class: 'e-name' });
     this.element = el(
       'section',
@@ -88,6 +88,12 @@ class Panel {
       onHover: (step, x) => this.hover(this.tip, step && sentence(step, recording.about), x, 0, canvas),
     });
     this.map = new BlockMap(blocks, (text, x, y) => this.hover(this.blockTip, text, x, y, blocks));
+  }
+
+  /** Bring the texts up to date with the next frame. */
+  rewrite() {
+    this.textAt = 0;
+    this.owner.dirty = true;
   }
 
   hover(tip, text, x, y, canvas) {

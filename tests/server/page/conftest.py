@@ -7,12 +7,15 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from fake_engine import FakeClient, FakeText, engine_info
 from serving import listening
+
+from holdfast.server import run
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -76,20 +79,22 @@ class Served:
 def serve() -> Iterator[Callable[..., Served]]:
     """Starts servers with these settings, and ends them with the module."""
     ends: list[Callable[[], None]] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(run, "signals", no_signals)
 
     def start(**config: Any) -> Served:
         text = FakeText(opening="<assistant>")
         served = Served(FakeClient(text=text, ends=True, info=engine_info(max_model_len=100_000)))
         over = asyncio.Event()
 
-        async def run() -> None:
+        async def serving() -> None:
             served.loop = asyncio.get_running_loop()
             async with listening(served.client, **config) as server:
                 served.url = server.url
                 served.up.set()
                 await over.wait()
 
-        thread = threading.Thread(target=asyncio.run, args=(run(),))
+        thread = threading.Thread(target=asyncio.run, args=(serving(),))
         thread.start()
         assert served.up.wait(30)
 
@@ -103,3 +108,10 @@ def serve() -> Iterator[Callable[..., Served]]:
     yield start
     for end in ends:
         end()
+    patch.undo()
+
+
+@contextmanager
+def no_signals() -> Iterator[asyncio.Queue[int]]:
+    """Only the main thread can take signals."""
+    yield asyncio.Queue()

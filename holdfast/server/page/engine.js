@@ -8,7 +8,7 @@ import { BlockMap } from './engine_map.js';
 import { duration, number, plural, sentence, shortId, table, whereabouts } from './engine_words.js';
 
 const EVENTS = '/v1/engine/events';
-const FRAME = 1000 / 31; // milliseconds between two frames while time passes
+const FRAME = 25; // milliseconds between two frames while time passes, at least: 30 a second on a screen of 60
 const TEXT = 500; // milliseconds between two updates of texts and tables
 const RATES = 5; // seconds that rates are over
 const BEHIND = 0.25; // seconds that the live view is behind the engine, so that steps come in evenly

@@ -60,6 +60,7 @@ def announce(console: Console, engine: EngineConfig, server: ServerConfig, info:
     """Print what runs and how to talk to it."""
     memory, keys = info.memory, len(server.api_key)
     rows = {
+        "page": f"{url}/  (chat in a browser)",
         "address": f"{url}  (API under /v1, described at /openapi.json)",
         "device": f"{memory.device}, {info.precision}",
         "executor": f"{info.executor}, because {info.executor_reason}",

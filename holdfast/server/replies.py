@@ -45,6 +45,8 @@ class RequestUsage:
     """Seconds that its first choice to end had waited for its first step."""
     ttft: float | None = None
     """Seconds from the request's arrival to its first token."""
+    pace: float | None = None
+    """Tokens a second behind the first one, of its first choice to end."""
     finish_reasons: set[str] = field(default_factory=set)
     """Why its choices have ended."""
 

@@ -409,6 +409,7 @@ class Answer:
                         self.usage.finish_reasons.add(delta.finish_reason or "")
                         if self.usage.queued is None and delta.timings is not None:
                             self.usage.queued = delta.timings.queued
+                            self.usage.pace = delta.timings.tokens_per_second
                         metrics.finished.labels(delta.finish_reason or "").inc()
                         metrics.prompt_tokens.inc(len(prompt))
                         metrics.cached_tokens.inc(delta.usage.cached_tokens)

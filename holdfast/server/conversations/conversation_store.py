@@ -44,17 +44,17 @@ class ConversationStore:
             db.execute(insert(conversations).values(**row, metadata=encoded))
             size = append(db, conversation, first)
             self._space.grown(db, conversation, tenant, len(encoded) + size)
-            return _shown(self._find(db, tenant, conversation))
+            return _shown(self.find(db, tenant, conversation))
 
     def get(self, tenant: str, conversation: str) -> dict[str, Any]:
         """A conversation as the API shows it."""
         with self._database.read() as db:
-            return _shown(self._find(db, tenant, conversation))
+            return _shown(self.find(db, tenant, conversation))
 
     def update(self, tenant: str, conversation: str, metadata: Mapping[str, str]) -> dict[str, Any]:
         """Replace the metadata. Returns the conversation as the API shows it."""
         with self._database.write() as db:
-            row = self._find(db, tenant, conversation)
+            row = self.find(db, tenant, conversation)
             values = {"metadata": encode(metadata)}
             db.execute(update(conversations).where(conversations.c.id == conversation).values(values))
             return _shown(row) | {"metadata": dict(metadata)}
@@ -62,7 +62,7 @@ class ConversationStore:
     def delete(self, tenant: str, conversation: str) -> None:
         """Delete a conversation and its items. Its responses keep their ids."""
         with self._database.write() as db:
-            row = self._find(db, tenant, conversation)
+            row = self.find(db, tenant, conversation)
             freed = _remove(db, items.c.conversation == conversation)
             db.execute(delete(conversations).where(conversations.c.id == conversation))
             self._space.prune(db, row.thread, row.head, sum(freed))
@@ -70,7 +70,7 @@ class ConversationStore:
     def context(self, tenant: str, conversation: str) -> Context:
         """What a turn in this conversation builds on."""
         with self._database.read() as db:
-            row = self._find(db, tenant, conversation)
+            row = self.find(db, tenant, conversation)
             if row.head is not None:
                 head = db.execute(select(turns).where(turns.c.id == row.head)).one()
                 return self._chain(db, head)
@@ -83,7 +83,7 @@ class ConversationStore:
         """A page of items, and whether there are more."""
         here, position = items.c.conversation == conversation, items.c.position
         with self._database.read() as db:
-            self._find(db, tenant, conversation)
+            self.find(db, tenant, conversation)
             query = select(items.c.item).where(here)
             if after is not None:
                 where = db.execute(select(position).where(here, items.c.id == after)).scalar()
@@ -98,7 +98,7 @@ class ConversationStore:
         """One item of a conversation."""
         this = (items.c.conversation == conversation, items.c.id == item)
         with self._database.read() as db:
-            self._find(db, tenant, conversation, item)
+            self.find(db, tenant, conversation, item)
             found = db.execute(select(items.c.item).where(*this)).scalar()
             if found is None:
                 raise NotFound("item", item)
@@ -107,7 +107,7 @@ class ConversationStore:
     def add_items(self, tenant: str, conversation: str, new: Sequence[Item]) -> None:
         """Append a client's items."""
         with self._database.write() as db:
-            row = self._find(db, tenant, conversation)
+            row = self.find(db, tenant, conversation)
             self._clear_head(db, conversation)
             size = append(db, conversation, new)
             self._space.grown(db, row.thread, tenant, size)
@@ -117,7 +117,7 @@ class ConversationStore:
         """Remove an item. Returns the conversation as the API shows it."""
         this = (items.c.conversation == conversation, items.c.id == item)
         with self._database.write() as db:
-            row = self._find(db, tenant, conversation, item)
+            row = self.find(db, tenant, conversation, item)
             freed = _remove(db, *this)
             if not freed:
                 raise NotFound("item", item)
@@ -125,7 +125,7 @@ class ConversationStore:
             self._space.prune(db, row.thread, row.head, sum(freed))
             return _shown(row)
 
-    def _find(self, db: Connection, tenant: str, conversation: str, item: str | None = None) -> Row[Any]:
+    def find(self, db: Connection, tenant: str, conversation: str, item: str | None = None) -> Row[Any]:
         """A conversation's row. Raises NotFound, for the item where the client asked for one."""
         key = {"id": conversation, "tenant": tenant, "oldest": self._space.oldest()}
         row = db.execute(_OWN, key).one_or_none()

@@ -18,7 +18,7 @@ from holdfast.server.conversations.items import (
     read_items,
     reasoning_item,
 )  # fmt: skip
-from holdfast.server.conversations.values import Item
+from holdfast.server.conversations.values import Context, Item, Turn
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said
 from holdfast.server.formats.registry import Reading
 from holdfast.server.formats.toolset import Toolset
@@ -173,6 +173,66 @@ class ConversationUpdate(RequestBody, kw_only=True, frozen=True, forbid_unknown_
     metadata: Metadata
 
 
+class HeadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/conversations/{id}/head: the turn behind which, or before which, the conversation goes on."""
+
+    after: Id | None = None
+    before: Id | None = None
+
+
+class CopiedTurn(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One turn of a copied tree, as `GET /v1/conversations/{id}/turns` tells it."""
+
+    id: Id
+    parent: Id | None = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    input: list[dict[str, Any]] = field(default_factory=list)
+    output: list[dict[str, Any]] = field(default_factory=list)
+    status: Literal["completed", "incomplete", "cancelled"] = "completed"
+    created_at: Annotated[int, Meta(ge=0, le=1 << 53)] = 0
+    model: Label = ""
+    instructions: str | None = None
+    metadata: Metadata = field(default_factory=dict)
+
+
+class CopyRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/conversations/copies: a conversation with all its turns, each behind its parent."""
+
+    metadata: Metadata = field(default_factory=dict)
+    turns: Annotated[list[CopiedTurn], Meta(max_length=MAX_MESSAGES)]
+    head: Id | None = None
+
+    def read(self, tenant: str, conversation: str) -> tuple[list[Turn], str | None]:
+        """The turns with new ids, as they are stored, and the new id of the head. Raises ApiError."""
+        new: dict[str, str] = {}
+        grown: list[Turn] = []
+        for index, turn in enumerate(self.turns):
+            place = f"turns[{index}]"
+            if turn.id in new:
+                raise ApiError(f"{place}.id is another turn's", param=f"{place}.id", code="invalid_value")
+            if turn.parent is not None and turn.parent not in new:
+                reason = f"{place}.parent is {turn.parent!r}, which is not the id of a turn before it"
+                raise ApiError(reason, param=f"{place}.parent", code="invalid_value")
+            new[turn.id] = new_id("resp")
+            wanted = ResponseRequest(
+                model=turn.model, instructions=turn.instructions, metadata=turn.metadata, conversation=conversation
+            )
+            response = new_response(wanted, turn.model) | {
+                "id": new[turn.id], "created_at": turn.created_at, "status": turn.status,
+                "output": read_items(turn.output, f"{place}.output"),
+            }  # fmt: skip
+            context = Context(
+                thread=conversation,
+                parent=new[turn.parent] if turn.parent is not None else None,
+                items=read_items(turn.history, f"{place}.history"),
+            )
+            said = read_items(turn.input, f"{place}.input")
+            grown.append(Turn(response=response, tenant=tenant, input=said, context=context, conversation=conversation))
+        if self.head is not None and self.head not in new:
+            raise ApiError(f"head is {self.head!r}, which is no turn's id", param="head", code="invalid_value")
+        return grown, None if self.head is None else new[self.head]
+
+
 class ItemsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """POST /v1/conversations/{id}/items."""
 
@@ -220,6 +280,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
         "top_p": wanted.top_p,
         "truncation": wanted.truncation,
         "usage": None,
+        "timings": None,
         "user": wanted.user,
     }
 
@@ -316,6 +377,11 @@ class ResponseShape:
                 "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
                 "total_tokens": usage.total_tokens,
             },
+            "timings": {
+                "queued_ms": _milliseconds(usage.queued),
+                "first_token_ms": _milliseconds(usage.ttft),
+                "tokens_per_second": usage.pace and round(usage.pace, 1),
+            },
         }
 
     def cancelled(self) -> Response:
@@ -400,6 +466,10 @@ class ResponseShape:
 
     def _part(self, kind: str, **fields: Any) -> Event:
         return self._of_item(kind, content_index=0, **fields)
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return seconds and round(seconds * 1000, 2)
 
 
 def _in_event(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -142,6 +142,11 @@ class Space:
             return sorted(held, key=lambda tenant: -held[tenant].threads)
         return []
 
+    def remove(self, db: Connection, thread: str) -> None:
+        """Remove a thread with everything in it, because its tenant asks for that."""
+        self._drop(db, thread)
+        self._writes = RECOUNT  # the next write counts
+
     def _drop(self, db: Connection, thread: str) -> None:
         """Remove a thread with everything in it."""
         inside = select(conversations.c.id).where(conversations.c.thread == thread)

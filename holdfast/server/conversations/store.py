@@ -11,7 +11,9 @@ from typing import TypeVar
 
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate
+from holdfast.server.conversations.listing import Listing
 from holdfast.server.conversations.space import Space
+from holdfast.server.conversations.tree import Tree
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.values import Bounds, Conflict, NotFound, StoreError, ThreadTooLarge
 from holdfast.server.metrics import Metrics
@@ -35,6 +37,8 @@ class Store:
         self.space = Space(bounds, now)
         self.turns = TurnStore(database, self.space)
         self.conversations = ConversationStore(database, self.space, self.turns.chain)
+        self.listing = Listing(database, self.space)
+        self.tree = Tree(database, self.space, self.turns.cache, self.conversations.find, self.turns.chain)
 
     @classmethod
     def open(

@@ -1,14 +1,619 @@
-// Chat: conversations of the store, as trees of turns.
+// Chat: conversations of the store, as trees of turns. A turn is a background response, so an answer goes on being
+// written, and is found again, when the page is left.
 
-import { el } from './dom.js';
+import { dialog, el, icon, iconButton, toast } from './dom.js';
+import * as settings from './settings.js';
+import { Sidebar, titleOf } from './sidebar.js';
+import { Tree, asked, goesOn } from './tree.js';
+import { TurnView, filePart } from './turn.js';
 
-let root = null;
+const MOST_FILE_BYTES = 512 * 1024;
+const NEAR_END = 90; // pixels from the end within which the thread follows the answer
+const TRIES = 5; // to take up an answer's stream again after the connection broke
+const SHORTCUTS = [
+  ['Enter', 'Send'],
+  ['Shift Enter', 'New line'],
+  ['Esc', 'Stop the answer'],
+  ['↑ in an empty message', 'Edit the last message'],
+  ['Alt R', 'Try the last answer again'],
+  ['Alt N', 'New chat'],
+  ['Ctrl K', 'Search the conversations'],
+  ['Alt ↑, Alt ↓', 'Previous, next conversation'],
+  ['Alt B', 'Show or hide the conversations'],
+  ['/', 'Write a message'],
+  ['?', 'This list'],
+];
+
+class Chat {
+  constructor(root, api) {
+    this.root = root;
+    this.api = api;
+    this.models = [];
+    this.settings = settings.load();
+    this.id = null; // the conversation
+    this.tree = new Tree();
+    this.leaf = null; // the last turn that is shown
+    this.views = new Map();
+    this.run = 0; // only what began with the latest one may draw
+    this.live = null; // the answer that is being written: {id, stop, abort}
+    this.files = [];
+    this.build();
+  }
+
+  build() {
+    this.sidebar = new Sidebar(this.api, this);
+    this.title = el('h2', { class: 'thread-title' }, 'New chat');
+    this.column = el('div', { class: 'column' });
+    this.thread = el('div', { class: 'thread', tabindex: '0', role: 'region', 'aria-label': 'Conversation', onscroll: () => this.scrolled() }, this.column);
+    this.follows = true;
+    this.down = iconButton('down', 'Go to the end', () => this.toEnd(true), { class: 'ghost to-end', hidden: true });
+    this.status = el('div', { class: 'sr', role: 'status' });
+    this.input = el('textarea', {
+      class: 'message', rows: 1, placeholder: 'Message', 'aria-label': 'Message',
+      oninput: () => this.grow(), onkeydown: (event) => this.typed(event),
+    });
+    this.chips = el('div', { class: 'chips' });
+    this.picker = el('input', { type: 'file', multiple: true, hidden: true, onchange: () => this.picked(this.picker.files) });
+    this.button = el('button', { type: 'button', class: 'send', onclick: () => (this.live ? this.stop() : this.submit()) });
+    this.model = el('button', { type: 'button', class: 'ghost model', title: 'Settings', onclick: () => this.changeSettings() });
+    this.composer = el(
+      'div',
+      { class: 'composer' },
+      this.chips,
+      this.input,
+      el('div', { class: 'composer-foot' },
+        iconButton('file', 'Attach text files', () => this.picker.click()),
+        this.picker,
+        this.model,
+        el('span', { class: 'space' }),
+        this.button),
+    );
+    this.composer.addEventListener('dragover', (event) => event.preventDefault());
+    this.composer.addEventListener('drop', (event) => {
+      event.preventDefault();
+      this.picked(event.dataTransfer.files);
+    });
+    this.toggle = iconButton('menu', 'Show or hide the conversations', () => this.showSidebar(), { 'aria-expanded': 'true' });
+    this.branches = iconButton('branches', 'Branches', () => this.showBranches(), { hidden: true });
+    const head = el('div', { class: 'thread-head' }, this.toggle, this.title, el('span', { class: 'space' }),
+      this.branches,
+      iconButton('keyboard', 'Keyboard shortcuts', () => this.showShortcuts(), { class: 'ghost for-keys' }),
+      iconButton('settings', 'Settings', () => this.changeSettings()));
+    const main = el('div', { class: 'thread-pane' }, head, this.thread, el('div', { class: 'composer-box' }, this.down, this.composer), this.status);
+    this.scrim = el('div', { class: 'scrim', onclick: () => this.showSidebar(false) });
+    this.frame = el('div', { class: 'chat' }, this.sidebar.element, this.scrim, main);
+    this.root.append(this.frame);
+    this.narrow = window.matchMedia('(max-width: 820px)');
+    this.showSidebar(!this.narrow.matches);
+    this.onkey = (event) => this.key(event);
+    this.onhash = () => this.fromAddress();
+    this.onnewkey = () => this.sidebar.reload();
+    document.addEventListener('keydown', this.onkey);
+    window.addEventListener('hashchange', this.onhash);
+    this.api.onKey.push(this.onnewkey);
+    this.drawButton();
+  }
+
+  async begin() {
+    await this.loadModels();
+    await this.sidebar.reload();
+    await this.fromAddress();
+    this.input.focus();
+  }
+
+  end() {
+    this.run += 1;
+    this.live?.abort.abort();
+    document.removeEventListener('keydown', this.onkey);
+    window.removeEventListener('hashchange', this.onhash);
+    this.api.onKey.splice(this.api.onKey.indexOf(this.onnewkey), 1);
+  }
+
+  async loadModels() {
+    try {
+      this.models = (await this.api.get('/v1/models')).data.map((model) => model.id);
+    } catch (error) {
+      toast(error.message, 'error');
+    }
+    this.drawModel();
+  }
+
+  drawModel() {
+    this.model.replaceChildren(settings.asFields(this.settings, this.models).model ?? 'no model');
+  }
+
+  // ----- which conversation
+
+  async fromAddress() {
+    const [view, id] = location.hash.slice(1).split('/');
+    if (view === 'engine') return;
+    await this.load(/^conv_\w{1,60}$/.test(id ?? '') ? id : null);
+  }
+
+  /** Open a conversation, or begin a new one. */
+  open(id) {
+    const hash = id ? `#chat/${id}` : '#chat';
+    if (this.narrow.matches) this.showSidebar(false);
+    if (location.hash === hash || (!id && location.hash === '')) this.fromAddress();
+    else location.hash = hash;
+    this.input.focus();
+  }
+
+  async load(id) {
+    if (id !== null && id === this.id) return;
+    const run = (this.run += 1);
+    this.live?.abort.abort();
+    this.live = null;
+    this.id = id;
+    this.tree = new Tree();
+    this.leaf = null;
+    this.sidebar.select(id);
+    this.drawTitle();
+    this.drawButton();
+    if (id === null) {
+      this.draw();
+      return;
+    }
+    this.column.replaceChildren();
+    try {
+      const told = await this.api.get(`/v1/conversations/${id}/turns`);
+      if (run !== this.run) return;
+      this.conversation = this.sidebar.conversations.get(id) ?? (await this.api.get(`/v1/conversations/${id}`));
+      if (run !== this.run) return;
+      this.tree = new Tree(told.turns, told.head);
+      if (told.head) this.tree.choose(told.head);
+      const running = told.turns.find((turn) => turn.running);
+      if (running) this.tree.choose(running.id);
+      this.leaf = this.tree.leafBelow(null);
+      this.drawTitle();
+      this.draw();
+      this.toEnd(true);
+      if (told.turns.length === 0) await this.showItems(run);
+      if (running) this.follow(running.id, `/v1/responses/${running.id}?stream=true`, {}, run);
+    } catch (error) {
+      if (run !== this.run) return;
+      this.column.replaceChildren(el('p', { class: 'error notice' }, error.message));
+    }
+  }
+
+  /** Show what a conversation without turns has: the items that it was created with. */
+  async showItems(run) {
+    const items = (await this.api.get(`/v1/conversations/${this.id}/items?order=asc&limit=100`)).data;
+    if (run !== this.run || items.length === 0) return;
+    const view = new TurnView({ id: '', parent: null, input: items, output: [], status: 'completed' }, new Tree(), {});
+    view.question.querySelector('.tools').remove();
+    this.column.replaceChildren(view.question);
+  }
+
+  drawTitle() {
+    const title = this.id ? titleOf(this.conversation?.id === this.id ? this.conversation : (this.sidebar.conversations.get(this.id) ?? {})) : 'New chat';
+    this.title.textContent = title;
+    document.title = this.id ? `${title} · Holdfast` : 'Holdfast';
+  }
+
+  renamed(conversation) {
+    if (conversation.id !== this.id) return;
+    this.conversation = conversation;
+    this.drawTitle();
+  }
+
+  /** A conversation is about to be deleted. */
+  async closing(id) {
+    if (id === this.id && this.live) await this.stop();
+  }
+
+  closed(id) {
+    if (id === this.id) this.open(null);
+  }
+
+  // ----- the thread
+
+  draw() {
+    const path = this.tree.path(this.leaf);
+    const views = new Map();
+    for (const turn of path) {
+      const known = this.views.get(turn.id);
+      if (known?.turn === turn) {
+        known.drawQuestion(this.tree);
+        known.drawFoot(this.tree);
+      }
+      views.set(turn.id, known?.turn === turn ? known : new TurnView(turn, this.tree, this.actions));
+    }
+    this.views = views;
+    if (path.length === 0) this.column.replaceChildren(this.welcome());
+    else this.column.replaceChildren(...[...views.values()].map((view) => view.element));
+    this.branches.hidden = this.tree.turns.size <= path.length;
+  }
+
+  welcome() {
+    return el('div', { class: 'welcome' }, el('p', { class: 'hello' }, 'What shall we talk about?'),
+      el('p', { class: 'muted' }, 'Every conversation is kept on this server. Edit a message or try again, and both versions stay.'));
+  }
+
+  get actions() {
+    return {
+      show: (turn) => this.show(turn),
+      retry: (turn) => this.retry(turn),
+      edit: (turn, texts) => this.send(texts, turn.parent, turn),
+    };
+  }
+
+  /** Show the branch of a turn. */
+  show(turn) {
+    this.tree.choose(turn.id);
+    this.leaf = this.tree.leafBelow(turn.id);
+    const before = this.views.get(turn.id) ?? [...this.views.values()].find((view) => view.turn.parent === turn.parent);
+    const top = before?.element.getBoundingClientRect().top;
+    this.draw();
+    const after = this.views.get(turn.id)?.element.getBoundingClientRect().top;
+    if (top !== undefined && after !== undefined) this.thread.scrollTop += after - top;
+  }
+
+  scrolled() {
+    const { scrollTop, clientHeight, scrollHeight } = this.thread;
+    this.follows = scrollTop + clientHeight > scrollHeight - NEAR_END;
+    this.down.hidden = this.follows;
+  }
+
+  toEnd(always = false) {
+    if (!always && !this.follows) return;
+    this.thread.scrollTop = this.thread.scrollHeight;
+    if (always) this.follows = true;
+  }
+
+  // ----- asking
+
+  grow() {
+    this.input.style.height = 'auto';
+    this.input.style.height = `${Math.min(this.input.scrollHeight, 240)}px`;
+    this.drawButton();
+  }
+
+  drawButton() {
+    const name = this.live ? 'Stop' : 'Send';
+    this.button.replaceChildren(icon(this.live ? 'stop' : 'send'));
+    this.button.setAttribute('aria-label', name);
+    this.button.title = name;
+    this.button.disabled = !this.live && !this.input.value.trim();
+  }
+
+  typed(event) {
+    if (event.isComposing) return;
+    if (event.key === 'Enter' && !event.shiftKey) {
+      event.preventDefault();
+      if (!this.live) this.submit();
+    } else if (event.key === 'ArrowUp' && !this.input.value && !event.altKey) {
+      const last = [...this.views.values()].at(-1);
+      if (last && !this.live) {
+        event.preventDefault();
+        last.edit(this.tree);
+      }
+    }
+  }
+
+  async picked(files) {
+    for (const file of files) {
+      if (file.size > MOST_FILE_BYTES) {
+        toast(`“${file.name}” has ${file.size.toLocaleString('en')} bytes; at most ${MOST_FILE_BYTES.toLocaleString('en')} can be attached`, 'error');
+        continue;
+      }
+      const text = await file.text();
+      if (text.includes('\0')) {
+        toast(`“${file.name}” is not a text file`, 'error');
+        continue;
+      }
+      this.files.push({ name: file.name, text });
+    }
+    this.picker.value = '';
+    this.drawChips();
+  }
+
+  drawChips() {
+    this.chips.replaceChildren(
+      ...this.files.map((file) => el('span', { class: 'chip' }, icon('file'), el('span', {}, file.name),
+        iconButton('close', `Remove ${file.name}`, () => {
+          this.files.splice(this.files.indexOf(file), 1);
+          this.drawChips();
+        }, { class: 'ghost small' }))),
+    );
+  }
+
+  async submit() {
+    const text = this.input.value.trim();
+    if (!text || this.live) return;
+    const sent = [text, ...this.files.map((file) => filePart(file.name, file.text))];
+    const files = this.files;
+    this.input.value = '';
+    this.files = [];
+    this.drawChips();
+    this.grow();
+    if (!(await this.send(sent, this.tree.base(this.leaf)?.id ?? null)) && !this.input.value) {
+      this.input.value = text; // nothing was taken: let the user send it again
+      this.files = files;
+      this.drawChips();
+      this.grow();
+    }
+  }
+
+  retry(turn) {
+    const input = turn.input.map((item) => (item.type === 'message' ? { role: item.role, content: item.content } : item));
+    return this.send(null, turn.parent, turn, input);
+  }
+
+  /**
+   * Ask below a turn (null: at the beginning). `sibling` is the turn that this one stands beside, if there is one.
+   * Returns whether the server took the request.
+   */
+  async send(texts, parent, sibling = null, input = null) {
+    if (this.live) return false;
+    const run = this.run;
+    const items = input ?? [{ role: 'user', content: texts.map((text) => ({ type: 'input_text', text })) }];
+    this.live = { id: null, abort: new AbortController(), stopped: false };
+    this.drawButton();
+    const turn = { id: 'new', parent, input: items.map((item) => ({ type: 'message', ...item })), output: [], status: 'queued', metadata: {} };
+    const shown = this.leaf;
+    this.tree.add(turn);
+    this.leaf = turn.id;
+    this.draw();
+    this.toEnd(true);
+    try {
+      if (this.id === null) await this.create(asked(turn));
+      if (run !== this.run) return true;
+      await this.moveHead(parent, sibling);
+      const body = {
+        ...settings.asFields(this.settings, this.models), input: items, conversation: this.id,
+        background: true, stream: true, metadata: { sent: String(Date.now()) },
+      };
+      if (run !== this.run) return true;
+      await this.follow(turn.id, '/v1/responses', { method: 'POST', body }, run);
+      return this.tree.get('new') === null;
+    } catch (error) {
+      if (run !== this.run) return true;
+      toast(error.message, 'error');
+      this.live = null;
+      this.forget(turn, shown);
+      return false;
+    }
+  }
+
+  /** Take a turn away again that the server did not take. */
+  forget(turn, shown) {
+    const kept = [...this.tree.turns.values()].filter((each) => each !== turn);
+    this.tree = new Tree(kept, this.tree.head);
+    if (this.tree.get(shown)) this.tree.choose(shown);
+    this.leaf = this.tree.get(shown) ? shown : this.tree.leafBelow(null);
+    this.draw();
+    this.drawButton();
+  }
+
+  async create(text) {
+    const line = text.trim().split('\n')[0];
+    const title = line.length > 60 ? `${line.slice(0, 57).trimEnd()}…` : line;
+    const made = await this.api.post('/v1/conversations', { metadata: { title } });
+    this.id = made.id;
+    this.conversation = made;
+    this.sidebar.selected = made.id;
+    history.replaceState(null, '', `#chat/${made.id}`);
+    this.drawTitle();
+  }
+
+  /** Have the conversation go on from `parent`, where it does not yet. */
+  async moveHead(parent, sibling) {
+    if (this.tree.head === parent) return;
+    const beside = sibling ?? this.tree.siblings({ parent }).find((turn) => turn.id !== 'new');
+    const wanted = parent !== null && goesOn(this.tree.get(parent)) ? { after: parent } : beside ? { before: beside.id } : null;
+    if (wanted === null) return;
+    await this.api.post(`/v1/conversations/${this.id}/head`, wanted);
+    this.tree.head = parent;
+  }
+
+  /** Draw an answer as its events come. Takes up the stream again where the connection breaks. */
+  async follow(id, path, options, run) {
+    let turn = this.tree.get(id);
+    const live = (this.live ??= { id: null, abort: new AbortController(), stopped: false });
+    if (id !== 'new') live.id = id;
+    this.drawButton();
+    let number = -1;
+    let done = false;
+    for (let tries = 0; !done; tries += 1) {
+      const from = tries === 0 ? path : `/v1/responses/${live.id}?stream=true${number >= 0 ? `&starting_after=${number}` : ''}`;
+      try {
+        for await (const { data } of this.api.events(from, { ...(tries === 0 ? options : {}), signal: live.abort.signal })) {
+          if (run !== this.run) return;
+          tries = 0;
+          if (data.type === 'error') throw new Error(data.message);
+          number = data.sequence_number;
+          if (data.type === 'response.created') turn = this.named(turn, data.response);
+          if (live.stopped && live.id && !live.told) this.tellStop(live);
+          done = this.happened(turn, data) || done;
+        }
+        if (!done && live.id === null) throw new Error('the server ended the answer before it began');
+      } catch (error) {
+        if (run !== this.run || live.abort.signal.aborted) return;
+        if (live.id === null) throw error; // it was never taken
+        if (tries >= TRIES || error.status) {
+          turn.status = 'failed';
+          turn.error = { message: `The connection broke: ${error.message}. Reload the page to see what became of the answer.` };
+          done = true;
+        } else await new Promise((resume) => setTimeout(resume, 400 * 2 ** tries));
+      }
+    }
+    if (run !== this.run) return;
+    this.live = null;
+    this.drawButton();
+    this.views.get(turn.id)?.drawAnswer();
+    this.draw();
+    this.toEnd();
+    this.status.textContent = turn.status === 'completed' ? 'The answer is complete.' : `The answer is ${turn.status}.`;
+    this.sidebar.touch(this.conversation);
+  }
+
+  /** Give a new turn the id of its response. */
+  named(turn, response) {
+    if (turn.id !== 'new') return turn;
+    const told = { ...turn, id: response.id, status: response.status, created_at: response.created_at };
+    const view = this.views.get('new');
+    const kept = [...this.tree.turns.values()].filter((each) => each !== turn);
+    const { chosen, head } = this.tree;
+    this.tree = new Tree(kept, head);
+    this.tree.chosen = chosen;
+    this.tree.add(told);
+    this.live.id = told.id;
+    if (this.leaf === 'new') this.leaf = told.id;
+    if (view) {
+      view.turn = told;
+      view.element.dataset.id = told.id;
+      this.views.delete('new');
+      this.views.set(told.id, view);
+    }
+    return told;
+  }
+
+  /** Take in one event of an answer. Returns whether it was the last one. */
+  happened(turn, event) {
+    const view = this.views.get(turn.id);
+    switch (event.type) {
+      case 'response.output_item.added':
+        turn.status = 'in_progress';
+        if (event.item.type !== 'message') view?.item(event.item);
+        break;
+      case 'response.output_text.delta':
+      case 'response.reasoning_text.delta':
+      case 'response.function_call_arguments.delta': {
+        const type = { output_text: 'message', reasoning_text: 'reasoning' }[event.type.split('.')[1]] ?? 'function_call';
+        view?.item({ id: event.item_id, type, name: '' }).push(event.delta);
+        if (this.follows) requestAnimationFrame(() => this.toEnd());
+        break;
+      }
+      case 'response.completed':
+      case 'response.incomplete':
+      case 'response.failed': {
+        const { status, output, usage, timings, error } = event.response;
+        Object.assign(turn, { status, output, usage, timings, error });
+        if (status === 'completed' || status === 'incomplete') this.tree.head = turn.id;
+        return true;
+      }
+    }
+    return false;
+  }
+
+  /** Stop the answer that is being written. What there is of it stays. */
+  async stop() {
+    const { live } = this;
+    if (!live || live.stopped) return;
+    live.stopped = true;
+    if (live.id) await this.tellStop(live);
+  }
+
+  async tellStop(live) {
+    live.told = true;
+    try {
+      await this.api.post(`/v1/responses/${live.id}/cancel`);
+    } catch (error) {
+      live.stopped = live.told = false;
+      toast(error.message, 'error');
+    }
+  }
+
+  // ----- around it
+
+  async changeSettings() {
+    const chosen = await settings.edit(this.settings, this.models);
+    if (chosen) this.settings = chosen;
+    this.drawModel();
+    this.input.focus();
+  }
+
+  showSidebar(open = this.frame.classList.contains('no-sidebar')) {
+    this.frame.classList.toggle('no-sidebar', !open);
+    this.sidebar.element.inert = !open;
+    this.toggle.setAttribute('aria-expanded', String(open));
+    if (open && this.narrow.matches) this.sidebar.search.focus();
+  }
+
+  /** All branches as an indented list. */
+  async showBranches() {
+    const shown = new Set(this.tree.path(this.leaf).map((turn) => turn.id));
+    const level = (parent) => {
+      const rows = [];
+      let at = parent;
+      for (;;) {
+        const children = this.tree.children.get(at) ?? [];
+        if (children.length === 0) break;
+        if (children.length > 1) {
+          rows.push(...children.map((id) => el('li', {}, el('ul', {}, row(id), level(id)))));
+          break;
+        }
+        rows.push(row(children[0]));
+        [at] = children;
+      }
+      return rows;
+    };
+    const row = (id) => {
+      const turn = this.tree.get(id);
+      const answer = turn.output?.find((item) => item.type === 'message')?.content?.[0]?.text ?? turn.status;
+      return el('li', {}, el('button', { type: 'button', class: shown.has(id) ? 'branch shown' : 'branch', onclick: () => this.picking(turn) },
+        el('span', { class: 'title' }, asked(turn).slice(0, 120)), el('span', { class: 'match' }, answer.slice(0, 120))));
+    };
+    await dialog('Branches', (finish) => {
+      this.picking = (turn) => {
+        finish(null);
+        this.show(turn);
+        this.views.get(turn.id)?.element.scrollIntoView({ block: 'start' });
+      };
+      return el('ul', { class: 'branches' }, level(null));
+    });
+  }
+
+  async showShortcuts() {
+    await dialog('Keyboard shortcuts', () =>
+      el('dl', { class: 'shortcuts' }, SHORTCUTS.map(([keys, what]) => el('div', {}, el('dt', {}, keys), el('dd', {}, what)))));
+  }
+
+  key(event) {
+    if (document.querySelector('dialog[open]')) return;
+    const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName ?? '');
+    const control = event.ctrlKey || event.metaKey;
+    const last = [...this.views.values()].at(-1)?.turn;
+    const done = () => event.preventDefault();
+    if (control && event.key.toLowerCase() === 'k') {
+      done();
+      this.showSidebar(true);
+      this.sidebar.search.focus();
+      this.sidebar.search.select();
+    } else if (event.altKey && !control && event.code === 'KeyN') {
+      done();
+      this.open(null);
+    } else if (event.altKey && !control && event.code === 'KeyB') {
+      done();
+      this.showSidebar();
+    } else if (event.altKey && !control && event.code === 'KeyR') {
+      done();
+      if (last && !this.live) this.retry(last);
+    } else if (event.altKey && (event.key === 'ArrowUp' || event.key === 'ArrowDown')) {
+      done();
+      this.sidebar.step(event.key === 'ArrowDown' ? 1 : -1);
+    } else if (event.key === 'Escape') {
+      if (this.live) this.stop();
+      else if (this.narrow.matches) this.showSidebar(false);
+    } else if (!typing && !control && !event.altKey && event.key === '/') {
+      done();
+      this.input.focus();
+    } else if (!typing && !control && !event.altKey && event.key === '?') {
+      done();
+      this.showShortcuts();
+    }
+  }
+}
+
+let chat = null;
 
 export async function mount(element, api) {
-  root = element;
-  root.append(el('p', {}, `served: ${(await api.get('/v1/models')).data.map((model) => model.id).join(', ')}`));
+  chat = new Chat(element, api);
+  await chat.begin();
 }
 
 export function unmount() {
-  root = null;
+  chat?.end();
+  chat = null;
 }

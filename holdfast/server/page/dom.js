@@ -11,7 +11,7 @@ export function el(tag, properties = {}, ...children) {
     else if (name === 'value') element.value = value;
     else element.setAttribute(name, value === true ? '' : String(value));
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return element;
 }
 
@@ -47,6 +47,7 @@ const ICONS = {
   file: 'M6 3h8l4 4v14H6zM14 3v4h4',
   import: 'M12 4v11M7 10l5 5 5-5M4 20h16',
   export: 'M12 15V4M7 9l5-5 5 5M4 20h16',
+  branches: 'M7 4v16M7 9c0 4 10 2 10 6v5M5 4h4M5 20h4M15 20h4',
   check: 'M5 12.5l4.5 4.5L19 7.5',
 };
 

@@ -12,6 +12,7 @@ const THEME_ICONS = { auto: 'auto', light: 'sun', dark: 'moon' };
 
 const api = new Api(askKey);
 let shown = null;
+let talk = '#chat'; // where the chat was left
 
 /** Ask for the server's key. Resolves with {key, keep}, or null. */
 function askKey(wrong) {
@@ -100,7 +101,9 @@ function keyButton() {
 for (const name of Object.keys(VIEWS)) {
   const tab = document.getElementById(`tab-${name}`);
   tab.addEventListener('click', () => {
-    if (named() !== name) location.hash = name;
+    if (named() === name) return;
+    if (name === 'engine') talk = location.hash || '#chat';
+    location.hash = name === 'chat' ? talk : '#engine';
   });
   tab.addEventListener('keydown', (event) => {
     if (event.key !== 'ArrowLeft' && event.key !== 'ArrowRight') return;

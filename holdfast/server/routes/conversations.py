@@ -10,18 +10,44 @@ from holdfast.server.conversations.items import new_id, read_items
 from holdfast.server.conversations.protocol import (
     ConversationRequest,
     ConversationUpdate,
+    CopyRequest,
+    HeadRequest,
     ItemsRequest,
     item_list,
 )  # fmt: skip
-from holdfast.server.conversations.service import Responses
-from holdfast.server.protocol import parse
+from holdfast.server.conversations.service import RUNNING, Responses
+from holdfast.server.conversations.values import Turn
+from holdfast.server.protocol import ApiError, parse
 from holdfast.server.routes.http import JSON, described, page_query, read_body, tenant_of
+
+MOST_SEARCHED = 200
+"""Most characters that a search may look for."""
 
 
 def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
     """Everything under /v1/conversations."""
     store, config = responses.store, responses.service.config
     add_item_routes(app, responses)
+    add_tree_routes(app, responses)
+
+    @app.get("/v1/conversations")
+    async def listing(request: Request) -> Response:
+        """The key's conversations, those with the latest turns first; with `search`, those that have it in them.
+
+        Behind `last_id` there may be more even where a page of a search is short.
+        """
+        tenant, (limit, _, after) = tenant_of(request), page_query(request)
+        wanted = request.query_params.get("search", "").strip()
+        if len(wanted) > MOST_SEARCHED:
+            reason = f"search has {len(wanted)} characters; at most {MOST_SEARCHED} are searched for"
+            raise ApiError(reason, param="search", code="invalid_value")
+        if not wanted:
+            page = await store.read(lambda store: store.listing.page(tenant, limit=limit, after=after))
+            return JSON(item_list(*page))
+        found, last, more = await store.read(
+            lambda store: store.listing.search(tenant, wanted, limit=limit, after=after)
+        )
+        return JSON(item_list(found, more) | {"last_id": last})
 
     @app.post("/v1/conversations", openapi_extra=described(ConversationRequest))
     async def create(request: Request) -> Response:
@@ -47,11 +73,56 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.delete("/v1/conversations/{conversation_id}")
     async def delete(request: Request, conversation_id: str) -> dict[str, Any]:
-        """Delete a conversation and its items; its responses stay."""
-        tenant = tenant_of(request)
+        """Delete a conversation and its items; its responses stay, unless `responses=true` deletes them, too."""
+        tenant, whole = tenant_of(request), request.query_params.get("responses") == "true"
         with responses.lock(tenant, conversation_id):
-            await store.run(lambda store: store.conversations.delete(tenant, conversation_id))
+            await store.run(
+                lambda store: (store.tree.drop if whole else store.conversations.delete)(tenant, conversation_id)
+            )
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+
+
+def add_tree_routes(app: FastAPI, responses: Responses) -> None:
+    """The turns of a conversation with all branches, where it stands, and copies."""
+    store, service = responses.store, responses.service
+
+    @app.post("/v1/conversations/copies", openapi_extra=described(CopyRequest))
+    async def copy(request: Request) -> Response:
+        """Begin a conversation with turns that were told before, here or elsewhere, with all branches."""
+        tenant, id = tenant_of(request), new_id("conv")
+        body = await read_body(request, service.config)
+
+        def read() -> tuple[CopyRequest, list[Turn], str | None]:
+            wanted = parse(body, CopyRequest)
+            return wanted, *wanted.read(tenant, id)
+
+        wanted, grown, head = await service.off_loop(len(body), read)
+        await store.run(lambda store: store.tree.restore(tenant, id, wanted.metadata, grown, head))
+        return JSON(await store.read(lambda store: store.conversations.get(tenant, id)))
+
+    @app.get("/v1/conversations/{conversation_id}/turns")
+    async def turns(request: Request, conversation_id: str) -> Response:
+        """All turns of a conversation, each with its parent; and its head, behind which it goes on."""
+        tenant = tenant_of(request)
+        found = await store.read(lambda store: store.tree.turns(tenant, conversation_id))
+        for turn in found["turns"]:
+            if (running := responses.running(tenant, turn["id"])) is None and turn["status"] in RUNNING:
+                turn["status"] = "failed"  # but nothing writes it any more
+            turn["running"] = running is not None
+        return JSON(found)
+
+    @app.post("/v1/conversations/{conversation_id}/head", openapi_extra=described(HeadRequest))
+    async def head(request: Request, conversation_id: str) -> Response:
+        """Go on from another turn: behind it (`after`), or before it, in its place (`before`)."""
+        tenant = tenant_of(request)
+        wanted = parse(await read_body(request, service.config), HeadRequest)
+        response = wanted.after or wanted.before
+        if response is None or (wanted.after is not None and wanted.before is not None):
+            raise ApiError("give either after or before", param="after", code="invalid_value")
+        behind = wanted.after is not None
+        with responses.lock(tenant, conversation_id):
+            await store.run(lambda store: store.tree.move(tenant, conversation_id, response, behind=behind))
+        return JSON(await store.read(lambda store: store.conversations.get(tenant, conversation_id)))
 
 
 def add_item_routes(app: FastAPI, responses: Responses) -> None:

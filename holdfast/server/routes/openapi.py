@@ -125,6 +125,15 @@ SCHEMAS: Mapping[str, Schema] = {
     "Compaction": record(
         id=TEXT, object=one_of("response.compaction"), created_at=TIME, output=many(ANYTHING), usage=ANYTHING
     ),
+    "Conversations": page_of("Conversation"),
+    "ConversationTree": record(
+        object=one_of("conversation.tree"),
+        id=TEXT,
+        head=nullable(TEXT),
+        turns=many(
+            record(id=TEXT, parent=nullable(TEXT), status=TEXT, input=many(ref("Item")), output=many(ref("Item")))
+        ),
+    ),
     "Conversation": record(id=TEXT, object=one_of("conversation"), created_at=TIME, metadata=ANYTHING),
     "Deleted": record(id=TEXT, object=TEXT, deleted=TRUTH),
     "Model": record(id=TEXT, object=one_of("model"), created=TIME, owned_by=TEXT, max_model_len=COUNT),
@@ -198,7 +207,11 @@ REPLIES: Mapping[str, Reply] = {
     "DELETE /v1/responses/{response_id}": Reply("Deleted"),
     "POST /v1/responses/{response_id}/cancel": Reply("Response"),
     "GET /v1/responses/{response_id}/input_items": Reply("Items"),
+    "GET /v1/conversations": Reply("Conversations"),
     "POST /v1/conversations": Reply("Conversation"),
+    "POST /v1/conversations/copies": Reply("Conversation"),
+    "GET /v1/conversations/{conversation_id}/turns": Reply("ConversationTree"),
+    "POST /v1/conversations/{conversation_id}/head": Reply("Conversation"),
     "GET /v1/conversations/{conversation_id}": Reply("Conversation"),
     "POST /v1/conversations/{conversation_id}": Reply("Conversation"),
     "DELETE /v1/conversations/{conversation_id}": Reply("Deleted"),
@@ -232,6 +245,8 @@ QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
         ("starting_after", COUNT, "with stream: the sequence_number of the last event that is known"),
     ),
     "GET /v1/responses/{response_id}/input_items": (LIMIT, ORDER, AFTER),
+    "GET /v1/conversations": (LIMIT, AFTER, ("search", TEXT, "only conversations that have this in them")),
+    "DELETE /v1/conversations/{conversation_id}": (("responses", TRUTH, "delete its responses, too"),),
     "GET /v1/conversations/{conversation_id}/items": (LIMIT, ORDER, AFTER),
     "GET /v1/files": (
         ("limit", {"type": "integer", "minimum": 1, "maximum": 10000, "default": 10000}, LIMIT[2]),

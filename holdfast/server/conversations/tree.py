@@ -1,0 +1,149 @@
+"""A conversation as a tree: its turns with all branches, the branch that it goes on from, and copies of whole trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Raw
+from msgspec.json import decode
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
+
+from holdfast.server.conversations.conversation_store import append
+from holdfast.server.conversations.database import Database, conversations, items, turns
+from holdfast.server.conversations.space import SIZE, Space
+from holdfast.server.conversations.turn_store import ContextCache
+from holdfast.server.conversations.values import GOOD, Conflict, Context, Item, NotFound, Turn
+from holdfast.server.replies import encode
+
+MOST_BYTES = 64 << 20
+"""A tree is told whole up to this size."""
+TOLD = (
+    "status", "created_at", "completed_at", "model", "instructions", "temperature", "max_output_tokens", "output",
+    "usage", "timings", "error", "incomplete_details", "background", "metadata",
+)  # fmt: skip
+"""What a turn tells of its response."""
+
+
+class Tree:
+    """The trees of a store. Each method is one transaction. Raises NotFound for what does not exist."""
+
+    def __init__(
+        self,
+        database: Database,
+        space: Space,
+        cache: ContextCache,
+        find: Callable[[Connection, str, str], Row[Any]],
+        chain: Callable[[Connection, Row[Any]], Context],
+    ) -> None:
+        """`find` gives a tenant's conversation's row, `chain` the context that ends with a turn."""
+        self._database = database
+        self._space = space
+        self._cache = cache
+        self._find = find
+        self._chain = chain
+
+    def turns(self, tenant: str, conversation: str) -> dict[str, Any]:
+        """All turns, each behind its parent, older siblings first; and `head`, behind which the conversation goes on.
+
+        A deleted turn is left out, and those behind it have its parent. Raises Conflict for a tree that is too large.
+        """
+        with self._database.read() as db:
+            row = self._find(db, tenant, conversation)
+            inside = turns.c.thread == row.thread
+            size = db.execute(select(func.sum(SIZE)).where(inside)).scalar() or 0
+            if size > MOST_BYTES:
+                raise Conflict(f"this conversation has {size} bytes; at most {MOST_BYTES} are told at once")
+            found = db.execute(select(turns).where(inside)).all()
+        parents = {turn.id: turn.parent for turn in found}
+        hidden = {turn.id for turn in found if not turn.visible}
+
+        def above(turn: str | None) -> str | None:
+            while turn in hidden:
+                turn = parents.get(turn)
+            return turn
+
+        told = [_told(turn, above(turn.parent)) for turn in found if turn.visible]
+        told.sort(key=lambda turn: (turn["created_at"], turn["metadata"].get("sent", ""), turn["id"]))
+        children: dict[str | None, list[dict[str, Any]]] = {}
+        for turn in told:
+            children.setdefault(turn["parent"], []).append(turn)
+        ordered: list[dict[str, Any]] = []
+        waiting = children.get(None, [])[::-1]
+        while waiting:
+            ordered.append(waiting.pop())
+            waiting += children.get(ordered[-1]["id"], [])[::-1]
+        return {"object": "conversation.tree", "id": conversation, "head": above(row.head), "turns": ordered}
+
+    def move(self, tenant: str, conversation: str, response: str, *, behind: bool) -> None:
+        """Make the conversation go on behind one of its turns, or before it; its items become that branch's.
+
+        Raises Conflict for a turn that nothing can follow.
+        """
+        with self._database.write() as db:
+            row = self._find(db, tenant, conversation)
+            this = (turns.c.id == response, turns.c.thread == row.thread, turns.c.tenant == tenant, turns.c.visible)
+            turn = db.execute(select(turns).where(*this)).one_or_none()
+            if turn is None:
+                raise NotFound("response", response)
+            if behind and not _goes_on(turn):
+                raise Conflict(f"response {response!r} is {turn.status} and has no output; nothing can follow it")
+            if not behind and turn.parent is None:
+                head, branch = None, decode(turn.history, type=list[Item])
+            else:
+                head = turn.id if behind else turn.parent
+                last = turn if behind else db.execute(select(turns).where(turns.c.id == head)).one()
+                branch = list(self._chain(db, last).items)
+            here = items.c.conversation == conversation
+            db.execute(update(conversations).where(conversations.c.id == conversation).values(head=head))
+            freed = sum(db.execute(delete(items).where(here).returning(func.length(items.c.item))).scalars())
+            self._space.grown(db, row.thread, tenant, append(db, conversation, branch) - freed)
+            if row.head != head:
+                self._space.prune(db, row.thread, row.head)
+
+    def drop(self, tenant: str, conversation: str) -> None:
+        """Delete a conversation with all its turns."""
+        with self._database.write() as db:
+            row = self._find(db, tenant, conversation)
+            for turn in db.execute(select(turns.c.id).where(turns.c.thread == row.thread)).scalars().all():
+                self._cache.remove(turn)
+            self._space.remove(db, row.thread)
+
+    def restore(
+        self, tenant: str, conversation: str, metadata: Mapping[str, str], grown: Sequence[Turn], head: str | None
+    ) -> None:
+        """Store a new conversation with turns from elsewhere. A turn's context has its parent, an earlier turn."""
+        encoded, size = encode(metadata), 0
+        with self._database.write() as db:
+            row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}
+            db.execute(insert(conversations).values(**row, metadata=encoded, head=head))
+            rows = []
+            for turn in grown:
+                blobs = {
+                    "response": encode(turn.response), "input": encode(turn.input),
+                    "history": encode([] if turn.context.parent else turn.context.items), "tokens": b"",
+                }  # fmt: skip
+                size += sum(map(len, blobs.values()))
+                fixed = {
+                    "id": turn.id, "thread": conversation, "tenant": tenant, "parent": turn.context.parent,
+                    "visible": True, "status": turn.response["status"], "start": 0, "characters": 0, "digest": b"",
+                }  # fmt: skip
+                rows.append(fixed | blobs)
+            if rows:
+                db.execute(insert(turns), rows)
+            if head is not None:
+                last = db.execute(select(turns).where(turns.c.id == head)).one()
+                size += append(db, conversation, self._chain(db, last).items)
+            self._space.grown(db, conversation, tenant, len(encoded) + size)
+
+
+def _goes_on(turn: Row[Any]) -> bool:
+    """Whether a turn can follow this one: it has ended, or was stopped and has said something."""
+    return turn.status in GOOD or (turn.status == "cancelled" and bool(decode(turn.response)["output"]))
+
+
+def _told(turn: Row[Any], parent: str | None) -> dict[str, Any]:
+    response = decode(turn.response, type=dict[str, Any])
+    before = {} if turn.parent else {"history": Raw(turn.history)}
+    told = {name: response.get(name) for name in TOLD}
+    return {"id": turn.id, "object": "conversation.turn", "parent": parent, **before, "input": Raw(turn.input), **told}

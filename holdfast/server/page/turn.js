@@ -1,0 +1,217 @@
+// Draws one turn: what was asked, the answer as it grows, its figures, and the buttons around them.
+
+import { el, icon, iconButton } from './dom.js';
+import { Markdown, codeBlock } from './markdown.js';
+import { isRunning, textOf } from './tree.js';
+
+const FILE = /^File "([^"\n]*)":\n```[^\n]*\n([\s\S]*)\n```$/;
+
+const FIGURES = 'Time to the first token; tokens a second behind it; tokens of the answer; tokens of the prompt that were found in the cache';
+
+/** The part of a message that holds a text file. */
+export function filePart(name, text) {
+  return `File "${name.replace(/["\n]/g, '')}":\n\`\`\`\n${text}\n\`\`\``;
+}
+
+/** One turn on the page. `actions` are the chat's: edit, retry, show(turn), sendEdited. */
+export class TurnView {
+  constructor(turn, tree, actions) {
+    this.turn = turn;
+    this.actions = actions;
+    this.parts = new Map(); // by item id: what draws it
+    this.question = el('div', { class: 'question' });
+    this.answer = el('div', { class: 'answer' });
+    this.foot = el('div', { class: 'foot' });
+    this.element = el('section', { class: 'turn', 'data-id': turn.id }, this.question, this.answer, this.foot);
+    this.drawQuestion(tree);
+    this.drawAnswer();
+    this.drawFoot(tree);
+  }
+
+  drawQuestion(tree) {
+    const { turn } = this;
+    const history = (turn.history ?? []).map((item) => drawnItem(item));
+    const parts = (turn.input ?? []).map((item) => drawnItem(item));
+    const questions = tree.questions(turn);
+    const tools = el(
+      'div',
+      { class: 'tools' },
+      iconButton('copy', 'Copy the message', (event) => copy(event, (turn.input ?? []).map(textOf).join('\n\n')), { class: 'ghost small' }),
+      iconButton('edit', 'Edit the message, as a new branch', () => this.edit(tree), { class: 'ghost small', 'data-action': 'edit' }),
+      questions.length > 1 ? switcher(questions, turn, 'question', (other) => this.actions.show(other)) : null,
+    );
+    this.question.replaceChildren(...history, el('div', { class: 'asked' }, el('div', { class: 'asked-parts' }, parts), tools));
+  }
+
+  /** Put an editor in the question's place. */
+  edit(tree) {
+    const first = (this.turn.input ?? []).find((item) => item.type === 'message');
+    const [text, ...files] = (first?.content ?? []).map((part) => part.text);
+    const input = el('textarea', { class: 'field', 'aria-label': 'Edit the message', rows: 3, value: text ?? '' });
+    const send = () => {
+      if (input.value.trim()) this.actions.edit(this.turn, [input.value, ...files]);
+    };
+    const back = () => {
+      this.drawQuestion(tree);
+      this.question.querySelector('[data-action="edit"]')?.focus();
+    };
+    input.addEventListener('keydown', (event) => {
+      if (event.key === 'Escape') {
+        event.stopPropagation();
+        back();
+      } else if (event.key === 'Enter' && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        send();
+      }
+    });
+    this.question.replaceChildren(
+      el('div', { class: 'editor' }, input,
+        el('div', { class: 'dialog-actions' },
+          el('button', { type: 'button', class: 'button', onclick: back }, 'Cancel'),
+          el('button', { type: 'button', class: 'button primary', onclick: send }, 'Send'))),
+    );
+    input.style.height = `${Math.min(input.scrollHeight + 4, 320)}px`;
+    input.focus();
+    input.setSelectionRange(input.value.length, input.value.length);
+  }
+
+  drawAnswer() {
+    this.parts.clear();
+    this.answer.replaceChildren();
+    for (const item of this.turn.output ?? []) this.item(item).whole(item);
+    const { turn } = this;
+    if (isRunning(turn) && (turn.output ?? []).length === 0) this.wait();
+    if (turn.status === 'failed') this.answer.append(el('p', { class: 'error notice' }, turn.error?.message ?? 'The answer failed.'));
+    if (turn.status === 'cancelled') this.answer.append(el('p', { class: 'muted notice' }, 'Stopped.'));
+    if (turn.status === 'incomplete') this.answer.append(el('p', { class: 'muted notice' }, 'Cut off at the most tokens of an answer.'));
+  }
+
+  wait() {
+    this.answer.append(el('p', { class: 'waiting muted' }, el('span', { class: 'dots', 'aria-hidden': 'true' }, el('i'), el('i'), el('i')), el('span', { class: 'sr' }, 'Waiting for the answer')));
+  }
+
+  /** What draws an item of the answer. */
+  item(item) {
+    let part = this.parts.get(item.id);
+    if (part) return part;
+    this.answer.querySelector('.waiting')?.remove();
+    part = new ItemView(item);
+    this.parts.set(item.id, part);
+    this.answer.append(part.element);
+    return part;
+  }
+
+  drawFoot(tree) {
+    const { turn } = this;
+    const running = isRunning(turn);
+    const answers = tree.answers(turn);
+    this.element.classList.toggle('running', running);
+    const text = () => (turn.output ?? []).filter((item) => item.type === 'message').map(textOf).join('\n\n');
+    this.foot.replaceChildren(
+      ...[
+        answers.length > 1 ? switcher(answers, turn, 'answer', (other) => this.actions.show(other)) : null,
+        running ? null : iconButton('copy', 'Copy the answer', (event) => copy(event, text()), { class: 'ghost small' }),
+        running ? null : iconButton('retry', 'Try again, as a new branch', () => this.actions.retry(turn), { class: 'ghost small', 'data-action': 'retry' }),
+        figures(turn),
+      ].filter(Boolean),
+    );
+  }
+}
+
+/** An item of an answer as it grows: a message, reasoning, or a call of a tool. */
+class ItemView {
+  constructor(item) {
+    this.kind = item.type;
+    this.text = '';
+    if (item.type === 'message') {
+      this.body = el('div', { class: 'markdown' });
+      this.element = this.body;
+    } else if (item.type === 'reasoning') {
+      this.body = el('div', { class: 'markdown' });
+      this.summary = el('summary', {}, 'Reasoning');
+      this.element = el('details', { class: 'reasoning' }, this.summary, this.body);
+    } else {
+      this.body = el('div', {});
+      this.element = el('details', { class: 'call' }, el('summary', {}, item.type === 'function_call' ? ['Calls ', el('code', {}, item.name)] : item.type), this.body);
+    }
+    this.markdown = item.type === 'message' || item.type === 'reasoning' ? new Markdown(this.body) : null;
+  }
+
+  push(delta) {
+    this.text += delta;
+    if (this.markdown) this.markdown.update(this.text);
+    else this.body.replaceChildren(codeBlock(this.text, 'json'));
+  }
+
+  whole(item) {
+    this.text = this.markdown ? textOf(item) : (item.arguments ?? item.output ?? '');
+    if (this.markdown) this.markdown.draw(this.text);
+    else this.body.replaceChildren(codeBlock(this.text, 'json'));
+  }
+}
+
+function drawnItem(item) {
+  if (item.type !== 'message') {
+    const view = new ItemView(item.type === 'function_call_output' ? { type: 'Result of a tool' } : item);
+    view.whole(item);
+    return view.element;
+  }
+  if (item.role === 'assistant') {
+    const body = el('div', { class: 'markdown' });
+    new Markdown(body).draw(textOf(item));
+    return el('div', { class: 'answer' }, body);
+  }
+  const texts = (item.content ?? []).map((part) => part.text ?? '');
+  const children = texts.map((text) => {
+    const file = FILE.exec(text);
+    if (!file) return el('div', { class: 'said' }, text);
+    return el('details', { class: 'file' }, el('summary', {}, icon('file'), file[1]), codeBlock(file[2], file[1].split('.').at(-1)));
+  });
+  const role = item.role === 'user' ? null : el('span', { class: 'role' }, item.role);
+  return el('div', { class: 'bubble' }, role, children);
+}
+
+/** Goes through the versions of a question or an answer: ‹ 2/3 ›. */
+function switcher(versions, turn, what, show) {
+  const at = versions.indexOf(turn);
+  const go = (by) => () => show(versions[at + by]);
+  return el(
+    'span',
+    { class: 'switcher', role: 'group', 'aria-label': `Versions of the ${what}` },
+    iconButton('left', `Version of the ${what} before`, go(-1), { class: 'ghost small', disabled: at === 0 }),
+    el('span', { class: 'count' }, `${at + 1}/${versions.length}`),
+    iconButton('right', `Next version of the ${what}`, go(1), { class: 'ghost small', disabled: at === versions.length - 1 }),
+  );
+}
+
+/** The turn's times and tokens in words. */
+function figures(turn) {
+  const { usage, timings } = turn;
+  const said = [];
+  if (Number.isFinite(timings?.first_token_ms)) said.push(`first token ${duration(timings.first_token_ms)}`);
+  if (timings?.tokens_per_second > 0) said.push(`${Number(timings.tokens_per_second).toFixed(timings.tokens_per_second < 100 ? 1 : 0)} tokens/s`);
+  if (usage) {
+    said.push(`${number(usage.output_tokens)} tokens`);
+    const details = usage.input_tokens_details ?? {};
+    const cached = Number(details.cached_tokens ?? 0);
+    const host = Number(details.host_cached_tokens ?? 0);
+    const tiers = host > 0 ? ` (${number(host)} on the host)` : '';
+    said.push(`${number(cached)} of ${number(usage.input_tokens)} cached${tiers}`);
+  }
+  return said.length ? el('span', { class: 'figures', title: FIGURES }, said.join(' · ')) : null;
+}
+
+const number = (count) => Number(count ?? 0).toLocaleString('en');
+const duration = (ms) => (ms < 1000 ? `${Number(ms).toFixed(0)} ms` : `${(ms / 1000).toFixed(2)} s`);
+
+async function copy(event, text) {
+  const button = event.currentTarget;
+  let name = 'check';
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    name = 'close';
+  }
+  button.replaceChildren(icon(name));
+  setTimeout(() => button.replaceChildren(icon('copy')), 1500);
+}

@@ -1,0 +1,77 @@
+"""The page's files: who gets them, with which headers, and their size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast.server.routes.page import FOLDER, page_files
+
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+MOST_BYTES = 300_000
+
+
+@pytest.mark.parametrize("keys", [(), ("secret",)])
+async def test_a_browser_gets_the_page_without_a_key(http: Callable[..., httpx.AsyncClient], keys: Any) -> None:
+    async with http(api_key=keys) as api:
+        index = await api.get("/", headers=BROWSER)
+        files = re.findall(r'(?:href|src)="(page/[^"]+)"', index.text)
+        answers = [await api.get(f"/{file}") for file in files]
+    assert index.status_code == 200 and index.headers["content-type"] == "text/html; charset=utf-8"
+    assert len(files) >= 5 and {answer.status_code for answer in answers} == {200}
+    for answer in (index, *answers):
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_other_clients_get_the_list_of_routes_and_need_a_key_where_there_are_any(
+    http: Callable[..., httpx.AsyncClient],
+) -> None:
+    async with http() as api:
+        assert (await api.get("/")).json()["name"] == "Holdfast"
+        assert (await api.get("/", headers={"accept": "*/*"})).headers["vary"] == "accept"
+    async with http(api_key=("secret",)) as api:
+        assert (await api.get("/")).status_code == 401
+        assert (await api.get("/v1/models", headers=BROWSER)).status_code == 401
+        assert (await api.post("/", headers=BROWSER)).status_code == 401
+
+
+async def test_files_are_cached_for_ever_under_their_version_and_the_page_is_asked_for_again(
+    http: Callable[..., httpx.AsyncClient],
+) -> None:
+    async with http() as api:
+        index = await api.get("/", headers=BROWSER)
+        same = await api.get("/", headers={**BROWSER, "if-none-match": index.headers["etag"]})
+        (script,) = re.findall(r'src="(page/[^"]+/main.js)"', index.text)
+        answer = await api.get(f"/{script}")
+        gone = await api.get("/page/0123456789abcdef/main.js")
+        other = await api.get("/page/..%2Fapp.py")
+        plain = await api.get(f"/{script}", headers={"accept-encoding": "identity"})
+    assert (index.headers["cache-control"], same.status_code, same.content) == ("no-cache", 304, b"")
+    assert "immutable" in answer.headers["cache-control"] and answer.headers["content-encoding"] == "gzip"
+    assert answer.content == plain.content == (FOLDER / "main.js").read_bytes()
+    assert (gone.status_code, other.status_code) == (404, 404)
+
+
+async def test_a_server_without_keys_gives_its_page_to_no_name_that_is_bound_to_it(
+    http: Callable[..., httpx.AsyncClient],
+) -> None:
+    async with http() as api:
+        assert (await api.get("/", headers={**BROWSER, "host": "evil.example"})).status_code == 403
+
+
+def test_the_page_is_small_and_has_no_inline_code_and_no_address_of_another_host() -> None:
+    assert sum(len(file.body) for file in page_files().values()) < MOST_BYTES
+    index = (FOLDER / "index.html").read_text()
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", index)
+    own = [path for path in FOLDER.glob("*.*") if path.suffix in (".js", ".css", ".html")]
+    assert len(own) >= 8
+    for path in own:
+        addresses = set(re.findall(r"https?://[^\s'\"]+", path.read_text())) - {"http://www.w3.org/2000/svg"}
+        assert not addresses, path
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", path.read_text()), path

@@ -233,7 +233,7 @@ if __name__ == "__main__":
     parser.add_argument("--pairs", type=int, default=6, help="turns without and with the page")
     parser.add_argument("--conversations", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=10_000)
-    parser.add_argument("--block-bytes", type=int, default=131_072, help="of a block of 16 tokens")
+    parser.add_argument("--block-bytes", type=int, default=262_144, help="of a block of 16 tokens")
     parser.add_argument("--seconds", type=int, default=8, help="for which frames are counted")
     parser.add_argument("--screenshot", help="write a picture of the page in the part `frames`")
     parser.add_argument("--out", help="write the result as JSON")

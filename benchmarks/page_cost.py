@@ -5,6 +5,9 @@ follows the engine. The server and its engine run on some cores, and the browser
 in tokens a second of wall time, and in processor time of the engine's process for each token, which other work on the
 machine disturbs less; the server's process is told beside it. Turns are compared in pairs that follow each other.
 
+Part `loop` runs the loop, the scheduler and a cache of many conversations in this process, on an executor that rests
+for the time of a step. So the processor time that watching adds to a step is measured alone.
+
 Part `frames` fills the cache with many conversations, opens the page while eight streams run, and counts the frames
 that the view draws in each second, with the time that drawing one takes. Needs Playwright and a Chromium.
 """
@@ -21,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +34,15 @@ import httpx
 from invocation import provenance
 from playwright.async_api import Browser, Page, async_playwright
 
-TICKS = os.sysconf("SC_CLK_TCK")
+from holdfast.core.types import Request, SamplingParams
+from holdfast.engine import messages
+from holdfast.engine.watched import Watched
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import LanguageLoop, StepPlan, StepResult
+from holdfast.loop.loop import Loop
+
 DRAWING = """() => {
   window.spent = [];
   const request = window.requestAnimationFrame;
@@ -68,9 +80,68 @@ class Server:
 
 
 def processor_seconds(pid: int) -> float:
-    """Processor time of a process so far, of all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    """Processor time of a process so far, of all its threads that live."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
+class Resting:
+    """An executor whose steps take a fixed time, in which the processor rests, and give the same token again."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._plans: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._plans.popleft()
+        if self.seconds:
+            time.sleep(self.seconds)
+        return StepResult(plan.step, (7,) * plan.num_sampled, self.seconds, plan.step, plan.step)
+
+    def close(self) -> None:
+        self._plans.clear()
+
+
+def loop(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What watching adds to the processor time of a step of the loop, over a cache of many conversations."""
+    each = arguments.blocks // arguments.conversations
+    pool = BlockPool(arguments.blocks + 64 * arguments.streams, 16, host_blocks=arguments.blocks // 4)
+    scheduler = Scheduler(StallFree(2048), pool, max_sequences=arguments.streams, max_model_len=1 << 20, sharing=True)
+    executor = Resting(0.0)
+    engine: LanguageLoop = Loop(scheduler, executor, 2, time.monotonic)
+    for number in range(arguments.conversations):
+        prompt = (number, *range(16 * each - 1))
+        engine.add(Request(str(number), prompt, SamplingParams(max_tokens=1), arrival=time.monotonic()))
+    while engine.has_work():
+        engine.step()
+    sent: list[int] = []
+    watched = Watched(engine, lambda activity: sent.append(len(messages.encode(activity))))
+    for number in range(arguments.streams):
+        prompt = (5000 + number, *range(100))
+        engine.add(Request(f"stream {number}", prompt, SamplingParams(max_tokens=1 << 16), arrival=time.monotonic()))
+    for _ in range(10):
+        engine.step()
+    executor.seconds = arguments.step_ms / 1e3
+    spent: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(2 * arguments.pairs):
+        watching = bool(turn % 2) != bool(turn // 2 % 2)
+        watched.watch(60.0 if watching else 0)
+        began = time.thread_time()
+        for _ in range(arguments.steps):
+            if watched.on:
+                watched.tell()
+            engine.step()
+        spent[watching].append(1e6 * (time.thread_time() - began) / arguments.steps)
+    without, with_page = (statistics.median(spent[watching]) for watching in (False, True))
+    return {
+        "step ms": arguments.step_ms, "sequences": arguments.streams, "blocks": pool.num_blocks,
+        "processor µs a step, not watched": round(without, 1), "processor µs a step, watched": round(with_page, 1),
+        "added, of the step": round((with_page - without) / 1e3 / arguments.step_ms, 5),
+        "bytes a message": round(statistics.mean(sent)), "turns": spent,
+    }  # fmt: skip
 
 
 async def stream(http: httpx.AsyncClient, url: str, number: int, tokens: int) -> None:
@@ -158,7 +229,7 @@ async def frames(arguments: argparse.Namespace, browser: Browser, http: httpx.As
 
         async def fill(number: int) -> None:
             async with gate:
-                prompt = [5 + (number * 7919 + at * 104729) % 500 for at in range(each * size + 1)]
+                prompt = [5 + number // 400, 5 + number % 400, *(5 + at % 400 for at in range(each * size - 1))]
                 body = {"model": "holdfast-tiny", "prompt": prompt, "max_tokens": 1}
                 (await http.post(f"{server.url}/v1/completions", json=body)).raise_for_status()
 
@@ -169,7 +240,7 @@ async def frames(arguments: argparse.Namespace, browser: Browser, http: httpx.As
         await page.add_init_script(f"({DRAWING})()")
         await page.goto(f"{server.url}/#engine")
         await page.wait_for_selector(".e-status.on")
-        running = asyncio.create_task(streams(http, server.url, 8, arguments.tokens))
+        running = asyncio.create_task(streams(http, server.url, 8, 12 * arguments.tokens))
         title = ""
         for _ in range(60):  # until all blocks have been told of
             await asyncio.sleep(0.5)
@@ -206,6 +277,8 @@ async def frames(arguments: argparse.Namespace, browser: Browser, http: httpx.As
 async def main(arguments: argparse.Namespace) -> None:
     cores = sorted(os.sched_getaffinity(0))
     result: dict[str, Any] = {**provenance(), "load before": os.getloadavg()}
+    if "loop" in arguments.parts:
+        result["loop"] = loop(arguments)
     async with async_playwright() as playwright, httpx.AsyncClient(timeout=None) as http:
         if "cost" in arguments.parts:
             os.sched_setaffinity(0, set(cores[max(1, len(cores) // 2) :]) or set(cores))
@@ -227,10 +300,12 @@ async def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["cost", "frames"], help="cost, frames, or both")
+    parser.add_argument("parts", nargs="*", default=["loop", "cost", "frames"], help="loop, cost, frames")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=160, help="of each stream")
     parser.add_argument("--pairs", type=int, default=6, help="turns without and with the page")
+    parser.add_argument("--steps", type=int, default=400, help="of a turn of the part `loop`")
+    parser.add_argument("--step-ms", type=float, default=8.0, help="time of a step of the part `loop`")
     parser.add_argument("--conversations", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=10_000)
     parser.add_argument("--block-bytes", type=int, default=262_144, help="of a block of 16 tokens")

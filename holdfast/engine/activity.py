@@ -135,12 +135,12 @@ class StepRecorder:
             computed *= 1.0 - (training / max(result.seconds + training, 1e-9) if plan.segments else 1.0)
         columns = plan.columns
         starts, stops = columns.column("start"), columns.column("stop")
-        lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
-        tokens = sum(lengths)
-        verifying = verified_segments(plan)
-        decodes = lengths.count(1) + sum([lengths[at] for at in verifying])
+        tokens = decodes = sum(stops) - sum(starts)
         chunks: list[ChunkRecord] = []
-        if decodes < tokens:
+        if tokens > len(starts):
+            lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+            verifying = verified_segments(plan)
+            decodes = lengths.count(1) + sum([lengths[at] for at in verifying])
             ids = columns.column("sequence_id")
             chunks = [
                 ChunkRecord(ids[at], starts[at], stops[at])
@@ -154,7 +154,7 @@ class StepRecorder:
             tokens=tokens,
             decodes=decodes,
             prefill=tokens - decodes,
-            segments=len(lengths),
+            segments=len(starts),
             preempted=list(plan.preempted),
             chunks=chunks,
             budget=plan.budget,

@@ -20,7 +20,7 @@ QUEUE_SECONDS = 0.25
 """Time between two looks at the queues."""
 QUIET_SECONDS = 1.0
 """Time between two messages while nothing happens."""
-SHARE = 0.003
+SHARE = 0.002
 """Share of the time in which blocks are looked at."""
 LOOKED_AT = 256
 """Blocks that are looked at in one go, about."""

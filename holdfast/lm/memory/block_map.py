@@ -38,7 +38,7 @@ class ConversationBlocks(NamedTuple):
 class _Conversation:
     """What is known of one conversation."""
 
-    __slots__ = ("cache", "digests", "empty_since", "last", "number", "partly", "request", "tail", "told")
+    __slots__ = ("cache", "digests", "empty_since", "last", "number", "partly", "request", "seen", "tail", "told")
 
     def __init__(self, number: int, request: str, digests: list[bytes], last: float) -> None:
         self.number, self.request, self.digests, self.last = number, request, digests, last
@@ -48,6 +48,8 @@ class _Conversation:
         """The digest by which its next request is known."""
         self.partly = False
         """Some of its digests are not known."""
+        self.seen: tuple[str, tuple[str, int]] | None = None
+        """Where its blocks were, and what its last request held, when it was last looked at."""
         self.told: ConversationBlocks | None = None
         self.empty_since: float | None = None
 
@@ -115,11 +117,15 @@ class BlockMap:
             most -= len(seen) + 4
             if self._at >= len(conversation.digests):
                 self._order.pop()
-                row = self._row(conversation, "".join(self._letters), open_requests, now)
+                letters = "".join(self._letters)
                 self._letters, self._at = [], 0
-                if row != conversation.told:
-                    conversation.told = row
-                    changed.append(row)
+                seen_now = letters, self._held(conversation, open_requests, now)
+                if seen_now != conversation.seen:
+                    conversation.seen = seen_now
+                    row = self._row(conversation, letters, now)
+                    if row != conversation.told:
+                        conversation.told = row
+                        changed.append(row)
         return changed
 
     def everything(self, open_requests: Mapping[str, object], now: float) -> list[ConversationBlocks]:
@@ -164,14 +170,17 @@ class BlockMap:
             self._tails.setdefault(conversation.tail, conversation)
         self._found.clear()
 
-    def _row(
-        self, conversation: _Conversation, letters: str, open_requests: Mapping[str, object], now: float
-    ) -> ConversationBlocks:
-        """What is told of a conversation whose digests have been looked up."""
-        digests, cache, state = conversation.digests, conversation.cache, "idle"
+    def _held(self, conversation: _Conversation, open_requests: Mapping[str, object], now: float) -> tuple[str, int]:
+        """The last request of a conversation, and the blocks that it holds; -1: it has ended."""
+        cache = conversation.cache
         if cache is not None and conversation.request not in open_requests:
             cache = conversation.cache = None
             conversation.last = now
+        return conversation.request, -1 if cache is None else len(cache.blocks)
+
+    def _row(self, conversation: _Conversation, letters: str, now: float) -> ConversationBlocks:
+        """What is told of a conversation whose digests have been looked up."""
+        digests, cache, state = conversation.digests, conversation.cache, "idle"
         if cache is not None:
             state = "running" if cache.blocks else "waiting"
             letters = (letters + "u" * (len(cache.blocks) - len(letters))) if cache.blocks else letters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.lm.memory.allocator import Allocator
@@ -212,22 +212,27 @@ class BlockPool:
         """The block of the host tier with this digest."""
         return self.host.find(digest) if self.host is not None else None
 
-    def tiers(self, digests: Iterable[bytes]) -> str:
+    def tiers(self, digests: Sequence[bytes]) -> str:
         """Where the state of each of these digests lies: a letter of TIERS for each."""
         cached, owners = self._cached, self._owners
         leaving, arriving = self.copies.swapping_out, self.copies.swapping_in
         on_host: Mapping[bytes, int] = {} if self.host is None else self.host.by_digest
+        pairs = zip(map(cached.get, digests), map(on_host.__contains__, digests), strict=True)
+        if not (leaving or arriving):  # mostly
+            return "".join(
+                [
+                    ("h" if copied else "-") if block is None else "u" if owners[block] else "b" if copied else "d"
+                    for block, copied in pairs
+                ]
+            )
         letters = []
-        for digest in digests:
-            block = cached.get(digest)
+        for block, copied in pairs:
             if block is None:
-                letters.append("h" if digest in on_host else "-")
+                letters.append("h" if copied else "-")
             elif owners[block]:
                 letters.append("i" if block in arriving else "u")
-            elif block in leaving:
-                letters.append("o")
             else:
-                letters.append("b" if digest in on_host else "d")
+                letters.append("o" if block in leaving else "b" if copied else "d")
         return "".join(letters)
 
     def idle_blocks(self, start: int, stop: int) -> list[tuple[Use, int, bytes]]:

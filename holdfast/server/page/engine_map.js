@@ -36,7 +36,9 @@ export class BlockMap {
     this.key = key;
     this.recording = recording;
     const rows = BlockMap.sorted(recording).filter((row) => row.blocks);
-    const longest = rows.reduce((most, row) => Math.max(most, row.blocks), 1);
+    const lengths = rows.map((row) => row.blocks).sort((one, other) => one - other);
+    // Among many, the few longest take several lines each, so that the others need not be far apart.
+    const longest = Math.max(1, lengths.length > 12 ? lengths[Math.floor(lengths.length * 0.9)] : (lengths.at(-1) ?? 1));
     for (const size of SIZES) {
       const line = Math.min(longest, Math.floor(width / size));
       const columns = Math.max(1, Math.floor((width + GAP) / (line * size + GAP)));

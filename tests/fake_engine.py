@@ -138,6 +138,7 @@ class FakeClient:
     ends: bool = False
     """Whether an end token follows the answer, as with real models."""
     cached: int = 0
+    cached_on_host: int = 0
     hold: asyncio.Event | None = None
     refuse: Exception | None = None
     hangs: bool = False
@@ -206,7 +207,12 @@ class FakeClient:
                 reason = FinishReason.LENGTH if len(words) < len(self.words) else FinishReason.STOP
                 ends = reason is FinishReason.STOP and self.ends
                 count = len(words) + ends  # the engine counts the token that ends an answer
-                usage = Usage(prompt_tokens=len(prompt), completion_tokens=count, cached_tokens=self.cached)
+                usage = Usage(
+                    prompt_tokens=len(prompt),
+                    completion_tokens=count,
+                    cached_tokens=self.cached,
+                    cached_on_host=self.cached_on_host,
+                )
                 await self._alive(number)
                 timings = Timings(arrival=1.0, scheduled=1.5, first_token=2.0, finish=3.0, tokens=count)
                 tokens = (number, END) if last and ends else (number,)

@@ -222,3 +222,5 @@ class SequenceOutput(NamedTuple):
     them."""
     vector: bytes = b""
     """The prompt's embedding, where the request asks: float32 numbers in native order. With the first token."""
+    cached_on_host: int = 0
+    """How many of the cached tokens were found on the host."""

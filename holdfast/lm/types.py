@@ -506,6 +506,8 @@ class Sequence:
     """Number of its positions, including those whose token is still being sampled."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
+    cached_on_host: int = 0
+    """How many of them were found on the host."""
     preemptions: int = 0
     scheduled_at: float | None = None
     finish_reason: FinishReason | None = None

@@ -39,6 +39,7 @@ class RequestUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cached_on_host: int = 0
     wanted: SampledRequest | None = None
     """What was asked for."""
     queued: float | None = None

@@ -94,10 +94,11 @@ class Queues:
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
             sequence.cached_tokens = len(found) * self.pool.block_size
+            sequence.cached_on_host = len(found.host) * self.pool.block_size
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.cached_tokens
             self.order.started(entry)
-            self.prefix_hits_on_host += len(found.host) * self.pool.block_size
+            self.prefix_hits_on_host += sequence.cached_on_host
         return copies
 
     def join(self, entry: Entry) -> None:

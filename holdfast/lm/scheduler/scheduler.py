@@ -369,6 +369,7 @@ class Scheduler:
             logprobs=logprobs or [()] * len(entries),
             prompt_logprobs=prompts or [()] * len(entries),
             vector=vectors,
+            cached_on_host=[sequence.cached_on_host for sequence in sequences],
         )
 
     def resize_host_tier(self, ready: int, total: int) -> None:

@@ -194,8 +194,8 @@ function figures(turn) {
     said.push(`${number(usage.output_tokens)} tokens`);
     const details = usage.input_tokens_details ?? {};
     const cached = Number(details.cached_tokens ?? 0);
-    const host = Number(details.host_cached_tokens ?? 0);
-    const tiers = host > 0 ? ` (${number(host)} on the host)` : '';
+    const host = Number(details.cached_on_host ?? 0);
+    const tiers = host > 0 ? ` (${number(host)} from the host)` : '';
     said.push(`${number(cached)} of ${number(usage.input_tokens)} cached${tiers}`);
   }
   return said.length ? el('span', { class: 'figures', title: FIGURES }, said.join(' · ')) : null;

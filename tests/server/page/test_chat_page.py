@@ -101,7 +101,7 @@ def answered(page: Any) -> None:
 
 def questions(page: Any) -> list[str]:
     """What is asked in the branch that is shown."""
-    return [text.strip() for text in page.locator(".turn .said").all_inner_texts()]
+    return [text.strip() for text in page.locator(".turn .said").all_text_contents()]
 
 
 def expect_questions(page: Any, *texts: str) -> None:

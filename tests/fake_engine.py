@@ -152,6 +152,9 @@ class FakeClient:
     closed: bool = False
 
     on_steps: Any = None
+    on_activity: Any = None
+    watched: list[float] = field(default_factory=list)
+    """What `watch` was asked for."""
     pooling: Pooling = NONE
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
@@ -166,6 +169,10 @@ class FakeClient:
     def _check_alive(self) -> None:
         if self.dead.is_set():
             raise EngineDead(self.reason)
+
+    def watch(self, seconds: float) -> None:
+        self._check_alive()
+        self.watched.append(seconds)
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         if self.refuse is not None:

@@ -240,8 +240,9 @@ def serve_command() -> Command:
         keys = environment_keys()
         if KEY_VARIABLE in os.environ and not keys:
             raise UsageError(f"{KEY_VARIABLE} is set but holds no key; set a key, or unset it to serve without one")
-        operator = {"operator_key": os.environ[OPERATOR_VARIABLE]} if os.environ.get(OPERATOR_VARIABLE) else {}
-        server = asked.config(ServerConfig, {"api_key": keys, **operator} if keys else operator)
+        operators = environment_keys(OPERATOR_VARIABLE)
+        given = {"api_key": keys, "operator_key": operators}
+        server = asked.config(ServerConfig, {name: each for name, each in given.items() if each})
         engine, apps, cluster = asked.config(EngineConfig), asked.config(AppConfig), asked.config(ClusterConfig)
         alone = bool(apps.app) and asked.model is None
         if alone:
@@ -509,9 +510,9 @@ def refuse_engine_flags(flags: Mapping[str, object], why: str, but: Sequence[str
             raise UsageError(f"{name} is for {why}")
 
 
-def environment_keys() -> list[str]:
-    """API keys from HOLDFAST_API_KEY, comma-separated."""
-    return [key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",") if key.strip()]
+def environment_keys(variable: str = KEY_VARIABLE) -> list[str]:
+    """Keys from an environment variable, comma-separated."""
+    return [key.strip() for key in os.environ.get(variable, "").split(",") if key.strip()]
 
 
 def client_key() -> dict[str, str]:

@@ -22,13 +22,15 @@ from holdfast.core.types import SamplingParams
 from holdfast.engine.client import EngineClient
 from holdfast.engine.connection import QueueFull
 from holdfast.engine.profiles import CostProfile
-from holdfast.engine.trace import TracedExecutor
+from holdfast.engine.trace import TracedExecutor, about_engine
 from holdfast.lab.load_client import Ask, LoadClient, ask_server
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.workloads import PromptTokens, Workload, num_requests
 from holdfast.lm.limits import RequestRefused
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import EngineShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +124,19 @@ def simulated_engine(
     """A simulated engine: the real loop, scheduler and memory on a virtual clock."""
 
     def run(workload: Workload, title: str) -> list[Record]:
+        traces: list[TracedExecutor] = []
         with ExitStack() as open_files, progress_bar(title, num_requests(workload)) as on_progress:
 
             def wrap(executor: Any, clock: Any) -> Any:
                 if config.trace is None:
                     return executor
                 suspends = config.host_cache_gb not in ("auto", 0)
-                return open_files.enter_context(
-                    closing(TracedExecutor(executor, config.trace, clock, suspends=suspends))
-                )
+                traces.append(TracedExecutor(executor, config.trace, clock, suspends=suspends))
+                return open_files.enter_context(closing(traces[0]))
+
+            def introduce(planner: Scheduler, shape: EngineShape) -> None:
+                for traced in traces:
+                    traced.introduce(planner, about_engine(config, shape))
 
             return simulate(
                 config,
@@ -140,6 +146,7 @@ def simulated_engine(
                 pipeline=pipeline,
                 host_seconds=host_seconds,
                 wrap=wrap,
+                on_planner=introduce,
                 on_progress=on_progress,
             ).records
 

@@ -39,6 +39,7 @@ from holdfast.core.types import MAX_SEED, AdapterInfo, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.client import Delta, EngineClient, Stream, prepare
 from holdfast.engine.connection import EngineDead, QueueFull
+from holdfast.engine.generation import GenerationDefaults
 from holdfast.engine.pooling import Pooling
 from holdfast.engine.profiles import CostProfile
 from holdfast.engine.text import Text
@@ -89,6 +90,7 @@ class Replicas:
         """That of one engine, but with the places of all that there may be."""
         self.text: Text
         self.pooling: Pooling
+        self.generation: GenerationDefaults
         self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
         """Called with the tokens and the seconds of all engines' steps, some at a time."""
         self.tuning = TuningClient(lambda message: None, {}, refuse_tuning)
@@ -343,7 +345,8 @@ class Replicas:
     def _begin(self, engines: Sequence[EngineClient]) -> None:
         """Take over the first engines, all of which are ready."""
         first = engines[0]
-        self.config, self.text, self.pooling = first.config, first.text, first.pooling
+        self.config, self.text = first.config, first.text
+        self.pooling, self.generation = first.pooling, first.generation
         most, info = self.cluster.most, first.info
         self.info = replace(
             info, max_sequences=most * info.max_sequences, max_waiting=most * info.max_waiting,

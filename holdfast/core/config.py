@@ -57,7 +57,7 @@ DEFAULT_ADAPTERS = 8
 KEY_VARIABLE = "HOLDFAST_API_KEY"
 """The environment variable that holds API keys."""
 OPERATOR_VARIABLE = "HOLDFAST_OPERATOR_KEY"
-"""The environment variable that holds the operator's key."""
+"""The same for operators' keys."""
 
 
 def option(default: Any, help: str, unit: Literal["", "ms"] = "", bare: str | None = None) -> Any:

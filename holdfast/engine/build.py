@@ -34,7 +34,7 @@ from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.rank_messages import Loaded, StartRank
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.text import read_tokenizer
-from holdfast.engine.trace import TracedExecutor
+from holdfast.engine.trace import TracedExecutor, about_engine
 from holdfast.engine.tuning_desk import TuningDesk, TuningRules
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
@@ -210,7 +210,8 @@ def put_together(
             tuning = make_tuning(config, checkpoint, tuned, device, tuner, desk)
     executor: LanguageExecutor = device.executor
     if config.trace:
-        executor = TracedExecutor(executor, config.trace, clock, suspends=shape.num_host_blocks > 0)
+        executor = traced = TracedExecutor(executor, config.trace, clock, suspends=shape.num_host_blocks > 0)
+        traced.introduce(scheduler, about_engine(config, shape))
     keep, grow = nothing, nothing
     if profile is not None and not profile.measured and isinstance(policy, LatencyTarget):
         keep = partial(keep_corrected, profile, policy, path)

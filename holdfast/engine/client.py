@@ -149,6 +149,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._waiting: set[str] = set()
         self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
         """Called with the tokens and the seconds of the engine's steps, some at a time."""
+        self.on_activity: Callable[[messages.Activity], None] = lambda activity: None
+        """Called with what the engine does, while it is watched (`watch`)."""
         self.adapters: dict[str, AdapterInfo] = {}
         """The adapters that requests may name, by name."""
         self._changing: set[str] = set()
@@ -308,6 +310,14 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         content = self.adapters[adapter].id if adapter else ""
         return Identity(self.info.model, content, self.info.precision, tenant)
 
+    def watch(self, seconds: float) -> None:
+        """Have the engine tell what it does (`on_activity`) for so many seconds from now on; 0: no more.
+
+        Raises EngineDead.
+        """
+        self._check_alive()
+        self._child.send(messages.Watch(seconds))
+
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Serve the adapter in a directory under a name. With `replace`, the name may have another one by now.
 
@@ -407,6 +417,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                     self._deliver(output, now)
             case messages.Steps(tokens, seconds):
                 self.on_steps(tokens, seconds)
+            case messages.Activity():
+                self.on_activity(message)
             case messages.Refused(request_id, reason, param):
                 stream = self._streams.get(request_id)
                 if stream is not None and self._forget(request_id):

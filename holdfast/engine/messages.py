@@ -12,7 +12,10 @@ from holdfast.core.columns import Columns
 from holdfast.core.config import AppConfig, EngineConfig, ExecutorName
 from holdfast.core.stages import Stage
 from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SequenceOutput, TokenLogprobs
+from holdfast.engine.activity import StepRecord
 from holdfast.lm.limits import RequestLimits
+from holdfast.lm.memory.block_map import ConversationBlocks
+from holdfast.lm.scheduler.look import QueueLook
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 MESSAGE_LIMIT = 128 << 20
@@ -362,6 +365,12 @@ class Ask(Message, tag="ask"):
     number: int
 
 
+class Watch(Message, tag="watch"):
+    """To the engine: send Activity for so many seconds from now on; 0: no more."""
+
+    seconds: float
+
+
 class Shutdown(Message, tag="shutdown"):
     """To the engine: end now, even while requests run."""
 
@@ -524,6 +533,22 @@ class Steps(Message, tag="steps"):
     """Time that the device spent on each."""
 
 
+class Activity(Message, tag="activity"):
+    """From an engine that is watched: what it did since the last such message, and how it stands."""
+
+    at: float
+    """When it was sent, in seconds on the clock of the records."""
+    begins: bool
+    """It is the first since watching began: what was told before is void."""
+    steps: list[StepRecord]
+    blocks: list[ConversationBlocks]
+    """The conversations whose blocks have changed."""
+    queues: QueueLook | None = None
+    stats: SchedulerStats | None = None
+    costs: list[tuple[int, float]] | None = None
+    """With the first: the cost of computing a chunk again, by block of its conversation, at some of them."""
+
+
 class AppAnswer(Message, tag="app-stats"):
     """From the engine of an application: the answer to Ask."""
 
@@ -558,19 +583,19 @@ class Submitted(Message, tag="submit"):
 
 ToEngine = (
     Start | StartApp | Submit | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | FindChunks
-    | FetchChunks | StopFetch | Ask | Tick | Shutdown
+    | FetchChunks | StopFetch | Ask | Watch | Tick | Shutdown
 )  # fmt: skip
 AdapterAnswer = AdapterLoaded | AdapterRefused | AdapterUnloaded
 TuningAnswer = JobStarted | JobChanged | JobRefused | JobProgress
 FromEngine = (
     Hello | Progress | Ready | AppReady | Outputs | Results | Refused | AdapterAnswer | TuningAnswer | ChunksFound
-    | ChunksFetched | Failed | Stats | Clock | Steps | AppAnswer | Failure
+    | ChunksFetched | Failed | Stats | Clock | Steps | Activity | AppAnswer | Failure
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
     Start | StartApp | Submitted | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | FindChunks
-    | FetchChunks | StopFetch | Ask | Tick | Shutdown
+    | FetchChunks | StopFetch | Ask | Watch | Tick | Shutdown
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

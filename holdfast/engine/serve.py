@@ -24,6 +24,7 @@ from holdfast.engine.process import FAILED, Parent, await_link, die_with_parent,
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.spawn import BUILD
 from holdfast.engine.step_log import StepLog
+from holdfast.engine.watched import Watched
 from holdfast.lm.types import LanguageLoop
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ STEPS_PER_MESSAGE = 256
 """Steps are told after so many of them, and before each answer to Ask."""
 QUIET_SECONDS = 1.0
 """All garbage is collected in a pause of this length. That takes as long as several steps."""
+WATCHED_SECONDS = 0.05
+"""How often somebody who watches is told of an idle engine."""
 STUCK_SECONDS = 5.0
 """Time to end for a process of which another rank has failed."""
 
@@ -219,8 +222,12 @@ def serve(
     for each in desks:
         each.wake = parent.wake
     loop.executor = steps = StepLog(loop.executor)
+    watched = Watched(loop, parent.send)
 
     def handled(message: messages.ToEngine) -> bool:
+        if isinstance(message, messages.Watch):
+            watched.watch(message.seconds)
+            return True
         if isinstance(message, messages.Ask):
             parent.send(steps.take())
         return handle(message, loop, parent, desk, tuning, grammars, moves)
@@ -231,6 +238,8 @@ def serve(
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
             gc.collect(0)
+        if watched.on:
+            watched.tell()
         if idle:
             while loop.prepare() and not parent.poll(0):
                 pass
@@ -238,7 +247,7 @@ def serve(
                 pass
             elif any(each.busy for each in desks):
                 parent.wait()
-            elif (message := await_message(parent)) is not None and not handled(message):
+            elif (message := await_message(parent, watched)) is not None and not handled(message):
                 return
         for message in parent.waiting():
             if not handled(message):
@@ -269,8 +278,15 @@ def end_soon(parent: Parent, ranks: Ranks) -> None:
     timer.start()
 
 
-def await_message(parent: Parent) -> messages.ToEngine | None:
-    """The next message; None if `parent` is woken. All garbage is collected if it takes QUIET_SECONDS to come."""
+def await_message(parent: Parent, watched: Watched) -> messages.ToEngine | None:
+    """The next message; None if `parent` is woken. All garbage is collected if it takes QUIET_SECONDS to come.
+
+    While somebody watches, they are told meanwhile how things stand.
+    """
+    while watched.on:
+        if parent.poll(WATCHED_SECONDS):
+            return parent.receive()
+        watched.tell(idle=True)
     if not parent.poll(QUIET_SECONDS):
         gc.collect()
     return parent.receive()

@@ -124,8 +124,8 @@ def child_environment() -> dict[str, str]:
     PYTHONPATH is extended so that the engine imports this same `holdfast` from a checkout.
     """
     environment = dict(os.environ)
-    for name in (KEY_VARIABLE, OPERATOR_VARIABLE):
-        environment.pop(name, None)
+    for variable in (KEY_VARIABLE, OPERATOR_VARIABLE):
+        environment.pop(variable, None)
     root = str(Path(__file__).resolve().parents[2])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.lm.types import CopyTime, LanguageExecutor, Segment, StepPlan, StepResult
+import msgspec
+
+from holdfast.core.config import EngineConfig
+from holdfast.engine.activity import CopyRecord, Scene, SliceRecord, StepRecord, StepRecorder, verified_segments
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import EngineShape, LanguageExecutor, Segment, StepPlan, StepResult
 from holdfast.loop.contracts import Clock
 
 MICROSECONDS = 1e6
-DEVICE, ROWS, COPIES = 0, 1, 2
-"""Process numbers of the trace: steps; sequences, a lane for each row; copies, a lane for each direction."""
+DEVICE, ROWS, COPIES, STATE = 0, 1, 2, 3
+"""Process numbers of the trace: steps; sequences, a lane for each row; copies, a lane for each direction; queues and
+blocks."""
 OUT, INTO = 0, 1
 """Lanes of copies."""
 STEPS, FORWARDS, TRAINING = 0, 1, 2
 """Lanes of the device."""
+NOT_ARGUMENTS = ("at", "seconds", "training", "copies", "action", "inward")
+"""Fields of records that bars show by their place and name."""
+LOOKS_PER_SECOND = 10
+"""How often a trace tells of queues and blocks."""
 
 
 class TracedExecutor:
-    """An executor that writes each step to a file, for chrome://tracing or ui.perfetto.dev.
+    """An executor that writes each step to a file, for chrome://tracing, ui.perfetto.dev or the server's own page.
 
-    A step is a bar on the device's lane. Each of its segments is a bar on the lane of its row, so a stall of a stream
-    is a gap in its lane. A counter shows the tokens of each step. A mark on the device's lane shows each preemption, or
-    suspension where there is a host tier. A copy between the tiers is a bar of its duration, drawn at its earliest
-    possible start. Events are written as steps end, and a truncated file can still be read. About 150 bytes a segment.
+    A step is a bar on the device's lane, with its record (`activity.StepRecord`) as arguments. Each of its segments is
+    a bar on the lane of its row, so a stall of a stream is a gap in its lane. A counter shows the tokens of each step.
+    A mark on the device's lane shows each preemption, or suspension where there is a host tier. A copy between the
+    tiers is a bar of its duration, drawn at its earliest possible start. Events are written as steps end, and a
+    truncated file can still be read. About 150 bytes a segment.
+
+    Once it is introduced to a planner, marks of a process of their own tell of the queues and of the blocks of each
+    conversation, LOOKS_PER_SECOND times a second of the clock, as far as they have changed.
 
     A slice of training is a bar on a lane below the steps, after its step; a counter shows the blocks lent to training.
 
@@ -34,7 +49,14 @@ class TracedExecutor:
     computed tokens.
     """
 
-    def __init__(self, inner: LanguageExecutor, path: str | Path, clock: Clock, *, suspends: bool = False) -> None:
+    def __init__(
+        self,
+        inner: LanguageExecutor,
+        path: str | Path,
+        clock: Clock,
+        *,
+        suspends: bool = False,
+    ) -> None:
         """`clock` is the loop's. `suspends`: preempted sequences keep their state on the host.
 
         Raises ValueError if the file cannot be written.
@@ -46,14 +68,10 @@ class TracedExecutor:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  closed by `close`
         except OSError as error:
             raise ValueError(f"trace {path} cannot be written: {error.strerror}") from None
-        self._plans: deque[tuple[StepPlan, float]] = deque()
-        self._free_at = 0.0
+        self._recorder = StepRecorder()
+        self._scene: Scene | None = None
+        self._next_look = 0.0
         self._lanes: set[int] = set()
-        self._copying: dict[tuple[int, bool], tuple[float, int, str]] = {}
-        """Copies in flight, by step and direction (True: to the device): time of submission, number, and of what."""
-        self._host_slots: set[int] = set()
-        """The slots whose state is on the host. A load from any other copies nothing between the tiers."""
-        self._copied_until = [0.0, 0.0]
         self._lent = 0
         """Blocks that the last plan lent to training."""
         names = {DEVICE: "device", ROWS: "sequences, by row", COPIES: "copies"}
@@ -66,29 +84,20 @@ class TracedExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         now = self._clock()
-        self._plans.append((plan, now))
-        into, out = self._row_copies(plan)
-        for inward, copies, rows in ((True, len(plan.swap_in), into), (False, len(plan.swap_out), out)):
-            if copies or rows:
-                self._copying[plan.step, inward] = now, copies or rows, "blocks" if copies else "rows"
+        self._recorder.submit(plan, now)
+        if self._scene is not None:
+            self._look(self._scene, plan, now)
         self._inner.submit(plan)
 
     def collect(self) -> StepResult:
         result = self._inner.collect()
-        plan, submitted = self._plans.popleft()
-        ended = self._clock()
-        # Use the device's own measure where it fits between the neighbours: steps run one after another.
-        training = 0.0 if result.training is None else result.training.seconds
-        began = max(submitted, self._free_at, ended - result.seconds - training)
-        self._free_at = ended
-        computed = ended - began
-        if plan.training is not None:
-            share = training / max(result.seconds + training, 1e-9) if plan.segments else 1.0
-            computed *= 1.0 - share
-        events = self._events(plan, began, computed) if plan.segments or plan.training is None else []
-        events += self._training(plan, result, began + computed, ended)
-        events += [self._copied(copy) for copy in result.copies]
-        self._file.write("".join(f",\n{line}" for line in events))
+        recorded = self._recorder.collect(result, self._clock())
+        assert recorded is not None
+        plan, record = recorded
+        events = self._events(plan, record) if plan.segments or plan.training is None else []
+        events += self._training(record)
+        events += [self._copied(copy) for copy in record.copies]
+        self._write(events)
         return result
 
     def close(self) -> None:
@@ -97,71 +106,63 @@ class TracedExecutor:
             self._file.write("\n]\n")
             self._file.close()
 
-    def _training(self, plan: StepPlan, result: StepResult, began: float, ended: float) -> list[str]:
-        """The slice of a plan, and the blocks that are lent if their number has changed."""
-        events, slice_ = [], plan.training
-        if plan.lent != self._lent:
-            self._lent = plan.lent
-            events.append(event("C", DEVICE, TRAINING, began, name="lent blocks", args={"training": plan.lent}))
+    def _write(self, events: Iterable[str]) -> None:
+        self._file.write("".join(f",\n{line}" for line in events))
+
+    def introduce(self, planner: Scheduler, about: Mapping[str, object]) -> None:
+        """Tell of this planner's queues and blocks, too. `about` says of what engine (`about_engine`)."""
+        scene = self._scene = Scene(planner)
+        self._write(
+            [
+                event("M", STATE, 0, name="process_name", args={"name": "queues and blocks"}),
+                event("i", STATE, 0, name="engine", args={**about, "costs": scene.costs()}),
+            ]
+        )
+
+    def _look(self, scene: Scene, plan: StepPlan, now: float) -> None:
+        """Write what has changed in the queues and the blocks, if it is time."""
+        scene.meet_all(plan)
+        if now < self._next_look:
+            return
+        self._next_look = now + 1 / LOOKS_PER_SECOND
+        events = [
+            event("i", STATE, 0, now, name="queues", args=scene.queues()._asdict()),
+            event("i", STATE, 0, now, name="stats", args=asdict(scene.stats())),
+        ]
+        if rows := scene.blocks(now, 0):
+            events.append(event("i", STATE, 0, now, name="blocks", args={"rows": rows}))
+        self._write(events)
+
+    def _training(self, record: StepRecord) -> list[str]:
+        """The slice of a step, and the blocks that are lent if their number has changed."""
+        events, slice_ = [], record.training
+        began = slice_.at if slice_ is not None else record.at + record.seconds
+        if record.lent != self._lent:
+            self._lent = record.lent
+            events.append(event("C", DEVICE, TRAINING, began, name="lent blocks", args={"training": record.lent}))
         if slice_ is not None:
-            numbers: dict[str, object] = {
-                "plan": plan.step, "job": slice_.job, "step": slice_.step, "micro-batch": slice_.micro_batch,
-            }  # fmt: skip
-            if slice_.action == "run":
-                numbers |= {"first unit": slice_.first, "units": slice_.stop - slice_.first, "keeps": slice_.keep}
-            if result.training is not None and result.training.loss is not None:
-                numbers["loss"] = round(result.training.loss, 6)
             name = "training" if slice_.action == "run" else slice_.action
-            events.append(event("X", DEVICE, TRAINING, began, ended - began, name=name, args=numbers))
+            numbers = arguments(slice_)
+            events.append(event("X", DEVICE, TRAINING, began, slice_.seconds, name=name, args=numbers))
         return events
 
-    def _row_copies(self, plan: StepPlan) -> tuple[int, int]:
-        """How many states of rows a plan copies to the device and to the host."""
-        into = out = 0
-        for move in plan.row_moves:
-            if move.kind in ("store", "offload"):
-                self._host_slots.add(move.slot)
-                out += 1
-            elif move.kind in ("keep", "forget"):
-                self._host_slots.discard(move.slot)
-            elif move.kind == "load":
-                into += move.slot in self._host_slots
-        return into, out
-
-    def _copied(self, copy: CopyTime) -> str:
-        submitted, count, unit = self._copying.pop((copy.step, copy.inward))
+    def _copied(self, copy: CopyRecord) -> str:
         name, lane = ("swap-in", INTO) if copy.inward else ("swap-out", OUT)
-        began = max(submitted, self._copied_until[lane])
-        self._copied_until[lane] = began + copy.seconds
-        numbers: dict[str, float] = {"step": copy.step, unit: count, "bytes": copy.bytes}
+        numbers = arguments(copy)
         if copy.seconds:
             numbers["GB/s"] = round(copy.bytes / copy.seconds / 1e9, 6)
-        return event("X", COPIES, lane, began, copy.seconds, name=name, args=numbers)
+        return event("X", COPIES, lane, copy.at, copy.seconds, name=name, args=numbers)
 
-    def _events(self, plan: StepPlan, began: float, seconds: float) -> list[str]:
-        decodes = sum(segment.length == 1 for segment in plan.segments)
-        sampled = [segment for segment in plan.segments if segment.sampling is not None]
-        drafts = zip(sampled, plan.drafts or (), strict=False)
-        verified = {segment.row: segment.length for segment, draft in drafts if draft}
-        decodes += sum(verified.values())
-        prefill = plan.num_tokens - decodes
-        numbers: dict[str, object] = {
-            "step": plan.step,
-            "tokens": plan.num_tokens,
-            "decodes": decodes,
-            "prefill tokens": prefill,
-            "segments": len(plan.segments),
-            "preempted": list(plan.preempted),
-        }
-        if plan.forwards:
-            numbers |= {"forwards": len(plan.forwards), "idle tokens": plan.idle_tokens}
+    def _events(self, plan: StepPlan, record: StepRecord) -> list[str]:
+        began, seconds = record.at, record.seconds
+        tokens = {"decodes": record.decodes, "prefill": record.prefill}
         events = [
-            event("X", DEVICE, STEPS, began, seconds, name=f"step {plan.step}", args=numbers),
-            event("C", DEVICE, STEPS, began, name="batch tokens", args={"decodes": decodes, "prefill": prefill}),
+            event("X", DEVICE, STEPS, began, seconds, name=f"step {plan.step}", args=arguments(record)),
+            event("C", DEVICE, STEPS, began, name="batch tokens", args=tokens),
         ]
         for name in plan.preempted:
             events.append(event("i", DEVICE, STEPS, began, name=f"{self._preempted} {name}", args={}))
-        at = 0
+        at, verified = 0, {plan.segments[place].row for place in verified_segments(plan)}
         for run in runs(plan):
             share = seconds * run.share
             if plan.forwards:
@@ -180,6 +181,26 @@ class TracedExecutor:
         span = {"sequence": segment.sequence_id, "start": segment.start, "stop": segment.stop}
         events.append(event("X", ROWS, segment.row, began, seconds, name=kind, args=span))
         return events
+
+
+def arguments(record: StepRecord | CopyRecord | SliceRecord) -> dict[str, object]:
+    """A record as the arguments of its bar, which has its times. What has a bar of its own is left out."""
+    fields: dict[str, object] = msgspec.to_builtins(record)
+    return {name: value for name, value in fields.items() if name not in NOT_ARGUMENTS}
+
+
+def about_engine(config: EngineConfig, shape: EngineShape) -> dict[str, object]:
+    """What a view needs to know of an engine beside its records."""
+    return {
+        "model": shape.model,
+        "scheduler": config.scheduler,
+        "target": None if config.tbt_target is None else config.tbt_target / 1000,
+        "budget": shape.token_budget,
+        "block_size": config.block_size if shape.rows is None else 1,
+        "blocks": shape.num_blocks,
+        "host_blocks": shape.num_host_blocks,
+        "rows": config.max_sequences,
+    }
 
 
 class Run(NamedTuple):

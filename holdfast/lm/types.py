@@ -370,6 +370,10 @@ class StepPlan:
     """Of sampling segments with a grammar: the first one of a sequence in its row has it."""
     training: TrainingSlice | None = None
     """Computed after the segments. A plan may have a slice and no segments."""
+    budget: int = 0
+    """Tokens that the policy would have let into the step, for those who watch; 0: not told."""
+    predicted: float = 0.0
+    """Seconds that the policy expects the segments to take, for those who watch; 0: it predicts nothing."""
 
     @property
     def columns(self) -> Columns[Segment]:

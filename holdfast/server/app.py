@@ -33,6 +33,7 @@ from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.replica_metrics import ReplicaMetrics
+from holdfast.server.routes.activity import add_activity_routes
 from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.batches import add_batch_routes
 from holdfast.server.routes.conversations import add_conversation_routes
@@ -100,9 +101,10 @@ def create_app(
     app.state.tracing = None if endpoint is None else Tracing(exporter_to(endpoint))
     app.state.bodies = BodyBudget(int(config.max_bodies_mb * 1e6))
     if config.api_key:
-        app.add_middleware(KeyCheck, keys=config.api_key)
+        app.add_middleware(KeyCheck, keys=config.api_key, operators=config.operator_key)
     else:
-        app.add_middleware(BrowserCheck, hosts=(config.host, *config.allowed_host), origins=config.allowed_origin)
+        hosts = config.host, *config.allowed_host
+        app.add_middleware(BrowserCheck, hosts=hosts, origins=config.allowed_origin, operators=config.operator_key)
     service = Service(client, config) if client is not None else None
     app.state.service = service
     app.state.responses = None
@@ -117,6 +119,7 @@ def create_app(
         app.state.admissions.append(service.admission)
         add_model_routes(app, service)
         add_adapter_routes(app, service)
+        add_activity_routes(app, service, config)
         add_completion_routes(app, service)
         add_response_routes(app, responses)
         add_message_routes(app, service)
@@ -188,36 +191,48 @@ GENERATION = tuple(
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}
 
 
-class KeyCheck:
-    """Requires one of the API keys, and derives the request's tenant from it."""
+class Keys:
+    """Finds out which of some keys a request has."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app = app
+    def __init__(self, keys: Sequence[str]) -> None:
         self.keys = [key.encode() for key in keys]
-        self.tenants = [hashlib.sha256(b"holdfast tenant\0" + key).hexdigest() for key in self.keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        tenant = self.tenant(scope)
-        if tenant is None and scope["path"] not in OPEN_PATHS and not is_page(scope):
-            reason = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
-            error = ApiError(reason, status=401, code="invalid_api_key")
-            await JSON(error.body_for(scope["path"]), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
-            return
-        scope.setdefault("state", {})["tenant"] = tenant or ""
-        await self.app(scope, receive, send)
-
-    def tenant(self, scope: Scope) -> str | None:
-        """The tenant of the request's key; None without a valid one."""
+    def find(self, scope: Scope) -> int | None:
+        """The place of the request's key among these; None if it has none of them."""
         headers = dict(scope["headers"])
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             given = headers.get(b"x-api-key", b"")  # as clients of Anthropic's API send it
         # Compare every key, each in constant time, so that the time taken reveals nothing about any of them.
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
-        return self.tenants[matches.index(True)] if any(matches) else None
+        return matches.index(True) if any(matches) else None
+
+
+class KeyCheck:
+    """Requires one of the API keys or an operator's, and derives the request's tenant from it."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], operators: Sequence[str] = ()) -> None:
+        """`operators` are keys, each a tenant too, that may also see the engine at work."""
+        self.app = app
+        keys = (*keys, *operators)
+        self.keys = Keys(keys)
+        self.operators = len(operators)
+        self.tenants = [hashlib.sha256(b"holdfast tenant\0" + key.encode()).hexdigest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        number = self.keys.find(scope)
+        if number is None and scope["path"] not in OPEN_PATHS and not is_page(scope):
+            reason = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            error = ApiError(reason, status=401, code="invalid_api_key")
+            await JSON(error.body_for(scope["path"]), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["tenant"] = "" if number is None else self.tenants[number]
+        state["operator"] = number is not None and number >= len(self.tenants) - self.operators
+        await self.app(scope, receive, send)
 
 
 class BrowserCheck:
@@ -227,9 +242,12 @@ class BrowserCheck:
     here without asking first (CORS) cannot say that it sends JSON.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str] = ()) -> None:
-        """`origins` are web sites that may send forms; `*` stands for all."""
+    def __init__(
+        self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str] = (), operators: Sequence[str] = ()
+    ) -> None:
+        """`origins` are web sites that may send forms; `*` stands for all. `operators` are keys of operators."""
         self.app = app
+        self.operators = Keys(operators)
         self.hosts = {host.lower() for host in ("localhost", *hosts)}
         self.origins = {origin.lower() for origin in origins}
 
@@ -241,7 +259,8 @@ class BrowserCheck:
         if error is not None:
             await JSON(error.body_for(scope["path"]), error.status)(scope, receive, send)
             return
-        scope.setdefault("state", {})["tenant"] = ""
+        state = scope.setdefault("state", {})
+        state["tenant"], state["operator"] = "", self.operators.find(scope) is not None
         await self.app(scope, receive, send)
 
     def refusal(self, scope: Scope) -> ApiError | None:

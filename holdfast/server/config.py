@@ -23,6 +23,11 @@ class ServerConfig:
         "key that clients must send; repeat it for several, each a tenant with its own cache "
         "(better in HOLDFAST_API_KEY, comma-separated: a command line can be read by other users)",
     )
+    operator_key: tuple[str, ...] = option(
+        (),
+        "key of an operator, who may see the engine at work and change the replicas; without any key, that is for "
+        "programs on this machine; repeat it for several (better in HOLDFAST_OPERATOR_KEY, comma-separated)",
+    )
     allowed_host: tuple[str, ...] = option(
         (),
         "name under which clients reach a server without keys, besides localhost and addresses; repeat it for several",
@@ -62,11 +67,6 @@ class ServerConfig:
     body_seconds: float = option(120.0, "time for a request's body to arrive")
     idle_seconds: int = option(5, "time that a connection is kept without a request")
     write_seconds: float = option(120.0, "time for a client to read more of its answer before it is disconnected")
-    operator_key: str | None = option(
-        None,
-        "key for changing the replicas (POST /replicas, in the header x-operator-key; better in "
-        "HOLDFAST_OPERATOR_KEY); default: they cannot be changed",
-    )
     adapter_root: str | None = option(
         None, "directory below which clients may load LoRA adapters (POST /v1/load_lora_adapter); default: nowhere"
     )
@@ -131,8 +131,11 @@ class ServerConfig:
                 raise ValueError(f"allowed_origin is {origin}; it must look like https://app.example, or be *")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError(f"ssl_keyfile is {self.ssl_keyfile}, and there is no ssl_certfile; give both")
-        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_key):
-            raise ValueError("api_key is empty or holds something other than visible ASCII; choose another key")
+        for name in ("api_key", "operator_key"):
+            if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in getattr(self, name)):
+                raise ValueError(f"{name} is empty or holds something other than visible ASCII; choose another key")
+        if set(self.api_key) & set(self.operator_key):
+            raise ValueError("operator_key is among the API keys; give operators a key of their own")
 
 
 def check_endpoint(endpoint: str) -> None:

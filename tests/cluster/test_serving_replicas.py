@@ -12,7 +12,7 @@ import pytest
 from served import Serving, eventually, make_checkpoint, serve
 
 HEADERS = {"authorization": "Bearer one"}
-OPERATOR = {**HEADERS, "x-operator-key": "op"}
+OPERATOR = {"authorization": "Bearer op"}
 ASKED: dict[str, Any] = {
     "model": "tiny", "prompt": "it was a dark and stormy night; ", "max_tokens": 200, "temperature": 0.9, "seed": 11,
     "presence_penalty": 0.5, "logprobs": 1,
@@ -129,6 +129,16 @@ def test_a_conversation_is_followed_across_three_replicas_with_the_same_answers(
     assert refused.status_code == 409 and "only one that serves" in refused.json()["error"]["message"]
 
 
+def test_the_engine_view_shows_the_replica_that_is_asked_for(served: Serving) -> None:
+    url = f"{served.url}/v1/engine/events"
+    (name, *_) = [each["name"] for each in members(served) if each["state"] == "ready"]
+    with httpx.stream("GET", url, params={"replica": name}, headers=OPERATOR, timeout=20) as response:
+        assert response.status_code == 200
+        assert "event: engine" in next(response.iter_text())
+    missing = httpx.get(url, params={"replica": "99"}, headers=OPERATOR)
+    assert missing.status_code == 404 and "99" in missing.json()["error"]["message"]
+
+
 def test_only_the_operator_changes_the_replicas(served: Serving) -> None:
-    assert httpx.post(f"{served.url}/replicas", headers=HEADERS).status_code == 401
+    assert httpx.post(f"{served.url}/replicas", headers=HEADERS).status_code == 403
     assert httpx.post(f"{served.url}/replicas/7/drain", headers=OPERATOR).status_code == 404

@@ -257,4 +257,4 @@ def test_copies_of_rows_are_counted_where_they_cross_between_the_tiers(tmp_path)
     traced.close()
     copies = [bar for bar in events_of(path, "X") if bar["pid"] == 2]
     assert [(bar["name"], bar["args"]["rows"]) for bar in copies] == [("swap-out", 2), ("swap-in", 1)]
-    assert not traced._copying
+    assert not traced._recorder._copying

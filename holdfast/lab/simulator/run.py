@@ -20,6 +20,7 @@ from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler, make_tuner, steps_in_flight
+from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import (
     COPIES_AHEAD_BYTES,
@@ -72,6 +73,7 @@ def simulate(
     pace: Callable[[float], float] = lambda now: 1.0,
     pipeline: Pipeline | None = None,
     wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
+    on_planner: Callable[[Scheduler, EngineShape], None] = lambda planner, shape: None,
     on_progress: Callable[[int], None] = lambda done: None,
     software: RowSoftware = ENGINE,
     make_policy: Callable[[EngineShape], Policy] | None = None,
@@ -84,7 +86,8 @@ def simulate(
     Conversations arrive at their times. With `concurrency`, arrival times are ignored and that number of conversations
     is kept open (closed loop). `host_seconds` is the host's time for each step. `pace(t)` multiplies the duration of a
     step that starts at t. With a `pipeline`, one more step is in flight for each further stage, and `profile.cost` must
-    be its `whole()`. `wrap` may wrap the executor. `on_progress` receives the number of requests that have ended.
+    be its `whole()`. `wrap` may wrap the executor. `on_planner` is given the scheduler before the first request, and
+    the engine's shape. `on_progress` receives the number of requests that have ended.
     With the executor "padded", or a profile of padded rows, plans are of padded rows, which `software` runs.
     `make_policy` replaces the policy that `config` asks for. With an `acceptance`, decodes verify drafts as
     `config.speculation` says, and each guess is right with this chance. `tuning` has jobs of training beside the
@@ -102,6 +105,7 @@ def simulate(
         pace=pace,
         pipeline=pipeline,
         wrap=wrap,
+        on_planner=on_planner,
         software=software,
         make_policy=make_policy,
         tuning=tuning,
@@ -126,6 +130,7 @@ def make_loop(
     pace: Callable[[float], float] = lambda now: 1.0,
     pipeline: Pipeline | None = None,
     wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
+    on_planner: Callable[[Scheduler, EngineShape], None] = lambda planner, shape: None,
     software: RowSoftware = ENGINE,
     make_policy: Callable[[EngineShape], Policy] | None = None,
     tuning: Tuning | None = None,
@@ -161,6 +166,7 @@ def make_loop(
         tuning_progress=tuning is not None and tuning.progress,
         drafter=drafter,
     )
+    on_planner(scheduler, shape)
     return Loop(scheduler, wrap(executor, clock), steps_in_flight(config, stages), clock), executor, trainer
 
 

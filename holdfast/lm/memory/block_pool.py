@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.lm.memory.allocator import Allocator
@@ -13,6 +13,17 @@ from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.protocol import Found, SequenceState
 from holdfast.lm.memory.retention import MIN_AGE, IdleBlocks, RetentionRule, Use, Victims
 from holdfast.lm.types import BlockCopy, BlockMove
+
+TIERS = {
+    "u": "on the device, in use",
+    "i": "being copied to the device",
+    "d": "on the device, idle",
+    "o": "being copied to the host",
+    "b": "on the device, idle, with a copy on the host",
+    "h": "on the host",
+    "-": "dropped, or not computed yet",
+}
+"""Where the state of a block can lie, by the letter that stands for it."""
 
 
 class BlockPool:
@@ -205,6 +216,33 @@ class BlockPool:
     def find_on_host(self, digest: bytes) -> int | None:
         """The block of the host tier with this digest."""
         return self.host.find(digest) if self.host is not None else None
+
+    def tiers(self, digests: Sequence[bytes]) -> str:
+        """Where the state of each of these digests lies: a letter of TIERS for each."""
+        cached, owners = self._cached, self._owners
+        leaving, arriving = self.copies.swapping_out, self.copies.swapping_in
+        on_host: Mapping[bytes, int] = {} if self.host is None else self.host.by_digest
+        pairs = zip(map(cached.get, digests), map(on_host.__contains__, digests), strict=True)
+        if not (leaving or arriving):  # mostly
+            return "".join(
+                [
+                    ("h" if copied else "-") if block is None else "u" if owners[block] else "b" if copied else "d"
+                    for block, copied in pairs
+                ]
+            )
+        letters = []
+        for block, copied in pairs:
+            if block is None:
+                letters.append("h" if copied else "-")
+            elif owners[block]:
+                letters.append("i" if block in arriving else "u")
+            else:
+                letters.append("o" if block in leaving else "b" if copied else "d")
+        return "".join(letters)
+
+    def idle_blocks(self, start: int, stop: int) -> list[tuple[Use, int, bytes]]:
+        """The last use, place in its sequence, and digest of each retained block among blocks [start, stop)."""
+        return self._idle.retained.among(start, stop, self._index)
 
     def pinned_by(self, blocks: Iterable[int]) -> int:
         """How many available blocks sharing these cached blocks would pin."""

@@ -27,13 +27,13 @@ class CopyLedger:
         """Last use of each block being swapped out."""
         self._swap_outs: deque[tuple[int, Sequence[BlockCopy]]] = deque()
         """The copies to the host, with the number of the plan that began them."""
-        self._swapping_in: dict[int, int] = {}
+        self.swapping_in: dict[int, int] = {}
         """By block being swapped in, the number of the plan that began the copy."""
 
     @property
     def under_way(self) -> set[int]:
         """The blocks of the device that are being copied, in either direction."""
-        return {*self.swapping_out, *self._swapping_in}
+        return {*self.swapping_out, *self.swapping_in}
 
     def start_swap_out(self, copies: Sequence[BlockCopy], last_use: dict[int, Use], step: int, owned: int = 0) -> None:
         """Pin the blocks that plan `step` copies to the host; `owned` of them have an owner. `last_use` is by block."""
@@ -63,14 +63,14 @@ class CopyLedger:
 
     def start_swap_in(self, blocks: Iterable[int], step: int) -> None:
         """Note that plan `step` begins to copy state from the host into these blocks, without waiting for it."""
-        self._swapping_in.update(dict.fromkeys(blocks, step))
+        self.swapping_in.update(dict.fromkeys(blocks, step))
 
     def swap_in_step(self, blocks: Iterable[int]) -> int:
         """The plan whose copies must be complete before these blocks are read; -1 if all are there."""
-        under_way = self._swapping_in
+        under_way = self.swapping_in
         return max((under_way.get(block, -1) for block in blocks), default=-1) if under_way else -1
 
     def finish_swap_in(self, step: int) -> None:
         """The copies from the host that plan `step` and earlier plans began are complete, or will be awaited."""
-        if self._swapping_in:
-            self._swapping_in = {block: number for block, number in self._swapping_in.items() if number > step}
+        if self.swapping_in:
+            self.swapping_in = {block: number for block, number in self.swapping_in.items() if number > step}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from holdfast.lm.memory.prefix_index import PrefixIndex
@@ -59,6 +59,15 @@ class HostPool:
     def held(self) -> int:
         """Those of them that are held."""
         return len(self._held)
+
+    @property
+    def by_digest(self) -> Mapping[bytes, int]:
+        """The blocks that hold state, by digest, to look at."""
+        return self._index.blocks
+
+    def idle_blocks(self, start: int, stop: int) -> list[tuple[Use, int, bytes]]:
+        """The last use, place in its sequence, and digest of each retained block among blocks [start, stop)."""
+        return self._retained.among(start, stop, self._index)
 
     def find(self, digest: bytes) -> int | None:
         """The block with this digest."""

@@ -11,6 +11,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from holdfast.core.config import EngineConfig
+from holdfast.lm.memory.prefix_index import PrefixIndex
 
 Use = tuple[float, int]
 """When a block was last used: time in seconds, and the number of the call that used it, which orders equal times."""
@@ -132,6 +133,11 @@ class ClassQueue:
         key = self.ordered.pop(block, None)
         return self.late.pop(block) if key is None else key
 
+    def key(self, block: int) -> ChunkKey:
+        """The key of a block, which must be here."""
+        key = self.ordered.get(block)
+        return self.late[block] if key is None else key
+
     def value(self, now: float) -> float:
         """Value of the first chunk. The queue must not be empty."""
         return self.cost / max(now - self.first()[0], MIN_AGE)
@@ -201,6 +207,15 @@ class Retention:
         rank = 0 if eviction.whole else -chunk if eviction.trailing_first else chunk
         self._chunks[chunk] = number, rank
         return number, rank
+
+    def among(self, start: int, stop: int, index: PrefixIndex) -> list[tuple[Use, int, bytes]]:
+        """The last use, place in its sequence, and digest of each of blocks [start, stop) that is here."""
+        found = []
+        for block in range(start, stop):
+            if (number := self.blocks.get(block)) is not None and (digest := index.digests[block]) is not None:
+                last, call, _ = self._queues[number].key(block)
+                found.append(((last, call), index.indices[block], digest))
+        return found
 
     def renew(self, block: int, use: Use) -> None:
         """Count a block as used again."""

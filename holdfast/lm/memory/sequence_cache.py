@@ -72,6 +72,14 @@ class SequenceCache:
         """`cache_blocks` has nothing to do while fewer tokens than this are known."""
         self._set_next_full()
 
+    @property
+    def digests(self) -> list[bytes]:
+        """The digests of its first blocks, as far as they were needed; none where the sequence shares no blocks.
+
+        Always the same list. Callers must not change it.
+        """
+        return self._digests
+
     def missing(self, length: int) -> tuple[tuple[int, int], ...]:
         """The ranges of [0, length) that are not cached and that no plan computes yet, in ascending order."""
         ranges, at = [], self.planned

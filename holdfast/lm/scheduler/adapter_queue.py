@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue
 from holdfast.lm.scheduler.order import TenantQueue
@@ -35,8 +37,13 @@ class AdapterQueue:
         return bool(self._by_adapter or self.pool.pinned)
 
     @property
+    def held(self) -> Iterator[Entry]:
+        """The sequences that wait for their adapters."""
+        return (entry for queue in self._by_adapter.values() for entry in queue if entry.held)
+
+    @property
     def num_held(self) -> int:
-        """Sequences that wait for their adapters."""
+        """How many sequences wait for their adapters."""
         return sum(entry.held for queue in self._by_adapter.values() for entry in queue)
 
     def add(self, entry: Entry) -> None:

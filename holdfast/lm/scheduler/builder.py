@@ -62,6 +62,8 @@ class StepBuilder:
         """Tokens that may still be planned."""
         self.num_tokens = 0
         """Tokens planned so far."""
+        self.predicted = 0.0
+        """Seconds that the policy expects the step to take; 0 if it predicts nothing."""
         self.pace: Callable[[int, int], int] | None = None
         """How many tokens of [start, stop) the step may compute, where a policy bounds prefills by more than tokens."""
         self.weigh: Callable[[Entry], float] | None = None
@@ -342,6 +344,8 @@ class StepBuilder:
             block_moves=self._block_moves,
             tells=tuple(self._tells),
             training=training,
+            budget=self.num_tokens + max(0, self.budget),
+            predicted=self.predicted,
         )
 
     def _chunk(self, entry: Entry) -> None:

@@ -111,6 +111,7 @@ class LatencyTarget(Policy):
         step.admit(lambda entry: step.num_tokens == decodes or self._room(step.num_tokens, entry.sequence.length))
         seconds = self._predictor.mixed(decodes, step.num_tokens - decodes) + self._attention
         self.planned(step, seconds)
+        step.predicted = seconds * self.correction.mean if step.num_tokens else 0.0
         if step.num_tokens > decodes:
             self._predicted[step.number] = seconds
 

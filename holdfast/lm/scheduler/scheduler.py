@@ -390,6 +390,16 @@ class Scheduler:
         if host is not None:
             host.resize(ready, total)
 
+    @property
+    def queues(self) -> Queues:
+        """The waiting and the running sequences, to look at."""
+        return self._queues
+
+    @property
+    def entries(self) -> abc.Mapping[str, Entry]:
+        """The sequences that have not ended, by id, to look at."""
+        return self._entries
+
     def has_work(self) -> bool:
         """Whether any request has not ended, any training is left to plan, or others wait for copies."""
         return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,18 +10,11 @@ from holdfast.cluster.replicas import Replicas
 from holdfast.server.config import ServerConfig
 from holdfast.server.protocol import ApiError
 from holdfast.server.replica_metrics import describe
+from holdfast.server.routes.activity import check_operator
 
 
 def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -> None:
-    """GET and POST /replicas, and POST /replicas/{name}/drain. Only the operator may change them."""
-
-    def check(request: Request) -> None:
-        if config.operator_key is None:
-            reason = "the replicas cannot be changed: this server has no operator key (HOLDFAST_OPERATOR_KEY)"
-            raise ApiError(reason, status=403, code="no_operator_key")
-        given = request.headers.get("x-operator-key", "")
-        if not hmac.compare_digest(given.encode(), config.operator_key.encode()):
-            raise ApiError("the header x-operator-key must hold the operator's key", status=401, code="invalid_key")
+    """GET and POST /replicas, and POST /replicas/{name}/drain. Only operators may change them."""
 
     @app.get("/replicas")
     async def listed() -> dict[str, Any]:
@@ -36,7 +28,7 @@ def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -
     @app.post("/replicas")
     async def add(request: Request) -> dict[str, Any]:
         """Start one more replica, of as many as --max-replicas allows. It serves once its state is `ready`."""
-        check(request)
+        check_operator(request, config)
         try:
             return describe(replicas.fleet.add())
         except ValueError as error:
@@ -45,7 +37,7 @@ def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -
     @app.post("/replicas/{name}/drain")
     async def drain(request: Request, name: str) -> dict[str, Any]:
         """Take a replica away: it gets no more requests, and those that it has finish there or go on elsewhere."""
-        check(request)
+        check_operator(request, config)
         try:
             replicas.fleet.drain(name)
         except KeyError:

@@ -1,0 +1,269 @@
+"""What an engine does, as records: of each step, of the queues, and of the blocks. For traces and for live views.
+
+A trace file has a step's record as the arguments of its bar, and the others as those of instant events. A live view is
+sent the same records.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast.lm.memory.block_map import BlockMap, ConversationBlocks
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.sequence_cache import SequenceCache
+from holdfast.lm.scheduler.look import QueueLook, look
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import SchedulerStats, StepPlan, StepResult
+
+MOST_REQUESTS = 64
+"""Requests of each queue that a record tells of."""
+
+
+class ChunkRecord(NamedTuple):
+    """Positions [start, stop) of a request that a step computes: of its prompt, or of what it had generated."""
+
+    request: str
+    start: int
+    stop: int
+
+
+class CopyRecord(msgspec.Struct, omit_defaults=True):
+    """The copies that one plan began in one direction, once they are complete."""
+
+    step: int
+    inward: bool
+    """To the device."""
+    at: float
+    """The earliest time at which they can have begun, in seconds."""
+    seconds: float
+    bytes: int
+    blocks: int = 0
+    rows: int = 0
+    """Of padded rows, in place of blocks."""
+
+
+class SliceRecord(msgspec.Struct, omit_defaults=True):
+    """A slice of training."""
+
+    plan: int
+    job: str
+    step: int
+    micro_batch: int = msgspec.field(name="micro-batch")
+    action: str
+    at: float
+    seconds: float
+    first: int | None = msgspec.field(name="first unit", default=None)
+    units: int | None = None
+    keeps: bool | None = None
+    loss: float | None = None
+
+
+class StepRecord(msgspec.Struct, omit_defaults=True):
+    """A step that has ended. Times in seconds on the loop's clock."""
+
+    step: int
+    at: float
+    """When it began to compute."""
+    seconds: float
+    """How long its segments took."""
+    tokens: int
+    decodes: int
+    """Of the tokens, those of decodes and of drafts that they verify."""
+    prefill: int = msgspec.field(name="prefill tokens")
+    segments: int
+    preempted: list[str]
+    chunks: list[ChunkRecord] = []
+    budget: int = 0
+    """Tokens that it could have held; 0: not told."""
+    predicted: float = 0.0
+    """Seconds that the policy expected; 0: it predicts nothing."""
+    swap_in: int = msgspec.field(name="blocks in", default=0)
+    """Copies from the host that it began."""
+    swap_out: int = msgspec.field(name="blocks out", default=0)
+    forwards: int = 0
+    idle_tokens: int = msgspec.field(name="idle tokens", default=0)
+    lent: int = 0
+    """Blocks that are lent to training."""
+    training: SliceRecord | None = None
+    copies: list[CopyRecord] = []
+    """Those that were seen to complete."""
+    steps: int = 1
+    """Steps that this record stands for: of many short ones after each other that only decode, numbers are summed."""
+
+
+class Recorded(NamedTuple):
+    """A step that has ended: its plan, and its record."""
+
+    plan: StepPlan
+    record: StepRecord
+
+
+class StepRecorder:
+    """Turns plans and results, as they pass, into records. It may begin while steps are in flight."""
+
+    def __init__(self) -> None:
+        self._plans: deque[tuple[StepPlan, float]] = deque()
+        self._free_at = 0.0
+        self._copying: dict[tuple[int, bool], tuple[float, int, str]] = {}
+        """Copies in flight, by step and direction (True: to the device): time of submission, number, and of what."""
+        self._host_slots: set[int] = set()
+        """The slots whose state is on the host. A load from any other copies nothing between the tiers."""
+        self._copied_until = [0.0, 0.0]
+
+    def submit(self, plan: StepPlan, now: float) -> None:
+        """A plan is submitted."""
+        self._plans.append((plan, now))
+        into, out = self._row_copies(plan) if plan.row_moves else (0, 0)
+        for inward, copies, rows in ((True, len(plan.swap_in), into), (False, len(plan.swap_out), out)):
+            if copies or rows:
+                self._copying[plan.step, inward] = now, copies or rows, "blocks" if copies else "rows"
+
+    def collect(self, result: StepResult, now: float) -> Recorded | None:
+        """A result is there; None if its plan was not seen."""
+        if not self._plans or self._plans[0][0].step != result.step:
+            return None
+        plan, submitted = self._plans.popleft()
+        # Use the device's own measure where it fits between the neighbours: steps run one after another.
+        training = 0.0 if result.training is None else result.training.seconds
+        began = max(submitted, self._free_at, now - result.seconds - training)
+        self._free_at = now
+        computed = now - began
+        if plan.training is not None:
+            computed *= 1.0 - (training / max(result.seconds + training, 1e-9) if plan.segments else 1.0)
+        columns = plan.columns
+        starts, stops = columns.column("start"), columns.column("stop")
+        tokens = decodes = sum(stops) - sum(starts)
+        chunks: list[ChunkRecord] = []
+        if tokens > len(starts):
+            lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+            verifying = verified_segments(plan)
+            decodes = lengths.count(1) + sum([lengths[at] for at in verifying])
+            ids = columns.column("sequence_id")
+            chunks = [
+                ChunkRecord(ids[at], starts[at], stops[at])
+                for at, length in enumerate(lengths)
+                if length > 1 and at not in verifying
+            ]
+        record = StepRecord(
+            step=plan.step,
+            at=round(began, 6),
+            seconds=round(computed, 6),
+            tokens=tokens,
+            decodes=decodes,
+            prefill=tokens - decodes,
+            segments=len(starts),
+            preempted=list(plan.preempted),
+            chunks=chunks,
+            budget=plan.budget,
+            predicted=round(plan.predicted, 6),
+            swap_in=len(plan.swap_in),
+            swap_out=len(plan.swap_out),
+            lent=plan.lent,
+        )
+        if plan.forwards:
+            record.forwards, record.idle_tokens = len(plan.forwards), plan.idle_tokens
+        if plan.training is not None:
+            record.training = self._slice(plan, result, began + computed, now)
+        if result.copies:
+            record.copies = [
+                self._copied(copy.step, copy.inward, copy.bytes, copy.seconds, now) for copy in result.copies
+            ]
+        return Recorded(plan, record)
+
+    def _slice(self, plan: StepPlan, result: StepResult, began: float, ended: float) -> SliceRecord | None:
+        part = plan.training
+        if part is None:
+            return None
+        record = SliceRecord(
+            plan.step, part.job, part.step, part.micro_batch, part.action, round(began, 6), round(ended - began, 6)
+        )
+        if part.action == "run":
+            record.first, record.units, record.keeps = part.first, part.stop - part.first, part.keep
+        if result.training is not None and result.training.loss is not None:
+            record.loss = round(result.training.loss, 6)
+        return record
+
+    def _copied(self, step: int, inward: bool, size: int, seconds: float, now: float) -> CopyRecord:
+        submitted, count, unit = self._copying.pop((step, inward), (now - seconds, 0, "blocks"))
+        began = max(submitted, self._copied_until[inward])
+        self._copied_until[inward] = began + seconds
+        record = CopyRecord(step, inward, round(began, 6), round(seconds, 6), size)
+        if unit == "rows":
+            record.rows = count
+        else:
+            record.blocks = count
+        return record
+
+    def _row_copies(self, plan: StepPlan) -> tuple[int, int]:
+        """How many states of rows a plan copies to the device and to the host."""
+        into = out = 0
+        for move in plan.row_moves:
+            if move.kind in ("store", "offload"):
+                self._host_slots.add(move.slot)
+                out += 1
+            elif move.kind in ("keep", "forget"):
+                self._host_slots.discard(move.slot)
+            elif move.kind == "load":
+                into += move.slot in self._host_slots
+        return into, out
+
+
+def verified_segments(plan: StepPlan) -> set[int]:
+    """The places of those segments that verify drafted tokens."""
+    drafts = plan.drafts
+    if drafts is None:
+        return set()
+    samplings = plan.columns.column("sampling")
+    sampled = [at for at, sampling in enumerate(samplings) if sampling is not None]
+    return {at for at, draft in zip(sampled, drafts, strict=False) if draft}
+
+
+class Scene:
+    """The queues and the blocks behind a scheduler, as records. It changes nothing."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        pool = scheduler.queues.pool
+        self._map = BlockMap(pool) if isinstance(pool, BlockPool) else None
+        for name in scheduler.entries:
+            self.meet(name)
+
+    def meet(self, request: str) -> None:
+        """A step computes part of this request's prompt."""
+        entry = self._scheduler.entries.get(request)
+        if entry is not None and self._map is not None and isinstance(entry.cache, SequenceCache):
+            self._map.meet(request, entry.cache)
+
+    def meet_all(self, plan: StepPlan) -> None:
+        """A plan is made: meet all requests that it does more of than decode."""
+        if self._map is None:
+            return
+        columns = plan.columns
+        starts, stops = columns.column("start"), columns.column("stop")
+        if sum(stops) - sum(starts) > len(starts):
+            ids = columns.column("sequence_id")
+            for at, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+                if stop - start > 1:
+                    self.meet(ids[at])
+
+    def queues(self) -> QueueLook:
+        """Who waits and why, and who runs."""
+        return look(self._scheduler.queues, MOST_REQUESTS)
+
+    def stats(self) -> SchedulerStats:
+        """Queues and memory in numbers."""
+        return self._scheduler.stats()
+
+    def blocks(self, now: float, most: int) -> list[ConversationBlocks]:
+        """The conversations whose blocks have changed, as far as about `most` blocks show it; 0: all blocks."""
+        if self._map is None:
+            return []
+        entries = self._scheduler.entries
+        return self._map.advance(entries, now, most) if most else self._map.everything(entries, now)
+
+    def costs(self) -> list[tuple[int, float]]:
+        """The cost of computing a chunk again, by block of its conversation, at some of them."""
+        return self._map.costs() if self._map is not None else []

@@ -1,0 +1,148 @@
+"""Watched: tells the client what the loop does while somebody watches, in a bounded share of its time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import inf
+
+from holdfast.engine.activity import Scene, StepRecord, StepRecorder
+from holdfast.engine.messages import Activity
+from holdfast.lm.memory.block_map import ConversationBlocks
+from holdfast.lm.scheduler.look import QueueLook
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import LanguageExecutor, LanguageLoop, StepPlan, StepResult
+from holdfast.loop.contracts import Clock
+
+TELL_SECONDS = 0.1
+"""Time between two messages."""
+QUEUE_SECONDS = 0.25
+"""Time between two looks at the queues."""
+QUIET_SECONDS = 1.0
+"""Time between two messages while nothing happens."""
+SHARE = 0.002
+"""Share of the time in which blocks are looked at."""
+LOOKED_AT = 256
+"""Blocks that are looked at in one go, about."""
+MOST_STEPS = 48
+"""Records of steps in one message. Beyond that, steps that only decode share one with the step before."""
+LONGEST_LEASE = 60.0
+"""Seconds after which the client has to ask again."""
+
+
+class RecordedExecutor:
+    """An executor whose steps are recorded."""
+
+    def __init__(self, inner: LanguageExecutor, clock: Clock, on_plan: Callable[[StepPlan], None]) -> None:
+        """`on_plan` is called with each plan, which its planner has just made."""
+        self.inner = inner
+        self.records: list[StepRecord] = []
+        self._clock, self._on_plan = clock, on_plan
+        self._recorder = StepRecorder()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Start the step."""
+        self._recorder.submit(plan, self._clock())
+        self._on_plan(plan)
+        self.inner.submit(plan)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight, and record it."""
+        result = self.inner.collect()
+        recorded = self._recorder.collect(result, self._clock())
+        if recorded is not None:
+            record, records = recorded.record, self.records
+            if len(records) < MOST_STEPS or not merge(records[-1], record):
+                records.append(record)
+        return result
+
+    def close(self) -> None:
+        """Release the device."""
+        self.inner.close()
+
+
+class Watched:
+    """Puts a recording executor into a loop while somebody watches, and takes it out again.
+
+    While nobody does, the loop is as it was. Steps cost about 10 µs each; a look at the queues is taken four times a
+    second; and blocks are looked at a few hundred at a time, as seldom as keeps that below SHARE of the time.
+    """
+
+    def __init__(self, loop: LanguageLoop, send: Callable[[Activity], None], clock: Clock = time.monotonic) -> None:
+        """`clock` is the loop's."""
+        self._loop, self._send, self._clock = loop, send, clock
+        self._executor: RecordedExecutor | None = None
+        self._scene: Scene
+        self._until = self._told_at = self._looked_at = self._next_blocks = 0.0
+        self._blocks: list[ConversationBlocks] = []
+        self._queues: QueueLook | None = None
+        """As last told."""
+
+    @property
+    def on(self) -> bool:
+        """Whether somebody watches."""
+        return self._executor is not None
+
+    def watch(self, seconds: float) -> None:
+        """Tell what happens for so many seconds from now on; 0: no more."""
+        self._until = self._clock() + min(seconds, LONGEST_LEASE)
+        if seconds <= 0:
+            self._end()
+        elif self._executor is None and isinstance(self._loop.planner, Scheduler):
+            self._scene = Scene(self._loop.planner)
+            self._executor = RecordedExecutor(self._loop.executor, self._clock, self._scene.meet_all)
+            self._loop.executor = self._executor
+            self._blocks, self._queues = [], None
+            self._told_at, self._looked_at, self._next_blocks = 0.0, -inf, 0.0
+            self._tell(self._clock(), begins=True)
+
+    def tell(self, *, idle: bool = False) -> None:
+        """Between two steps, or now and then while the loop is `idle`: tell what is due."""
+        now = self._clock()
+        if now >= self._until:
+            self._end()
+            return
+        if idle or now >= self._next_blocks:
+            self._blocks += self._scene.blocks(now, LOOKED_AT)
+            self._next_blocks = now + (self._clock() - now) / SHARE
+        if now >= self._told_at + TELL_SECONDS:
+            self._tell(now)
+
+    def _tell(self, now: float, *, begins: bool = False) -> None:
+        """Send what there is to tell, if there is anything, or if the last message was a while ago."""
+        assert self._executor is not None
+        steps, queues, stats = self._executor.records, None, None
+        if now >= self._looked_at + QUEUE_SECONDS:
+            self._looked_at = now
+            queues, stats = self._scene.queues(), self._scene.stats()
+            if not (steps or self._blocks or queues != self._queues) and now < self._told_at + QUIET_SECONDS:
+                return
+            self._queues = queues
+        elif not (steps or self._blocks or begins):
+            return
+        costs = self._scene.costs() if begins else None
+        self._send(Activity(now, begins, steps, self._blocks, queues, stats, costs))
+        self._executor.records, self._blocks, self._told_at = [], [], now
+
+    def _end(self) -> None:
+        """Leave the loop as it was."""
+        if self._executor is not None:
+            self._loop.executor = self._executor.inner
+            self._executor = None
+
+
+def merge(last: StepRecord, record: StepRecord) -> bool:
+    """Add a step to the record of the one before it, if both only decode. Whether it was."""
+    for each in (last, record):
+        special = each.prefill or each.preempted or each.swap_in or each.swap_out or each.copies
+        if special or each.training is not None:
+            return False
+    last.seconds = round(record.at + record.seconds - last.at, 6)
+    last.tokens += record.tokens
+    last.decodes += record.decodes
+    last.segments += record.segments
+    last.predicted += record.predicted
+    last.forwards += record.forwards
+    last.idle_tokens += record.idle_tokens
+    last.steps += record.steps
+    return True

@@ -1,0 +1,224 @@
+"""BlockMap: where the state of each conversation lies, for people who watch. Looked at a bit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import NamedTuple
+
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.retention import Use
+from holdfast.lm.memory.sequence_cache import SequenceCache
+
+MOST_CONVERSATIONS = 4096
+"""Conversations that are followed at a time."""
+KEPT_SECONDS = 60.0
+"""How long a conversation is still told of once nothing of it is left."""
+UNKNOWN = b""
+"""Stands for the digest of a block that was not seen: it was dropped, or is shared with another conversation."""
+
+
+class ConversationBlocks(NamedTuple):
+    """Where one conversation's blocks lie, as they stand or after a change."""
+
+    number: int
+    """Of the conversation, while it is watched."""
+    request: str
+    """The id of its latest request; empty if that was before anybody watched."""
+    state: str
+    """running, waiting, idle, or gone: it is not followed any more."""
+    last: float
+    """When it was last active, in seconds, for the age of what is idle."""
+    cost: float
+    """Cost of computing its first kept idle chunk again, as retention counts it: value = cost / age. 0: it has none."""
+    runs: tuple[tuple[str, int], ...]
+    """From its first block on: a letter (`block_pool.TIERS`, or ? for unknown) and how many blocks in a row have it."""
+
+
+class _Conversation:
+    """What is known of one conversation."""
+
+    __slots__ = ("cache", "digests", "empty_since", "last", "number", "partly", "request", "seen", "tail", "told")
+
+    def __init__(self, number: int, request: str, digests: list[bytes], last: float) -> None:
+        self.number, self.request, self.digests, self.last = number, request, digests, last
+        self.cache: SequenceCache | None = None
+        """Of its latest request while that has not ended."""
+        self.tail = UNKNOWN
+        """The digest by which its next request is known."""
+        self.partly = False
+        """Some of its digests are not known."""
+        self.seen: tuple[str, tuple[str, int]] | None = None
+        """Where its blocks were, and what its last request held, when it was last looked at."""
+        self.told: ConversationBlocks | None = None
+        self.empty_since: float | None = None
+
+
+class BlockMap:
+    """Follows the conversations whose blocks are in a pool, from when it is made.
+
+    A request continues a conversation if its prompt begins with all full blocks of it; otherwise it begins another one.
+    Blocks that were idle before are grouped by their last use, as one request frees its blocks together.
+
+    It reads the pool and changes nothing. Each call of `advance` looks at a bounded number of blocks.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._numbers = 0
+        self._conversations: dict[int, _Conversation] = {}
+        self._by_request: dict[str, _Conversation] = {}
+        self._tails: dict[bytes, _Conversation] = {}
+        self._found: dict[Use, dict[int, bytes]] = {}
+        """Blocks that were idle when watching began, by last use and place in their sequence."""
+        self._blocks = pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0)
+        self._seeded = 0
+        """Blocks of both tiers that have been looked at for that."""
+        self._order: list[int] = []
+        """The conversations still to be looked at in this round, the next one last."""
+        self._letters: list[str] = []
+        """Of the conversation that is being looked at: what of it was seen so far."""
+        self._at = 0
+        self._costs: dict[int, float] = {}
+
+    def meet(self, request: str, cache: SequenceCache) -> None:
+        """A request is planned for the first time. Its cache must know the digests of its prompt."""
+        if request in self._by_request:
+            return
+        digests = cache.digests
+        known = next((each for each in map(self._tails.get, reversed(digests)) if each is not None), None)
+        if known is None or known.cache is not None:
+            known = self._begin(request, digests, 0.0)
+        self._by_request.pop(known.request, None)
+        known.request, known.cache, known.digests = request, cache, digests
+        known.empty_since, known.partly = None, False
+        self._by_request[request] = known
+
+    def advance(self, open_requests: Mapping[str, object], now: float, most: int) -> list[ConversationBlocks]:
+        """Look at about `most` blocks; the conversations that are not as they were when last told.
+
+        `open_requests` holds the ids of requests that have not ended.
+        """
+        if self._seeded < self._blocks:
+            self._seed(most)
+            return []
+        changed: list[ConversationBlocks] = []
+        if not self._order:
+            self._forget(now, changed)
+            self._order = list(reversed(self._conversations))
+        while self._order and most > 0:
+            conversation = self._conversations.get(self._order[-1])
+            if conversation is None:
+                self._order.pop()
+                continue
+            seen = conversation.digests[self._at : self._at + most]
+            self._letters.append(self._pool.tiers(seen))
+            self._at += len(seen)
+            most -= len(seen) + 4
+            if self._at >= len(conversation.digests):
+                self._order.pop()
+                letters = "".join(self._letters)
+                self._letters, self._at = [], 0
+                seen_now = letters, self._held(conversation, open_requests, now)
+                if seen_now != conversation.seen:
+                    conversation.seen = seen_now
+                    row = self._row(conversation, letters, now)
+                    if row != conversation.told:
+                        conversation.told = row
+                        changed.append(row)
+        return changed
+
+    def everything(self, open_requests: Mapping[str, object], now: float) -> list[ConversationBlocks]:
+        """As `advance` for one whole round, however long that takes."""
+        changed = []
+        while self._seeded < self._blocks or self._order:
+            changed += self.advance(open_requests, now, 1 << 30)
+        return changed + self.advance(open_requests, now, 1 << 30)
+
+    def costs(self) -> list[tuple[int, float]]:
+        """The cost of computing a chunk again, by block of its conversation, at some of them."""
+        rule = self._pool.rule
+        places = [0, *(1 << power for power in range(self._blocks.bit_length()))]
+        return [(place, rule.class_cost(rule.cost_class(place))) for place in places]
+
+    def _begin(self, request: str, digests: list[bytes], last: float) -> _Conversation:
+        self._numbers += 1
+        conversation = _Conversation(self._numbers, request, digests, last)
+        self._conversations[conversation.number] = conversation
+        return conversation
+
+    def _seed(self, most: int) -> None:
+        """Look at the next blocks for what is idle from before; in the end make conversations of it."""
+        pool, start = self._pool, self._seeded
+        first, stop = pool.num_blocks, min(start + most, self._blocks)
+        found = pool.idle_blocks(start, min(stop, first))
+        if pool.host is not None:
+            found += pool.host.idle_blocks(max(start - first, 0), max(stop - first, 0))
+        for use, index, digest in found:
+            self._found.setdefault(use, {})[index] = digest
+        self._seeded = stop
+        if stop < self._blocks:
+            return
+        met = {digest for each in self._conversations.values() for digest in each.digests}
+        for use, found_together in sorted(self._found.items())[-MOST_CONVERSATIONS:]:
+            blocks = {index: digest for index, digest in found_together.items() if digest not in met}
+            if not blocks:
+                continue
+            digests = [blocks.get(index, UNKNOWN) for index in range(max(blocks) + 1)]
+            conversation = self._begin("", digests, use[0])
+            conversation.tail, conversation.partly = digests[-1], UNKNOWN in digests
+            self._tails.setdefault(conversation.tail, conversation)
+        self._found.clear()
+
+    def _held(self, conversation: _Conversation, open_requests: Mapping[str, object], now: float) -> tuple[str, int]:
+        """The last request of a conversation, and the blocks that it holds; -1: it has ended."""
+        cache = conversation.cache
+        if cache is not None and conversation.request not in open_requests:
+            cache = conversation.cache = None
+            conversation.last = now
+        return conversation.request, -1 if cache is None else len(cache.blocks)
+
+    def _row(self, conversation: _Conversation, letters: str, now: float) -> ConversationBlocks:
+        """What is told of a conversation whose digests have been looked up."""
+        digests, cache, state = conversation.digests, conversation.cache, "idle"
+        if cache is not None:
+            state = "running" if cache.blocks else "waiting"
+            letters = (letters + "u" * (len(cache.blocks) - len(letters))) if cache.blocks else letters
+        if digests and conversation.tail != digests[-1]:
+            if self._tails.get(conversation.tail) is conversation:
+                del self._tails[conversation.tail]
+            conversation.tail = digests[-1]
+            self._tails[conversation.tail] = conversation
+        if conversation.partly:
+            letters = "".join("?" if not digest else each for digest, each in zip(digests, letters, strict=True))
+        kept = -1 if cache is not None else next((at for at, each in enumerate(letters) if each in "dobh"), -1)
+        if cache is None and not letters.strip("-?") and conversation.empty_since is None:
+            conversation.empty_since = now
+        runs = tuple([(letter, len(list(group))) for letter, group in groupby(letters)])
+        cost = self._cost(kept) if kept >= 0 else 0.0
+        return ConversationBlocks(conversation.number, conversation.request, state, conversation.last, cost, runs)
+
+    def _cost(self, index: int) -> float:
+        """The cost of the chunk that holds block `index` of its conversation."""
+        number = self._pool.rule.cost_class(index)
+        if number not in self._costs:
+            self._costs[number] = self._pool.rule.class_cost(number)
+        return self._costs[number]
+
+    def _forget(self, now: float, changed: list[ConversationBlocks]) -> None:
+        """Stop following conversations of which nothing is left, and the longest idle ones beyond the limit."""
+        idle = [each for each in self._conversations.values() if each.cache is None]
+        gone = [
+            each
+            for each in idle
+            if each.empty_since is not None and now - each.empty_since > (KEPT_SECONDS if each.digests else 0)
+        ]
+        if (over := len(self._conversations) - len(gone) - MOST_CONVERSATIONS) > 0:
+            rest = [each for each in idle if each not in gone]
+            gone += sorted(rest, key=lambda each: each.last)[:over]
+        for each in gone:
+            del self._conversations[each.number]
+            self._by_request.pop(each.request, None)
+            if self._tails.get(each.tail) is each:
+                del self._tails[each.tail]
+            changed.append(ConversationBlocks(each.number, each.request, "gone", each.last, 0.0, ()))

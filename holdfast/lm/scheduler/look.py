@@ -1,0 +1,102 @@
+"""A look at the scheduler for people: who waits and why, and how far running sequences are. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, islice
+from typing import NamedTuple
+
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.queues import Queues
+
+REASONS = {
+    "no row": "all rows are taken (max_sequences)",
+    "no blocks": "too few blocks are free beside those that running sequences may need",
+    "budget": "the steps so far were full (token budget or TBT target), or its turn comes with the next one",
+    "copies under way": "its state is being copied from the host, or idle state to the host to make room",
+    "results in flight": "it was preempted, and its last tokens are still being computed",
+    "adapter loading": "its adapter is not on the device yet",
+    "order": "others are ahead of it, and the first of them cannot start",
+}
+"""Why a request waits, and what that means."""
+
+
+class WaitingRequest(NamedTuple):
+    """A request that does not run yet, or not any more."""
+
+    id: str
+    reason: str
+    """One of REASONS."""
+    tokens: int
+    """Of its prompt, with what it has generated so far."""
+    arrival: float
+    """In seconds."""
+
+
+class RunningRequest(NamedTuple):
+    """A request that has a row."""
+
+    id: str
+    planned: int
+    """Positions that are computed, or planned."""
+    tokens: int
+    """Known tokens."""
+    prompt: int
+    """Tokens of its prompt."""
+
+
+class QueueLook(NamedTuple):
+    """The queues at one time."""
+
+    waiting: int
+    running: int
+    free_rows: int
+    first: tuple[WaitingRequest, ...]
+    """The first of those that wait."""
+    rows: tuple[RunningRequest, ...]
+    """Those that run."""
+
+
+def look(queues: Queues, most: int) -> QueueLook:
+    """The queues now, with at most so many requests of each kind."""
+    arriving = [waiting_request(entry, "copies under way") for entry in queues.swapping_in[:most]]
+    waiting = islice(_reasons(queues), most)
+    rows = [
+        RunningRequest(entry.id, entry.cache.planned, len(entry.sequence.tokens), len(entry.sequence.request.prompt))
+        for entry in islice(queues.running, most)
+    ]
+    number = queues.num_waiting + len(queues.swapping_in)
+    return QueueLook(number, len(queues.running), len(queues.free_rows), (*arriving, *waiting), tuple(rows))
+
+
+def waiting_request(entry: Entry, reason: str) -> WaitingRequest:
+    """What is told of a waiting sequence."""
+    sequence = entry.sequence
+    return WaitingRequest(entry.id, reason, len(sequence.tokens), sequence.request.arrival)
+
+
+def _reasons(queues: Queues) -> Iterable[WaitingRequest]:
+    first = queues.waiting.first()
+    held = queues.adapters.held if queues.adapters is not None else ()
+    for entry in chain(queues.waiting, held):
+        held_up = "adapter loading" if entry.held else "order"
+        yield waiting_request(entry, reason(queues, entry) if entry is first else held_up)
+
+
+def reason(queues: Queues, entry: Entry) -> str:
+    """Why the first of the waiting sequences has not started: one of REASONS."""
+    pool, sequence = queues.pool, entry.sequence
+    reserved = queues.headroom if queues.running else 0
+    if not queues.free_rows:
+        return "no row"
+    if sequence.in_flight:
+        return "results in flight"
+    needed = 1
+    if isinstance(pool, BlockPool):
+        needed = pool.needed(entry.cache.match(sequence.tokens), sequence.length)
+    if needed > pool.available - reserved:
+        return "no blocks"
+    if needed > pool.allocatable or queues.swapping_in:
+        return "copies under way"
+    return "budget"

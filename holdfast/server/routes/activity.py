@@ -1,0 +1,70 @@
+"""The route of the engine view: what the engine does, as server-sent events, for operators."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from fastapi import FastAPI, Request, Response
+
+from holdfast.cluster.replicas import Replicas
+from holdfast.engine.client import EngineClient
+from holdfast.server.address import loopback
+from holdfast.server.config import ServerConfig
+from holdfast.server.protocol import ApiError
+from holdfast.server.routes.http import start_stream
+from holdfast.server.service import Service
+from holdfast.server.viewers import Viewers, event
+
+FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "via")
+"""Headers by which a proxy tells that a request comes from elsewhere."""
+
+
+def add_activity_routes(app: FastAPI, service: Service, config: ServerConfig) -> None:
+    """GET /v1/engine/events."""
+    known: WeakKeyDictionary[EngineClient, Viewers] = WeakKeyDictionary()
+
+    @app.get("/v1/engine/events")
+    async def events(request: Request, replica: str = "") -> Response:
+        """What the engine does, step by step, as server-sent events: `engine` once, then `activity`. For operators.
+
+        Of several replicas, the one that is named, or the first one that serves.
+        """
+        named = check_operator(request, config)
+        engine = engine_of(service.client, replica)
+        viewers = known.setdefault(engine, Viewers(engine))
+        return await start_stream(
+            request, viewers.events(named=named), lambda error: event("error", {"message": str(error)})
+        )
+
+
+def engine_of(client: EngineClient | Replicas, name: str) -> EngineClient:
+    """The engine of a replica, by default of the first one that serves. Raises ApiError 404 if there is none."""
+    if isinstance(client, EngineClient):
+        if name:
+            raise ApiError(f"there is no replica {name[:64]}: one engine serves", status=404, code="replica_not_found")
+        return client
+    for each in client.members:
+        if each.engine is not None and each.serves and name in ("", each.name):
+            return each.engine
+    raise ApiError(f"no replica {name[:64]} serves", status=404, code="replica_not_found")
+
+
+def check_operator(request: Request, config: ServerConfig) -> bool:
+    """Whether the request has an operator's key; False on loopback, where a server without any keys needs none.
+
+    Raises ApiError for everybody else: 401 if a server without API keys asks for an operator's, and otherwise 403.
+    """
+    if request.state.operator:
+        return True
+    if config.operator_key:
+        if config.api_key:
+            raise ApiError("this needs an operator's key (--operator-key)", status=403, code="operator_only")
+        raise ApiError("this needs an operator's key: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+    if config.api_key:
+        reason = "this is for operators, and the server has no operator's key; start it with --operator-key"
+        raise ApiError(reason, status=403, code="operator_only")
+    here = request.client is not None and loopback(request.client.host)
+    if not here or config.root_path or any(name in request.headers for name in FORWARDED):
+        reason = "without keys this is for programs on this machine; start the server with --operator-key for others"
+        raise ApiError(reason, status=403, code="operator_only")
+    return False

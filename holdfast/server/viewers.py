@@ -1,0 +1,226 @@
+"""Viewers: the pages that watch an engine at work, and the events that they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any
+
+from holdfast.core.version import __version__
+from holdfast.engine.activity import ChunkRecord, StepRecord
+from holdfast.engine.client import EngineClient
+from holdfast.engine.connection import EngineDead
+from holdfast.engine.messages import Activity
+from holdfast.lm.memory.block_map import ConversationBlocks
+from holdfast.lm.scheduler.look import QueueLook
+from holdfast.server.protocol import ApiError
+from holdfast.server.replies import encode
+
+LEASE_SECONDS = 10.0
+"""The engine tells what it does for this long after it was last asked to."""
+MOST_VIEWERS = 16
+MOST_UNSENT = 64
+"""Events that a viewer may be behind. One that is further behind is disconnected, and may come again."""
+MOST_STEPS = 6000
+"""Records of steps that are kept for the next viewer."""
+
+
+class Viewers:
+    """Has the engine tell what it does while anybody watches, and passes it on to all who do.
+
+    A viewer that comes later is told at once what the others know. Memory is bounded: by what the engine tells of, by
+    MOST_STEPS, and for each viewer by MOST_UNSENT.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._viewers: set[_Viewer] = set()
+        self._lease: asyncio.Task[None] | None = None
+        self._known = _Known()
+
+    async def events(self, *, named: bool) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of one viewer. With `named`, requests have their ids, and otherwise short digests.
+
+        First `engine`, then `activity` again and again. It ends when the viewer is too far behind. Raises ApiError 503
+        if there are too many viewers, or if the engine has ended.
+        """
+        if len(self._viewers) >= MOST_VIEWERS:
+            raise ApiError(f"{MOST_VIEWERS} pages watch the engine already", status=503, code="too_many_viewers")
+        viewer = _Viewer(named)
+        viewer.offer(event("engine", self.about()))
+        try:
+            if not self._viewers:
+                self._begin()
+            elif self._known.begun:
+                viewer.offer(event("activity", written(self._known.as_activity(), named)))
+            self._viewers.add(viewer)
+            while (data := await viewer.unsent.get()) is not None:
+                yield data
+        except EngineDead as error:
+            raise ApiError(str(error), status=503, code="engine_dead") from None
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers:
+                self._end()
+
+    def about(self) -> dict[str, Any]:
+        """What a view needs to know of the engine beside what it tells."""
+        info, config = self._client.info, self._client.config
+        return {
+            "version": __version__,
+            "model": info.model,
+            "device": info.memory.device,
+            "scheduler": config.scheduler,
+            "target": None if config.tbt_target is None else config.tbt_target / 1000,
+            "budget": info.token_budget,
+            "block_size": info.block_size,
+            "blocks": info.num_blocks,
+            "host_blocks": info.num_host_blocks,
+            "rows": info.max_sequences,
+        }
+
+    def _begin(self) -> None:
+        self._known = _Known()
+        self._client.on_activity = self._take
+        self._client.watch(LEASE_SECONDS)
+        self._lease = asyncio.create_task(self._renew())
+
+    def _end(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+            self._lease = None
+        with contextlib.suppress(EngineDead):
+            self._client.watch(0)
+
+    async def _renew(self) -> None:
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._client.dead.wait(), LEASE_SECONDS / 3)
+                self._client.watch(LEASE_SECONDS)
+        except EngineDead as error:
+            for viewer in self._viewers:
+                viewer.end(event("error", {"message": str(error)}))
+
+    def _take(self, activity: Activity) -> None:
+        self._known.take(activity)
+        data: dict[bool, bytes] = {}
+        for viewer in tuple(self._viewers):
+            if viewer.named not in data:
+                data[viewer.named] = event("activity", written(activity, viewer.named))
+            if not viewer.offer(data[viewer.named]):
+                viewer.end(event("error", {"message": "this page was too slow to follow the engine"}))
+
+
+class _Viewer:
+    """One page: the events that it has not been sent."""
+
+    def __init__(self, named: bool) -> None:
+        self.named = named
+        self.unsent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._ended = False
+
+    def offer(self, data: bytes) -> bool:
+        """Send an event, if it is not too far behind."""
+        if self._ended:
+            return True
+        if self.unsent.qsize() >= MOST_UNSENT:
+            return False
+        self.unsent.put_nowait(data)
+        return True
+
+    def end(self, last: bytes) -> None:
+        """End the stream with this event, in place of all that was not sent."""
+        self._ended = True
+        while not self.unsent.empty():
+            self.unsent.get_nowait()
+        self.unsent.put_nowait(last)
+        self.unsent.put_nowait(None)
+
+
+class _Known:
+    """What the engine has told since watching began, for viewers that come later."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        """The engine has told anything."""
+        self._at = 0.0
+        self._steps: deque[StepRecord] = deque(maxlen=MOST_STEPS)
+        self._blocks: dict[int, ConversationBlocks] = {}
+        self._last: Activity | None = None
+        self._costs: list[tuple[int, float]] | None = None
+
+    def take(self, activity: Activity) -> None:
+        """Add what the engine tells."""
+        if activity.begins:
+            self._steps.clear()
+            self._blocks.clear()
+            self._costs = activity.costs
+        self.begun, self._at = True, activity.at
+        self._steps.extend(activity.steps)
+        for row in activity.blocks:
+            if row.state == "gone":
+                self._blocks.pop(row.number, None)
+            else:
+                self._blocks[row.number] = row
+        if activity.queues is not None:
+            self._last = activity
+
+    def as_activity(self) -> Activity:
+        """All of it, as one message."""
+        last = self._last
+        queues, stats = (None, None) if last is None else (last.queues, last.stats)
+        return Activity(self._at, True, list(self._steps), list(self._blocks.values()), queues, stats, self._costs)
+
+
+def event(kind: str, data: Any) -> bytes:
+    """One server-sent event."""
+    return f"event: {kind}\ndata: ".encode() + encode(data) + b"\n\n"
+
+
+def written(activity: Activity, named: bool) -> dict[str, Any]:
+    """What the engine tells, as JSON has it. Unless `named`, requests have short digests in place of their ids."""
+    steps, blocks, queues = activity.steps, activity.blocks, activity.queues
+    if not named:
+        steps, blocks = [unnamed(step) for step in steps], [unnamed_row(row) for row in blocks]
+        queues = None if queues is None else unnamed_queues(queues)
+    fields: dict[str, Any] = {"at": activity.at, "time": time.time(), "steps": steps, "blocks": blocks}
+    if activity.begins:
+        fields |= {"begins": True, "costs": activity.costs or []}
+    if queues is not None:
+        fields["queues"] = queues._asdict()
+    if activity.stats is not None:
+        fields["stats"] = asdict(activity.stats)
+    return fields
+
+
+@lru_cache(4096)
+def short(name: str) -> str:
+    """The first eight hexadecimal digits of the SHA-256 digest of an id; empty for none."""
+    return hashlib.sha256(name.encode()).hexdigest()[:8] if name else ""
+
+
+def unnamed(step: StepRecord) -> StepRecord:
+    """The same step with short digests of its requests' ids."""
+    if not (step.chunks or step.preempted):
+        return step
+    fields = {name: getattr(step, name) for name in step.__struct_fields__}
+    chunks = [ChunkRecord(short(each.request), each.start, each.stop) for each in step.chunks]
+    return StepRecord(**fields | {"chunks": chunks, "preempted": [short(name) for name in step.preempted]})
+
+
+def unnamed_row(row: ConversationBlocks) -> ConversationBlocks:
+    """The same blocks with a short digest of the request's id."""
+    return row._replace(request=short(row.request))
+
+
+def unnamed_queues(queues: QueueLook) -> QueueLook:
+    """The same queues with short digests of the requests' ids."""
+    first = tuple([each._replace(id=short(each.id)) for each in queues.first])
+    return queues._replace(first=first, rows=tuple([each._replace(id=short(each.id)) for each in queues.rows]))

@@ -1,0 +1,94 @@
+"""A look at the queues: each waiting request has the reason for which it waits."""
+
+from dataclasses import replace
+
+from holdfast.core.types import Identity
+from holdfast.lm.memory.adapter_pool import AdapterPool
+from holdfast.lm.scheduler.look import REASONS, RunningRequest, look
+from tests.scheduling import answer, create_requests, create_scheduler
+
+
+def reasons(scheduler):
+    found = {each.id: each.reason for each in look(scheduler.queues, 8).first}
+    assert set(found.values()) <= set(REASONS)
+    return found
+
+
+def started(*prompts, max_tokens=8, **options):
+    """A scheduler after its first step."""
+    scheduler = create_scheduler(block_size=4, **options)
+    for request in create_requests(*prompts, max_tokens=max_tokens):
+        scheduler.add(request)
+    step(scheduler)
+    return scheduler
+
+
+def step(scheduler, **options):
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, answer(plan, **options), 0.0)
+
+
+def test_a_request_waits_for_a_row_and_those_behind_it_for_their_turn():
+    scheduler = started(5, 5, 5, max_sequences=1)
+    assert reasons(scheduler) == {"1": "no row", "2": "order"}
+
+
+def test_a_request_waits_for_blocks():
+    scheduler = started(20, 30, blocks=10)
+    assert reasons(scheduler) == {"1": "no blocks"}
+
+
+def test_a_request_waits_for_the_budget():
+    scheduler = started(60, 5, budget=8)
+    assert reasons(scheduler) == {"1": "budget"}
+
+
+def test_a_request_waits_until_idle_state_is_copied_to_the_host_to_make_room():
+    scheduler = create_scheduler(block_size=4, blocks=16, host_blocks=32)
+    first, second, third = create_requests(40, 44, 5, max_tokens=1)
+    for request in (first, second):
+        scheduler.add(request)
+        while scheduler.has_work():
+            step(scheduler)
+    scheduler.add(replace(third, params=replace(third.params, max_tokens=9)))
+    step(scheduler)
+    scheduler.add(replace(first, id="again"))
+    step(scheduler)
+    assert reasons(scheduler) == {"again": "copies under way"}
+    assert look(scheduler.queues, 8).waiting == 1
+
+
+def test_a_request_waits_for_its_adapter():
+    served = Identity("m")
+    scheduler = create_scheduler(served=served, adapters=AdapterPool(1))
+    scheduler.add_adapter("a@1")
+    plain, adapted = create_requests(5, 5, identity=served)
+    scheduler.add(plain)
+    scheduler.add(replace(adapted, identity=replace(served, adapter="a@1")))
+    step(scheduler)
+    assert reasons(scheduler) == {"1": "adapter loading"}
+
+
+def test_running_requests_tell_how_far_they_are():
+    scheduler = started(20, budget=8)
+    assert look(scheduler.queues, 8).rows == (RunningRequest("0", 8, 20, 20),)
+    step(scheduler)
+    step(scheduler)
+    assert look(scheduler.queues, 8).rows == (RunningRequest("0", 20, 21, 20),)
+
+
+def test_a_look_changes_no_plan():
+    plans = []
+    for looks in (False, True):
+        scheduler = create_scheduler(block_size=4, blocks=12, host_blocks=8, max_sequences=3)
+        for request in create_requests(20, 30, 18, 9, 14, max_tokens=6):
+            scheduler.add(request)
+        made = []
+        while scheduler.has_work():
+            if looks:
+                look(scheduler.queues, 8)
+            plan = scheduler.schedule(0.0)
+            made.append(plan)
+            scheduler.update(plan, answer(plan), 0.0)
+        plans.append(made)
+    assert plans[0] == plans[1]

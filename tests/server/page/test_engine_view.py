@@ -1,0 +1,245 @@
+"""The engine view in a real headless Chromium, over a real engine: what people can see of steps, blocks and traces."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import Serving, started
+
+from holdfast.cli.targets import simulated_engine
+from holdfast.core.config import EngineConfig
+from holdfast.lab.simulator.deployment import deploy
+from holdfast.lab.workloads import Conversation, Turn
+
+pytestmark = pytest.mark.browser
+
+TINY = ("--cache-gb", "0.004", "--host-cache-gb", "0.004", "--store", "memory", "--max-sequences", "9")
+"""30 blocks of 16 tokens on the device, and as many on the host."""
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """The built-in model with a cache of a few conversations."""
+    trace = tmp_path_factory.mktemp("trace") / "live.json"
+    with started("holdfast-tiny", *TINY, "--trace", str(trace), "--token-budget", "64") as serving:
+        serving.trace = trace  # type: ignore[attr-defined]
+        yield serving
+
+
+@pytest.fixture
+def page(browser: Any, serving: Serving) -> Iterator[Any]:
+    """The engine view, following the engine. Whatever the page logs as an error fails the test."""
+    yield from opened(browser, serving.url)
+
+
+def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1200, "height": 900}, **options)
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(f"{url}/#engine")
+    page.wait_for_selector(".e-status.on")
+    yield page
+    context.close()
+    assert errors == []
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait for a condition in the page, whose policy forbids Playwright's own way."""
+    for _ in range(400):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(expression)
+
+
+def ask(url: str, words: str, tokens: int) -> None:
+    body = {"model": "holdfast-tiny", "prompt": words, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def begin(*asks: tuple[str, str, int]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=ask, args=each) for each in asks]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def table(page: Any, summary: str) -> list[list[str]]:
+    """The rows of one of the tables that can be opened."""
+    details = page.locator("details", has_text=summary)
+    if not details.evaluate("each => each.open"):
+        details.locator("summary").click()
+    getattr(page, "page", page).wait_for_timeout(600)
+    rows: list[list[str]] = details.locator("tbody tr").evaluate_all(
+        "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
+    )
+    return rows
+
+
+def test_a_long_prompt_is_seen_to_join_eight_streams_in_chunks(page: Any, serving: Serving) -> None:
+    streams = begin(*((serving.url, f"Hello {number}", 34) for number in range(8)))
+    until(page, "document.querySelectorAll('.e-queues tbody')[1].rows.length === 8")
+    streams += begin((serving.url, "A long story. " * 12, 2))
+    for stream in streams:
+        stream.join()
+    page.wait_for_timeout(600)
+    page.focus(".e-frame")
+    mixed = []
+    page.keyboard.press("ArrowLeft")
+    for _ in range(60):
+        words = page.inner_text(".e-words")
+        if "8 decodes, positions" in words:
+            mixed.append(words)
+        page.keyboard.press("ArrowLeft")
+    assert len(mixed) >= 1, "steps with a decode of each stream and a chunk of the prompt"
+    assert any("of request" in words and "room for 64 tokens" in words for words in mixed)
+    assert page.inner_text(".e-status") == "Paused"
+    page.keyboard.press(" ")
+    page.wait_for_selector(".e-status.on")
+
+
+def test_chunks_are_seen_to_go_to_the_host_to_be_dropped_in_front_and_to_come_back(page: Any, serving: Serving) -> None:
+    def tell(number: int, more: str = "") -> None:
+        ask(serving.url, f"Story {number} tells of mountains and of the snow upon them in winter. " * 8 + more, 1)
+
+    tell(0)
+    first = max(int(row[0]) for row in table(page, "Conversations as a table"))
+    places: list[str] = []
+    for number in range(1, 8):
+        tell(number)
+        if number > 3:
+            rows = table(page, "Conversations as a table")
+            places += [row[4] for row in rows]
+    assert any(place.endswith(" host") for place in places), places
+    assert any(place.partition(",")[0].endswith(" dropped") and "," in place for place in places), places
+    on_host = [int(row[0]) - first for row in rows if "host" in row[4] and int(row[0]) >= first]
+    tell(on_host[0], "The end.")
+    page.wait_for_timeout(400)
+    steps = table(page, "The latest steps as a table")
+    assert any(int(row[4]) > 0 for row in steps), "blocks were copied to the device"
+    assert any(int(row[5]) > 0 for row in steps), "and others to the host"
+
+
+def test_a_waiting_request_has_its_reason(page: Any, serving: Serving) -> None:
+    streams = begin(*((serving.url, f"Wait {number}", 40) for number in range(11)))
+    until(page, "document.querySelectorAll('.e-queues tbody')[0].rows.length > 0")
+    reasons = page.locator(".e-queues tbody").first.inner_text()
+    assert "no row: all rows are taken" in reasons or "no blocks" in reasons or "copies under way" in reasons
+    for stream in streams:
+        stream.join()
+
+
+def test_it_can_be_paused_zoomed_and_left_and_the_engine_is_told(page: Any, serving: Serving) -> None:
+    page.get_by_role("button", name="Pause").click()
+    before = page.evaluate("document.querySelector('.engine').dataset.frames")
+    page.wait_for_timeout(300)
+    assert int(page.evaluate("document.querySelector('.engine').dataset.frames")) - int(before) <= 6
+    page.get_by_role("button", name="Go on").click()
+    page.hover(".e-lanes")
+    page.mouse.wheel(0, -400)
+    page.get_by_role("tab", name="Chat").click()
+    page.wait_for_selector("#view-engine", state="hidden")
+    page.get_by_role("tab", name="Engine").click()
+    page.wait_for_selector(".e-status.on")
+
+
+def simulated(path: Path, **options: Any) -> Path:
+    """The trace of a simulated run."""
+    config = EngineConfig(trace=str(path), **options)
+    deployment = deploy("llama-3-8b", "h200")
+    workload = [Conversation(0.2 * number, (Turn(900, 40),)) for number in range(20)]
+    simulated_engine(config, deployment.profile, None, 0.0, None).run(workload, "")
+    return path
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs of one workload, under two policies."""
+    folder = tmp_path_factory.mktemp("traces")
+    return [simulated(folder / f"{name}.json", scheduler=name) for name in ("stall-free", "prefill-first")]
+
+
+def test_two_traces_are_played_side_by_side_with_one_clock(page: Any, traces: list[Path]) -> None:
+    page.set_input_files("input[type=file]", [str(path) for path in traces])
+    until(page, "document.querySelectorAll('.e-panel').length === 2")
+    names = page.locator(".e-name").all_inner_texts()
+    assert "stall-free" in names[0] and "prefill-first" in names[1]
+    clock = page.locator("input[type=range]")
+    clock.fill("0.3")
+    page.wait_for_timeout(700)
+    assert page.locator("output").inner_text().startswith("0.3 of ")
+    page.get_by_role("button", name="Play").click()
+    until(page, "parseFloat(document.querySelector('.e-player output').textContent) > 0.4")
+    page.get_by_role("button", name="Pause").click()
+    assert len(page.locator(".e-panel").all()) == 2
+    steps = table(page.locator(".e-panel").first, "The latest steps as a table")
+    assert steps and int(steps[0][0]) >= 0
+    page.get_by_role("button", name="Back to live").click()
+    page.wait_for_selector(".e-status.on")
+
+
+def test_a_trace_of_the_running_engine_opens_although_it_is_cut_off(
+    page: Any, serving: Serving, tmp_path: Path
+) -> None:
+    ask(serving.url, "Hello", 30)
+    cut = tmp_path / "cut.json"
+    text = serving.trace.read_text()  # type: ignore[attr-defined]
+    cut.write_text(text[: text.rindex("\n") - 20])
+    page.set_input_files("input[type=file]", str(cut))
+    page.wait_for_selector(".e-player:not([hidden])")
+    assert "holdfast-tiny" in page.inner_text(".e-name") or "cut.json" in page.inner_text(".e-name")
+    assert table(page, "The latest steps as a table")
+
+
+def test_what_is_exported_is_a_trace_that_the_page_opens_again(page: Any, serving: Serving, tmp_path: Path) -> None:
+    ask(serving.url, "Hello", 12)
+    page.wait_for_timeout(700)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export").click()
+    path = tmp_path / "exported.json"
+    download.value.save_as(path)
+    events = json.loads(path.read_text())
+    bars = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
+    assert len(bars) >= 12 and all({"ts", "dur", "name", "tid", "args"} <= set(bar) for bar in bars)
+    assert all(event["ph"] in "XMCi" for event in events)
+    page.set_input_files("input[type=file]", str(path))
+    page.wait_for_selector(".e-player:not([hidden])")
+    page.get_by_role("button", name="Latest").click()
+    assert table(page, "The latest steps as a table")[0][0] == str(max(bar["args"]["step"] for bar in bars))
+
+
+def test_a_file_that_is_no_trace_is_refused_in_words(page: Any, tmp_path: Path) -> None:
+    path = tmp_path / "letter.json"
+    path.write_text('{"dear": "reader"}')
+    page.set_input_files("input[type=file]", str(path))
+    page.wait_for_selector(".toast.error")
+    assert "letter.json has no steps of Holdfast in it" in page.inner_text(".toast.error")
+
+
+def test_a_tenant_sees_no_engine_and_an_operator_does(browser: Any, serve: Callable[..., Any]) -> None:
+    served = serve(api_key=("one",), operator_key=("boss",), store="memory")
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(f"{served.url}/#engine")
+    page.fill("#key", "one")
+    page.get_by_role("button", name="Use this key").click()
+    page.wait_for_selector(".e-gate")
+    assert "operator's key" in page.inner_text(".e-gate")
+    page.get_by_role("button", name="Enter an operator’s key").click()
+    page.fill("#key", "boss")
+    page.get_by_role("button", name="Use this key").click()
+    page.wait_for_selector(".e-gate", state="hidden")
+    for _ in range(50):
+        if served.client.watched:
+            break
+        page.wait_for_timeout(50)
+    assert served.client.watched
+    context.close()

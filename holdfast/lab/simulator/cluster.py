@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal, NamedTuple
 
-from holdfast.cluster.routing import Choice, Found, Move, ReplicaState, ReplicaView, Router, Turn
+from holdfast.cluster.routing import Found, Move, ReplicaState, ReplicaView, Router, Turn
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
 from holdfast.engine.profiles import CostProfile
@@ -178,6 +178,12 @@ class Replica:
         host = len(self.pool.host.find_all(lacking)) if self.pool.host is not None else 0
         return Found((len(chain) - len(lacking)) * self.pool.block_size, host * self.pool.block_size)
 
+    def lacking(self, chain: Sequence[bytes]) -> list[bytes]:
+        """The blocks of this chain that no tier has."""
+        missing = [digest for digest, at in zip(chain, self.pool.find_all(chain), strict=True) if at is None]
+        host = self.pool.host
+        return missing if host is None else [digest for digest in missing if host.find(digest) is None]
+
     def receive(self, chain: Sequence[bytes], now: float) -> int:
         """Store the blocks of this chain that it lacks in its host tier, as far as there is room: how many it has."""
         pool, host = self.pool, self.pool.host
@@ -193,14 +199,6 @@ class Replica:
         return len(chain)
 
 
-class Pending(NamedTuple):
-    """A request on its way to a replica."""
-
-    request: Request
-    turn: Turn
-    choice: Choice
-
-
 @dataclass(slots=True)
 class Sent:
     """A request that has not ended."""
@@ -210,11 +208,11 @@ class Sent:
     replica: int
     attempt: int
     """Counts its replicas: what comes from an earlier one is not read."""
+    started: bool = False
+    """Whether its present replica has given a token."""
     tokens: list[int] = field(default_factory=list)
     cached: int | None = None
     scheduled: float = 0.0
-    waits: Pending | None = None
-    """Until its state has come."""
 
 
 BOUNDARY, STATE, EVENT, REBALANCE, STEP = range(5)
@@ -304,6 +302,7 @@ class Cluster:
         number = self._by_name[choice.replica]
         sent.replica = number
         sent.attempt += 1
+        sent.started = False
         self._sent[sent.request.id] = sent
         self._nodes[number].routed += 1
         if choice.move_from is None:
@@ -350,8 +349,9 @@ class Cluster:
             sent = self._sent[output.request_id]
             if sent.cached is None:
                 sent.cached, sent.scheduled = output.cached_tokens, output.scheduled_at
-            if output.tokens and not sent.tokens:
+            if output.tokens and not sent.started:
                 router.started(output.request_id, self.now)
+                sent.started = True
             sent.tokens += output.tokens
             read.append(output._replace(cached_tokens=sent.cached, scheduled_at=sent.scheduled))
             if output.finish_reason is not None:
@@ -395,29 +395,19 @@ class Cluster:
         """Copy the blocks of a chain that the source has and the target lacks; `arrive` is told how many have come."""
         link, size = self._link, self._block_size * self._token_bytes
         assert link is not None
-        lacking = [block is None for block in target.pool.find_all(chain)]
-        host = target.pool.host
-        assert host is not None
-        wanted = [digest for digest, lacks in zip(chain, lacking, strict=True) if lacks and host.find(digest) is None]
+        wanted = target.lacking(chain)
         on_device = sum(block is not None for block in source.pool.find_all(wanted))
         begins = max(self.now, source.sends_until, target.receives_until)
         ends = begins + link.send(len(wanted) * size) + on_device * size / self._copy_rate
         source.sends_until = target.receives_until = ends
 
         def end() -> None:
-            held = source.pool.find_all(chain)
             there = 0
             if not (source.failed or target.failed):
-                missing = source.pool.host
-                there = next(
-                    (
-                        at
-                        for at, block in enumerate(held)
-                        if block is None and (missing is None or missing.find(chain[at]) is None)
-                    ),
-                    len(chain),
+                gone = {*source.lacking(chain)}
+                there = target.receive(
+                    chain[: next((at for at, each in enumerate(chain) if each in gone), None)], self.now
                 )
-                there = target.receive(chain[:there], self.now)
             arrive(there)
 
         self._push(ends, STATE, end)

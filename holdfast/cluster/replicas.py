@@ -187,15 +187,15 @@ class Replicas:
         self.counts.routed_tokens += turn.prompt_tokens
         try:
             while True:
-                known = len(stream.answer)
+                known, begun = len(stream.answer), False
                 replica, engine, choice = await self._choose(stream, turn, patient=resumed)
                 try:
                     if choice.move_from is not None:
                         await self._bring(turn, choice, engine)
                     async with aclosing(engine.run(stream)) as deltas:
                         async for delta in deltas:
-                            if delta.tokens and self._streams[request_id]:
-                                self._streams[request_id] = 0.0
+                            if delta.tokens and not begun:
+                                begun, self._streams[request_id] = True, 0.0
                                 self.router.started(request_id, time.monotonic())
                             yield delta
                     self._answer_tokens += 0.02 * (len(stream.answer) - self._answer_tokens)

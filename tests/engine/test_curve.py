@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import threading
 import time
 
 import pytest
@@ -109,7 +110,7 @@ class Silent:
 
 
 async def test_both_sides_notice_within_seconds_that_the_network_is_silent(small):
-    network, killed = Silent(), []
+    network, killed = Silent(), threading.Event()
     with Distant() as process:
         opened: list[asyncio.Task[None]] = []
 
@@ -122,7 +123,8 @@ async def test_both_sides_notice_within_seconds_that_the_network_is_silent(small
             opened.append(asyncio.get_running_loop().create_task(through()))
 
         process.connect = connect  # type: ignore[method-assign]
-        process.kill = lambda: killed.append(process.pid)  # type: ignore[method-assign]
+        process.kill = killed.set  # type: ignore[method-assign]
+        process.wait = lambda: -9 * killed.wait()  # type: ignore[method-assign]  # nothing is heard of a lost host
         client = await EngineClient.start(small(), process=process)
         network.silent, since = True, time.monotonic()
         with pytest.raises(EngineDead, match="the connection to the engine process on node 2 was lost"):
@@ -130,11 +132,11 @@ async def test_both_sides_notice_within_seconds_that_the_network_is_silent(small
                 pass
         slowest = (curve.HEARTBEAT_MS + curve.SILENCE_MS) / 1000 + connection.TICK_SECONDS
         assert time.monotonic() - since < slowest + 1.5
-        assert killed
-        assert await asyncio.to_thread(process.wait) == curve.LOST  # by itself
+        assert killed.is_set()
+        assert await asyncio.to_thread(EngineProcess.wait, process) == curve.LOST  # by itself
         await client.close()
         await network.close()
-        del process.kill  # type: ignore[method-assign]
+        del process.kill, process.wait  # type: ignore[method-assign]
 
 
 class Unstarted:

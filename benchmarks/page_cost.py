@@ -59,10 +59,10 @@ DRAWING = """() => {
 class Server:
     """`holdfast serve` in a process of its own, on some cores."""
 
-    def __init__(self, options: Sequence[str], cores: set[int] | None) -> None:
+    def __init__(self, options: Sequence[str], cores: Sequence[int]) -> None:
         command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--store", "memory", *options]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores or range(4096))
+            command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores)
         )
         assert self.process.stdout is not None
         line = next(line for line in self.process.stdout if "address" in line)
@@ -174,11 +174,11 @@ async def following(browser: Browser, url: str, watch: bool) -> AsyncIterator[Pa
         await page.close()
 
 
-async def cost(arguments: argparse.Namespace, browser: Browser, http: httpx.AsyncClient) -> dict[str, Any]:
-    """The pace without and with the page, in turns."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = max(1, len(cores) // 2)
-    server = Server(["--threads", str(half), "--cache-gb", "0.2"], set(cores[:half]))
+async def cost(
+    arguments: argparse.Namespace, browser: Browser, http: httpx.AsyncClient, cores: Sequence[int]
+) -> dict[str, Any]:
+    """The pace without and with the page, in turns. The server has these cores."""
+    server = Server(["--threads", str(len(cores)), "--cache-gb", "0.2"], cores)
     turns: list[dict[str, Any]] = []
     try:
         await streams(http, server.url, arguments.streams, 32)
@@ -217,8 +217,10 @@ def compare(turns: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
     }  # fmt: skip
 
 
-async def frames(arguments: argparse.Namespace, browser: Browser, http: httpx.AsyncClient) -> dict[str, Any]:
-    """Frames a second over many blocks, while streams run."""
+async def frames(
+    arguments: argparse.Namespace, browser: Browser, http: httpx.AsyncClient, cores: Sequence[int]
+) -> dict[str, Any]:
+    """Frames a second over many blocks, while streams run. The server has these cores."""
     size, each = 4, arguments.blocks // arguments.conversations
     gb = 1.2 * arguments.blocks * arguments.block_bytes * size / 16 / 1e9
     server = Server(
@@ -279,17 +281,16 @@ async def main(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = {**provenance(), "load before": os.getloadavg()}
     if "loop" in arguments.parts:
         result["loop"] = loop(arguments)
+    half = max(1, len(cores) // 2)
+    os.sched_setaffinity(0, set(cores[half:]) or set(cores))  # and with this process all that the browser consists of
     async with async_playwright() as playwright, httpx.AsyncClient(timeout=None) as http:
-        if "cost" in arguments.parts:
-            os.sched_setaffinity(0, set(cores[max(1, len(cores) // 2) :]) or set(cores))
         flags = ["--no-sandbox", "--disable-gpu"]
         browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
         result["browser"] = browser.version
         if "cost" in arguments.parts:
-            os.sched_setaffinity(0, set(cores))
-            result["cost"] = await cost(arguments, browser, http)
+            result["cost"] = await cost(arguments, browser, http, cores[:half])
         if "frames" in arguments.parts:
-            result["frames"] = await frames(arguments, browser, http)
+            result["frames"] = await frames(arguments, browser, http, cores[:half])
         await browser.close()
     result["load after"] = os.getloadavg()
     text = json.dumps(result, indent=1)

@@ -115,6 +115,11 @@ def shoot(page: Page, name: str) -> None:
     page.wait_for_selector(".item", state="attached")
     page.mouse.move(0, 0)
     page.wait_for_timeout(300)
+    save(page, name)
+
+
+def save(page: Page, name: str) -> None:
+    """Write a picture of the page as it is."""
     picture = Image.open(io.BytesIO(page.screenshot()))
     picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
 

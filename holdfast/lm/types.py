@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 from holdfast.core.columns import Columns
 from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
 from holdfast.core.types import FinishReason, Grammar, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from holdfast.lm.tiers import LowerShape, LowerStats
 from holdfast.loop.contracts import Device, Executor
 from holdfast.loop.loop import Loop
 
@@ -501,6 +502,8 @@ class Sequence:
     length: int = field(init=False)
     """Number of its positions, including those whose token is still being sampled."""
     cached_tokens: int = 0
+    cached_below: int = 0
+    """Of `cached_tokens`, those that came from tiers behind the host for it."""
     """Prompt tokens found in the prefix cache at first admission."""
     preemptions: int = 0
     scheduled_at: float | None = None
@@ -586,6 +589,12 @@ class SchedulerStats:
     """Drafted tokens that were verified."""
     drafts_accepted: int = 0
     """Those of them that were the model's own."""
+    prefix_hits_on_disk: int = 0
+    """Of `prefix_hits`, those that came from the disk for their request."""
+    prefix_hits_on_remote: int = 0
+    """The same of the remote tier."""
+    lower: LowerStats | None = None
+    """The tiers behind the host tier, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -763,6 +772,10 @@ class EngineShape:
     """Blocks of the host tier."""
     host_blocks_ready: int | None = None
     """Those that can be used from the start; None: all."""
+    block_bytes: int = 0
+    """Bytes of a block; 0: unknown, and every block of the host is brought back."""
+    lower: LowerShape | None = None
+    """The tiers behind the host tier."""
     copies_ahead: int | None = None
     """Blocks that a step swaps out ahead of need without becoming slower. None: as many as one plan may copy."""
     token_budget: int

@@ -72,26 +72,3 @@ class LowerShape:
     stored: tuple[StoredBlock, ...] = ()
     """What the disk holds at the start, the least recently used first."""
     remote: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LowerStats:
-    """The tiers behind the host tier, so far and now."""
-
-    disk_blocks_total: int = 0
-    disk_blocks_cached: int = 0
-    disk_blocks_written: int = 0
-    disk_blocks_read: int = 0
-    disk_blocks_dropped: int = 0
-    """Given up for others of a higher value."""
-    remote_blocks_written: int = 0
-    remote_blocks_read: int = 0
-    blocks_corrupt: int = 0
-    """Read blocks whose bytes were not what was written; they are computed again."""
-    io_failures: int = 0
-    """Blocks that could not be written or read."""
-    fetches_refused: int = 0
-    """Blocks that a lower tier had, and that were cheaper to compute again."""
-    waits_ended: int = 0
-    """Sequences that did not wait any longer for their blocks and computed them again."""
-    block_bytes: int = 0

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 from holdfast.core.columns import Columns
 from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
 from holdfast.core.types import FinishReason, Grammar, Request, SamplingParams, SequenceOutput, TokenLogprobs
-from holdfast.lm.tiers import LowerShape, LowerStats
+from holdfast.lm.tiers import LowerShape
 from holdfast.loop.contracts import Device, Executor
 from holdfast.loop.loop import Loop
 
@@ -593,8 +593,22 @@ class SchedulerStats:
     """Of `prefix_hits`, those that came from the disk for their request."""
     prefix_hits_on_remote: int = 0
     """The same of the remote tier."""
-    lower: LowerStats | None = None
-    """The tiers behind the host tier, if there are any."""
+    disk_blocks_total: int = 0
+    disk_blocks_cached: int = 0
+    disk_bytes_written: int = 0
+    disk_bytes_read: int = 0
+    disk_blocks_dropped: int = 0
+    """Given up for others of a higher value."""
+    remote_bytes_written: int = 0
+    remote_bytes_read: int = 0
+    blocks_corrupt: int = 0
+    """Blocks of the disk or the remote tier whose bytes were not what was written; they are computed again."""
+    tier_failures: int = 0
+    """Blocks that could not be written to these tiers or read from them."""
+    blocks_cheaper_computed: int = 0
+    """Blocks that these tiers had, and that were computed again as that is faster."""
+    fetches_given_up: int = 0
+    """Requests that did not wait for their blocks any longer and computed them."""
 
 
 @dataclass(frozen=True, slots=True)

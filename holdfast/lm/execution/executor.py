@@ -66,6 +66,8 @@ class PagedMemory:
     adapter_graphs: StepGraphs | None = None
     """The graphs of steps with adapters."""
     adapters: AdapterTransfers | None = None
+    host_cache: KVCache | None = None
+    """The host tier's blocks, if there is one."""
 
     def begin_copies(self, plan: StepPlan) -> LayerCaches:
         """Move a plan's blocks, and start its copies between the tiers; the layers' caches for its computation."""

@@ -316,9 +316,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes) -> PagedMemory:
         cache, layers, batch = self._empty(num_blocks)
-        host, transfers = None, None
+        host, transfers, kept = None, None, None
         if host_blocks:
-            kept = self._cache(host_blocks, torch.device("cpu"), by_block=self.kind == "cuda")
+            by_block = self.kind == "cuda" or self.config.lower_tiers
+            kept = self._cache(host_blocks, torch.device("cpu"), by_block=by_block)
             transfers = Transfers(cache, kept, layers, self._make_stream)
             if self.kind == "cuda":
                 host = HostMemory(kept, partial(cuda_pin, device=self.device))
@@ -331,7 +332,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         adapters = None
         if self.adapter_slots is not None and self.adapter_store is not None:
             adapters = AdapterTransfers(self.adapter_slots, self.adapter_store, self._make_stream)
-        return PagedMemory(cache, layers, batch, graphs, host, transfers, adapter_graphs, adapters)
+        return PagedMemory(cache, layers, batch, graphs, host, transfers, adapter_graphs, adapters, kept)
 
     def _empty(self, num_blocks: int) -> tuple[KVCache, Layers, Batch]:
         """A device's cache, its layers, and an empty batch."""
@@ -414,7 +415,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         wanted = self.config.host_cache_gb
         free, total = memory_of(torch.device("cpu"))
         if wanted == "auto":
-            on = self.kind == "cuda" and self.config.prefix_sharing
+            on = (self.kind == "cuda" or self.config.lower_tiers) and self.config.prefix_sharing
             return self._own_share(min(HOST_CACHE_BYTES, free // 4)) if on else 0
         size = int(wanted * 1e9)
         if size > free or 0 < wanted * 1e9 < self.whole_block_bytes:

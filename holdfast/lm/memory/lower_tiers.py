@@ -11,7 +11,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prices import Link, Prices
 from holdfast.lm.memory.retention import MIN_AGE, Use
-from holdfast.lm.tiers import NO_SLOT, JobKind, LowerShape, LowerStats, TierBlock, TierDone, TierJob, TierName
+from holdfast.lm.tiers import NO_SLOT, JobKind, LowerShape, TierBlock, TierDone, TierJob, TierName
 
 JOB_BYTES = 4 << 20
 """Bytes of a job, roughly: enough for a disk's full rate, and a few of them keep several threads busy."""
@@ -65,10 +65,10 @@ class JobBook:
     """A job that has not ended."""
 
     job: TierJob
-    after: int
-    """The plan whose copies to the device must have ended before the job may write to the host."""
     fetch: Fetch | None = None
     """Of a probe."""
+    after: int | None = None
+    """The plan whose copies to the device must have ended before the job may write to the host; None: not known yet."""
     started: bool = False
 
 
@@ -128,7 +128,7 @@ class LowerTiers:
         self._most_written = max(1, min(WRITE_BYTES // shape.block_bytes, self._host.num_blocks // 4))
         self._written: dict[TierName, int] = {"disk": 0, "remote": 0}
         self._read: dict[TierName, int] = {"disk": 0, "remote": 0}
-        self._corrupt = self._failures = self._waits_ended = 0
+        self._corrupt = self._failures = self._given_up = 0
         pool.kept_below = self.has
         self._load(shape, now)
 
@@ -180,15 +180,19 @@ class LowerTiers:
         self._note()
         for tier in self._tiers:
             self._write(tier, now)
-        ready = [book for book in self._books.values() if not book.started and book.after <= self._copied_in]
-        for book in ready:
-            book.started = True
-        return [book.job for book in ready]
+        begun = []
+        for book in self._books.values():
+            if book.after is None:  # plans that were made with it may copy what its blocks held
+                book.after = self._copying_in if book.job.kind == "read" else -1
+            if not book.started and book.after <= self._copied_in:
+                book.started = True
+                begun.append(book.job)
+        return begun
 
     def _note(self) -> None:
         """Look at what the host tells of blocks that it got, or that have been used again."""
-        told, self._host.told = self._told, []
-        self._told = self._host.told
+        told, self._told = self._told, []
+        self._host.told = self._told
         for digest, use in told:
             if self.disk is not None:
                 if self.disk.find(digest) is None:
@@ -208,8 +212,9 @@ class LowerTiers:
         blocks: list[TierBlock] = []
         while dirty and len(writing) < self._most_written:
             digest, _ = dirty.popitem(last=False)
-            if digest in writing or (source := host.hold(digest)) is None:
-                continue  # it is evicted: that is lost
+            there = digest in self._known if disk is None or tier == "remote" else disk.find(digest) is not None
+            if there or digest in writing or (source := host.hold(digest)) is None:
+                continue  # the host has evicted the last: its state is lost
             slot, index, use = NO_SLOT, host.index_of(source), host.last_use(source)
             last = now if use is None else use[0]
             if tier == "disk":
@@ -293,7 +298,7 @@ class LowerTiers:
 
     def end_wait(self, fetch: Fetch) -> None:
         """Note that a sequence does not wait for the rest of its blocks."""
-        self._waits_ended += 1
+        self._given_up += 1
         fetch.pending.clear()
         fetch.probing = False
 
@@ -397,24 +402,22 @@ class LowerTiers:
         step = max(1, len(blocks)) if kind == "probe" else self._batch
         for start in range(0, len(blocks), step):
             job = TierJob(self._numbers, tier, kind, tuple(blocks[start : start + step]))
-            self._books[self._numbers] = JobBook(job, self._copying_in if kind == "read" else -1, fetch)
+            self._books[self._numbers] = JobBook(job, fetch)
             self._numbers += 1
 
-    @property
-    def stats(self) -> LowerStats:
-        """The tiers so far and now."""
-        disk = self.disk
-        return LowerStats(
-            disk_blocks_total=disk.num_blocks if disk is not None else 0,
-            disk_blocks_cached=disk.cached if disk is not None else 0,
-            disk_blocks_written=self._written["disk"],
-            disk_blocks_read=self._read["disk"],
-            disk_blocks_dropped=disk.dropped if disk is not None else 0,
-            remote_blocks_written=self._written["remote"],
-            remote_blocks_read=self._read["remote"],
-            blocks_corrupt=self._corrupt,
-            io_failures=self._failures,
-            fetches_refused=self.prices.refused,
-            waits_ended=self._waits_ended,
-            block_bytes=self.prices.block_bytes,
-        )
+    def stats(self) -> dict[str, int]:
+        """These tiers so far and now: fields of `SchedulerStats`."""
+        disk, size = self.disk, self.prices.block_bytes
+        return {
+            "disk_blocks_total": disk.num_blocks if disk is not None else 0,
+            "disk_blocks_cached": disk.cached if disk is not None else 0,
+            "disk_bytes_written": self._written["disk"] * size,
+            "disk_bytes_read": self._read["disk"] * size,
+            "disk_blocks_dropped": disk.dropped if disk is not None else 0,
+            "remote_bytes_written": self._written["remote"] * size,
+            "remote_bytes_read": self._read["remote"] * size,
+            "blocks_corrupt": self._corrupt,
+            "tier_failures": self._failures,
+            "blocks_cheaper_computed": self.prices.refused,
+            "fetches_given_up": self._given_up,
+        }

@@ -239,9 +239,9 @@ def make_scheduler(
     `tuner` (`make_tuner`) it plans training too: in slices beside streams if there is a target between tokens, else by
     the deferral rule with `deferral_bound` seconds (None: DEFAULT_BOUND). `Scheduler.tuner` is that tuner. With
     `tuning_progress`, slices go on however full the steps are. With a `drafter` (`make_drafter`), decodes verify drafts
-    where `cost` says that it pays. `now` is when what a disk tier holds was looked at. Raises ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on
-    padded rows, in a pipeline or under a scheduler that is not stall-free, and for a bound with a target or without a
-    tuner.
+    where `cost` says that it pays. `now` is when it was looked at what the disk tier holds (`EngineShape.lower`).
+    Raises ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on padded rows, in a pipeline or
+    under a scheduler that is not stall-free, and for a bound with a target or without a tuner.
     """
     policy = policy or choose_policy(config, shape, cost, stages=stages)
     if tuner is not None:

@@ -179,6 +179,11 @@ class Scheduler:
         if entry is not None:
             self._end(entry, FinishReason.ABORT)
 
+    def abort_all(self) -> None:
+        """End every request at once."""
+        for name in tuple(self._entries):
+            self.abort(name)
+
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
         self._now = now
@@ -452,9 +457,9 @@ class Scheduler:
             deferred_seconds=self._policy.deferred_seconds,
             tokens_drafted=self._policy.tokens_drafted,
             drafts_accepted=self._policy.drafts_accepted,
-            lower=lower.stats if lower is not None else None,
             prefix_hits_on_disk=queues.prefix_hits_below["disk"],
             prefix_hits_on_remote=queues.prefix_hits_below["remote"],
+            **(lower.stats() if lower is not None else {}),
         )
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:

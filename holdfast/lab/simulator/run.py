@@ -16,11 +16,13 @@ from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.executor import SimulatedDrafter, SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
+from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler, make_tuner, steps_in_flight
 from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types import (
     COPIES_AHEAD_BYTES,
     Abilities,
@@ -78,6 +80,7 @@ def simulate(
     until: float = inf,
     tuning: Tuning | None = None,
     acceptance: float | None = None,
+    disk_rate: float = DISK_RATE,
 ) -> Outcome:
     """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
 
@@ -89,6 +92,9 @@ def simulate(
     `make_policy` replaces the policy that `config` asks for. With an `acceptance`, decodes verify drafts as
     `config.speculation` says, and each guess is right with this chance. `tuning` has jobs of training beside the
     requests; the run ends with the last request. After `until` virtual seconds it ends with what is recorded by then.
+
+    A disk tier, where `config` has a directory for one, is empty at first and moves `disk_rate` bytes a second; there
+    is no remote one.
 
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
@@ -103,6 +109,9 @@ def simulate(
     else:
         step_times = StepTimes(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
     shape = engine_shape(config, profile, host_blocks=host_blocks)
+    on_disk = config.disk_cache_dir is not None
+    if on_disk:
+        shape = replace(shape, lower=_disk_tier(config, shape))
     tuner = trainer = None
     if tuning is not None:
         block_bytes = profile.token_bytes * config.block_size
@@ -123,8 +132,10 @@ def simulate(
         tuning_progress=tuning is not None and tuning.progress,
         drafter=drafter,
     )
-    loop = Loop(scheduler, wrap(executor, clock), steps_in_flight(config, stages), clock)
-    clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
+    disk = SimulatedDisk(scheduler, clock, shape.block_bytes, disk_rate) if on_disk else None
+    refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
+    loop = Loop(scheduler, wrap(executor, clock), steps_in_flight(config, stages), clock, refresh)
+    clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency, wait=wait)
     while clients.advance() and clock.now < until:
         on_progress(clients.ended)
     stages_busy = tuple(executor.stages_busy) if pipeline is not None else ()
@@ -174,6 +185,19 @@ def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
     return int(config.host_cache_gb * 1e9 / block), block / profile.copy_rate
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
+def _disk_tier(config: EngineConfig, shape: EngineShape) -> LowerShape:
+    """The disk tier of an engine, empty. Raises ValueError without a host tier."""
+    if not (shape.num_host_blocks and shape.block_bytes):
+        raise ValueError(
+            "disk_cache_dir is set, and the simulated engine has no host tier before it; set host_cache_gb"
+        )
+    return LowerShape(shape.block_bytes, disk_blocks=int(config.disk_cache_gb * 1e9) // shape.block_bytes)
+
+
 def context_length(config: EngineConfig, profile: CostProfile) -> int:
     """Longest sequence in tokens, prompt and output together."""
     longest = config.max_model_len or profile.max_model_len
@@ -195,6 +219,7 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
         precision=profile.precision,
         num_blocks=profile.cache_tokens if rows else profile.cache_tokens // config.block_size,
         num_host_blocks=host_blocks,
+        block_bytes=0 if rows else profile.token_bytes * config.block_size,
         copies_ahead=max(1, COPIES_AHEAD_BYTES // (profile.token_bytes * config.block_size)) if host_blocks else None,
         token_budget=budget,
         max_step_tokens=capacity_of(
@@ -264,9 +289,20 @@ class Clients:
     """All clients of a loop, in the same thread: sends requests when they are due and records the answers."""
 
     def __init__(
-        self, workload: Workload, loop: LanguageLoop, clock: WaitableClock, *, vocab_size: int, concurrency: int | None
+        self,
+        workload: Workload,
+        loop: LanguageLoop,
+        clock: WaitableClock,
+        *,
+        vocab_size: int,
+        concurrency: int | None,
+        wait: Callable[[], None] = nothing,
     ) -> None:
-        """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`."""
+        """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`.
+
+        `wait` is called when requests are open and no step can run: it lets what they wait for happen.
+        """
+        self._wait = wait
         self.records: list[Record] = []
         self.ended = 0
         self.steps = 0
@@ -293,10 +329,12 @@ class Clients:
         now = clock()
         while due and due[0][0] <= now:
             self._send(*heapq.heappop(due))
-        outputs = loop.step() or ()
+        outputs = loop.step()
+        if outputs is None:
+            self._wait()
         now = clock()
         self.steps += 1
-        for name, tokens, reason, cached, scheduled, *_ in outputs:
+        for name, tokens, reason, cached, scheduled, *_ in outputs or ():
             request = self._open[name]
             times = request.record.token_times
             if not times:

@@ -40,7 +40,7 @@ class Fetch:
     """Whether the remote tier is being asked what it has."""
     held: list[int] = field(default_factory=list)
     """Blocks of the host tier that have arrived. They are held until the sequence has started."""
-    arrived: dict[TierName, int] = field(default_factory=lambda: {"disk": 0, "remote": 0})
+    came: dict[TierName, int] = field(default_factory=lambda: {"disk": 0, "remote": 0})
     """How many, by the tier that gave them."""
     size: dict[TierName, int] = field(default_factory=dict)
     """Bytes asked of each tier, with those that were asked for before and had not arrived."""
@@ -365,7 +365,7 @@ class LowerTiers:
         fetch.pending.discard(digest)
         if came and (block := self._host.hold(digest)) is not None:
             fetch.held.append(block)
-            fetch.arrived[tier] += 1
+            fetch.came[tier] += 1
             self._held += 1
         if not fetch.pending and len(fetch.size) == 1:
             self.links[tier].observe(fetch.size.get(tier, 0), now - fetch.began)

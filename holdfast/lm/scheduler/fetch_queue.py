@@ -55,7 +55,7 @@ class FetchQueue:
         if fetch is None:
             return NOTHING
         self.lower.close(fetch)
-        return fetch.arrived
+        return fetch.came
 
     def __contains__(self, entry: Entry) -> bool:
         """Whether a sequence waits for its blocks."""

@@ -39,6 +39,8 @@ class Usage:
     """All generated tokens, including the one that ended the sequence."""
     cached_tokens: int
     """Prompt tokens found in the prefix cache."""
+    cached_by_tier: tuple[int, int, int] = (0, 0, 0)
+    """Of these, those from the host, from the disk and from the remote tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +361,7 @@ class _Stream:
         self._vector = b""
         self._count = 0
         self._cached = 0
+        self._by_tier = 0, 0, 0
         self._scheduled = self._first = self._last = 0.0
         self._error: Exception | None = None
         self._changed = asyncio.Event()
@@ -368,6 +371,7 @@ class _Stream:
         tokens, reason = output.tokens, output.finish_reason
         if not self._count:
             self._first, self._scheduled, self._cached = now, output.scheduled_at, output.cached_tokens
+            self._by_tier = output.cached_by_tier
         self._vector = output.vector or self._vector
         self._last = now
         # The token that stopped the sequence is not part of its text.
@@ -409,7 +413,7 @@ class _Stream:
             return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt)
         self.given = True
         request = self.request
-        usage = Usage(len(request.prompt), self._count, self._cached)
+        usage = Usage(len(request.prompt), self._count, self._cached, self._by_tier)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
         stop = self._text.stop_string
         return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)

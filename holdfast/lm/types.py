@@ -502,8 +502,8 @@ class Sequence:
     length: int = field(init=False)
     """Number of its positions, including those whose token is still being sampled."""
     cached_tokens: int = 0
-    cached_below: int = 0
-    """Of `cached_tokens`, those that came from tiers behind the host for it."""
+    cached_by_tier: tuple[int, int, int] = (0, 0, 0)
+    """Of `cached_tokens`, those from the host, from the disk and from the remote tier."""
     """Prompt tokens found in the prefix cache at first admission."""
     preemptions: int = 0
     scheduled_at: float | None = None

@@ -135,11 +135,14 @@ async def test_an_engine_process_keeps_conversations_over_its_end(tiny):
                     PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
                 )
             ]
-            found.append((deltas[-1].usage.cached_tokens, [token for delta in deltas for token in delta.tokens]))
+            usage = deltas[-1].usage
+            found.append(
+                ((usage.cached_tokens, usage.cached_by_tier), [token for delta in deltas for token in delta.tokens])
+            )
         finally:
             await client.close()
     assert found[0][1] == found[1][1]
-    assert [cached for cached, _ in found] == [0, 96]
+    assert [cached for cached, _ in found] == [(0, (0, 0, 0)), (96, (0, 96, 0))]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ from collections import deque
 
 from holdfast.lab.simulator.executor import VirtualClock
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.tiers import TierDone, TierJob
+from holdfast.lm.tiers import Outcome, TierDone, TierJob
 
 DISK_RATE = 3e9
 """Bytes per second of a local NVMe drive, where nothing else is said."""
 DISK_LATENCY = 2e-4
 """Seconds from the start of a job to its first byte."""
+DONE: Outcome = "done"
 
 
 class SimulatedDisk:
@@ -33,7 +34,7 @@ class SimulatedDisk:
         self._queue(now)
         while self._running is not None and self._running[0] <= now:
             ends, job = self._running
-            ended.append(TierDone(job.number, ("done",) * len(job.blocks), self._seconds(job)))
+            ended.append(TierDone(job.number, (DONE,) * len(job.blocks), self._seconds(job)))
             self._running, self._free_at = None, ends
             self._start()
         if ended:

@@ -131,9 +131,11 @@ class Queues:
             self.prefix_hits += sequence.cached_tokens
             self.order.started(entry)
             self.prefix_hits_on_host += len(found.host) * self.pool.block_size
-            sequence.cached_below = sum(below.values()) * self.pool.block_size
             for tier, blocks in below.items():
                 self.prefix_hits_below[tier] += blocks * self.pool.block_size
+            on_host = max(0, len(found.host) - sum(below.values()))
+            host, disk, remote = (count * self.pool.block_size for count in (on_host, below["disk"], below["remote"]))
+            sequence.cached_by_tier = host, disk, remote
         return copies
 
     def join(self, entry: Entry) -> None:

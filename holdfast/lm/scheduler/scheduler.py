@@ -394,6 +394,7 @@ class Scheduler:
             logprobs=logprobs or [()] * len(entries),
             prompt_logprobs=prompts or [()] * len(entries),
             vector=vectors,
+            cached_by_tier=[sequence.cached_by_tier for sequence in sequences],
         )
 
     def tier_jobs(self, now: float) -> abc.Sequence[TierJob]:

@@ -58,7 +58,7 @@ class DiskStore:
             raise ValueError(
                 f"disk_cache_gb is {size / 1e9}, and a block takes {self._stride / 1e9:.6f}; give it room for one"
             )
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

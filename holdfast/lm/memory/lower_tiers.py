@@ -145,11 +145,6 @@ class LowerTiers:
             disk.cache_block(stored.slot, stored.digest, stored.place, (now - stored.age, self._uses))
 
     @property
-    def busy(self) -> bool:
-        """Whether any job is under way or is to be begun."""
-        return bool(self._books) or any(self._dirty.values()) or bool(self._told)
-
-    @property
     def backlog(self) -> bool:
         """Whether so much is still to be written that the host should not be given more."""
         return max(map(len, self._dirty.values())) + len(self._told) >= max(1, self._host.ready // 4)

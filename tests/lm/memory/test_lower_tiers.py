@@ -42,7 +42,7 @@ def test_what_the_host_gets_is_written_to_every_tier_once():
     jobs = lower.jobs(0.0) + lower.jobs(0.0)
     assert told(jobs) == [("disk", "write", 1), ("disk", "write", 2), ("remote", "write", 1), ("remote", "write", 2)]
     end(lower, jobs)
-    assert lower.has(digest(1)) and not lower.jobs(1.0) and not lower.busy
+    assert lower.has(digest(1)) and not lower.jobs(1.0) and not lower._books
 
 
 def test_a_block_is_not_evicted_from_the_host_while_it_is_written():

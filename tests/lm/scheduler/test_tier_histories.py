@@ -106,9 +106,13 @@ class TieredHistory(History):
         else:
             super().nothing_runs()
 
+    def unsettled(self):
+        lower = self.scheduler._lower
+        return lower._books or lower._told or any(lower._dirty.values()) or self.scheduler.has_work()
+
     def settle(self):
         """Let all jobs end."""
-        while self.host_blocks and (self.scheduler._lower.busy or self.scheduler.has_work()):
+        while self.host_blocks and (self.unsettled()):
             self.scheduler.finish_tier_jobs(self.tiers.take(every=True), float(self.steps))
             self.step()
         if self.host_blocks:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -38,6 +38,8 @@ class Fetch:
     """Those still to arrive."""
     probing: bool = False
     """Whether the remote tier is being asked what it has."""
+    queued: int = 0
+    """Requests of it that wait for room on the host."""
     held: list[int] = field(default_factory=list)
     """Blocks of the host tier that have arrived. They are held until the sequence has started."""
     came: dict[TierName, int] = field(default_factory=lambda: {"disk": 0, "remote": 0})
@@ -45,11 +47,14 @@ class Fetch:
     size: dict[TierName, int] = field(default_factory=dict)
     """Bytes asked of each tier, with those that were asked for before and had not arrived."""
     open: bool = True
+    """Whether its sequence has neither started nor ended."""
+    over: bool = False
+    """Whether nobody waits for it any more."""
 
     @property
     def complete(self) -> bool:
         """Whether nothing more will arrive."""
-        return not (self.pending or self.probing)
+        return not (self.pending or self.probing or self.queued)
 
 
 @dataclass(slots=True)
@@ -120,6 +125,8 @@ class LowerTiers:
         self._arriving: dict[bytes, Arrival] = {}
         self._held = 0
         """Blocks of the host that fetches hold."""
+        self._queue: deque[tuple[Fetch, TierName, dict[int, bytes]]] = deque()
+        """What is to be brought once the host has room: at most half of it is for waiting sequences."""
         self._books: dict[int, JobBook] = {}
         self._numbers = 0
         self._uses = 0
@@ -160,7 +167,11 @@ class LowerTiers:
 
     def has(self, digest: bytes) -> bool:
         """Whether the disk has this block, or the remote tier was seen to have it."""
-        return (self.disk is not None and self.disk.find(digest) is not None) or digest in self._known
+        return self.has_on_disk(digest) or digest in self._known
+
+    def has_on_disk(self, digest: bytes) -> bool:
+        """Whether the disk has this block."""
+        return self.disk is not None and self.disk.find(digest) is not None
 
     def begin_swap_in(self, step: int) -> None:
         """Plan `step` copies blocks of the host to the device."""
@@ -173,6 +184,12 @@ class LowerTiers:
     def jobs(self, now: float) -> list[TierJob]:
         """The jobs to begin now."""
         self._note()
+        while self._queue and (self._room(self._queue[0][2]) or self._queue[0][0].over):
+            fetch, tier, there = self._queue.popleft()
+            fetch.queued -= 1
+            if not fetch.over:
+                fetch.began = now
+                self._ask(tier, there, fetch, now)
         for tier in self._tiers:
             self._write(tier, now)
         begun = []
@@ -229,38 +246,46 @@ class LowerTiers:
 
     def fetch(self, missing: Mapping[int, bytes], now: float) -> Fetch | None:
         """Begin to bring back what a sequence lacks: digests by their places. None if nothing is to be brought."""
-        disk, arriving = self.disk, self._arriving
         seconds = self.prices.computing([*missing])
         wait = UNKNOWN_WAIT if seconds is None else min(max(2 * seconds, SHORTEST_WAIT), LONGEST_WAIT)
         fetch = Fetch(now, now + wait)
         on_disk, rest = dict[int, bytes](), dict[int, bytes]()
         for index, digest in missing.items():
-            if digest in arriving:
-                arriving[digest].fetches.append(fetch)
-                fetch.pending.add(digest)
-            elif disk is not None and disk.find(digest) is not None:
-                on_disk[index] = digest
-            else:
-                rest[index] = digest
-        self._bring("disk", on_disk, fetch, now)
+            on_its_way = digest in self._arriving or self.has_on_disk(digest)
+            (on_disk if on_its_way else rest)[index] = digest
+        self._ask("disk", on_disk, fetch, now)
         if self._remote and now >= self._remote_from and self.prices.worth([*rest], self.links["remote"]):
             fetch.probing = True
             self._begin("remote", "probe", [TierBlock(digest, index) for index, digest in rest.items()], fetch)
         return None if fetch.complete else fetch
 
-    def _bring(self, tier: TierName, there: Mapping[int, bytes], fetch: Fetch, now: float) -> None:
-        """Begin to read those of these blocks that are cheaper to bring than to compute, as far as the host has room.
+    def _ask(self, tier: TierName, there: Mapping[int, bytes], fetch: Fetch, now: float) -> None:
+        """Let a fetch have these blocks of a tier: those that others wait for, too, and those still to be brought."""
+        lacking = {}
+        for index, digest in there.items():
+            if (arrival := self._arriving.get(digest)) is not None:
+                arrival.fetches.append(fetch)
+                fetch.pending.add(digest)
+            elif self._host.find(digest) is None and (tier == "remote" or self.has_on_disk(digest)):
+                lacking[index] = digest
+        if lacking:
+            self._bring(tier, lacking, fetch, now)
 
-        The last ones come first: they cost most to compute.
+    def _bring(self, tier: TierName, there: Mapping[int, bytes], fetch: Fetch, now: float) -> None:
+        """Begin to read those of these blocks that are cheaper to bring than to compute, or queue that for room.
+
+        If half of the host has no room for them all, it is the last ones: they cost most to compute.
         """
         host, disk, size = self._host, self.disk, self.prices.block_bytes
-        ahead = size * len(self._arriving)
+        ahead = size * (len(self._arriving) + sum([len(blocks) for _, _, blocks in self._queue]))
         chosen = self.prices.worth([*there], self.links[tier], ahead)
-        room = host.ready // 2 - self._held - len(self._arriving)
-        victims = host.victims(now) if chosen else None
+        if not self._room(chosen):
+            fetch.queued += 1
+            self._queue.append((fetch, tier, {index: there[index] for index in chosen}))
+            return
+        victims = host.victims(now)
         blocks: list[TierBlock] = []
-        for index in sorted(chosen, reverse=True)[: max(0, room)]:
-            assert victims is not None
+        for index in sorted(chosen, reverse=True)[: host.ready // 2]:
             digest = there[index]
             target, evicted = host.reserve(inf, victims)
             self._pool.evicted_from_host(evicted)
@@ -281,11 +306,16 @@ class LowerTiers:
             fetch.size[tier] = size * len(blocks) + ahead
         self._begin(tier, "read", blocks)
 
+    def _room(self, blocks: Collection[int]) -> bool:
+        """Whether the host has room for these blocks, or for as many as it may ever have for one sequence."""
+        most = self._host.ready // 2
+        return min(len(blocks), most) <= most - self._held - len(self._arriving)
+
     def close(self, fetch: Fetch) -> None:
         """The sequence of a fetch has started, or has ended: nothing is held for it any more."""
         if not fetch.open:
             return
-        fetch.open = False
+        fetch.open, fetch.over = False, True
         self._held -= len(fetch.held)
         for block in fetch.held:
             self._host.release(block)
@@ -294,6 +324,7 @@ class LowerTiers:
     def end_wait(self, fetch: Fetch) -> None:
         """Note that a sequence does not wait for the rest of its blocks."""
         self._given_up += 1
+        fetch.over = True
         fetch.pending.clear()
         fetch.probing = False
 
@@ -355,7 +386,7 @@ class LowerTiers:
 
     def _arrive(self, fetch: Fetch, tier: TierName, digest: bytes, came: bool, now: float) -> None:
         """Tell a fetch of one of its blocks, which may not have come."""
-        if not fetch.open or digest not in fetch.pending:
+        if fetch.over or digest not in fetch.pending:
             return
         fetch.pending.discard(digest)
         if came and (block := self._host.hold(digest)) is not None:
@@ -377,14 +408,7 @@ class LowerTiers:
         if fetch is None or not (fetch.open and fetch.probing):
             return
         fetch.probing = False
-        lacking = {}
-        for index, digest in there.items():
-            if digest in self._arriving:
-                self._arriving[digest].fetches.append(fetch)
-                fetch.pending.add(digest)
-            elif self._host.find(digest) is None:
-                lacking[index] = digest
-        self._bring("remote", lacking, fetch, now)
+        self._ask("remote", there, fetch, now)
 
     def _know(self, digest: bytes) -> None:
         self._known[digest] = None

@@ -117,6 +117,16 @@ def test_a_fetch_takes_no_more_than_half_of_the_host_and_the_last_blocks_first()
     assert [number for *_, number in told(lower.jobs(0.0))] == [2, 3, 4, 5]
 
 
+def test_a_fetch_waits_for_room_until_another_sequence_has_started():
+    _, lower = tiers_of(stored=[StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(6)])
+    first = lower.fetch({slot: digest(slot) for slot in range(4)}, 0.0)
+    second = lower.fetch({4: digest(4), 5: digest(5)}, 0.0)
+    end(lower, lower.jobs(0.0))
+    assert first.complete and not second.complete and not lower.jobs(0.1)
+    lower.close(first)
+    assert told(lower.jobs(0.2)) == [("disk", "read", 4), ("disk", "read", 5)]
+
+
 def test_the_remote_tier_is_asked_first_and_gives_what_it_has():
     _, lower = tiers_of(disk_blocks=0, remote=True)
     fetch = lower.fetch({0: digest(0), 1: digest(1)}, 0.0)

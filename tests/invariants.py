@@ -3,11 +3,15 @@
 from collections import Counter
 
 
-def check_scheduler(scheduler):
-    """Raise RuntimeError if a block of a scheduler's pool is lost, or owned twice without being shared."""
+def check_scheduler(scheduler, reserved=()):
+    """Raise RuntimeError if a block of a scheduler's pool is lost, or owned twice without being shared.
+
+    `reserved` is as for `check_pool`; what is filled from lower tiers need not be in it.
+    """
     lower = getattr(scheduler, "_lower", None)
     filled = [arrival.host for arrival in lower._arriving.values()] if lower is not None else []
-    check_pool(scheduler._queues.pool, [entry.cache.blocks for entry in scheduler._entries.values()], filled)
+    tables = [entry.cache.blocks for entry in scheduler._entries.values()]
+    check_pool(scheduler._queues.pool, tables, [*reserved, *filled])
 
 
 def check_pool(pool, tables, reserved=()):

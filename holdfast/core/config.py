@@ -128,7 +128,12 @@ class EngineConfig:
     host_cache_gb: float | Literal["auto"] = option(
         "auto",
         "size of the host tier in GB, for all devices, where idle conversations go; auto is a quarter of the free host "
-        "memory on CUDA, at most 32, and 0 on a CPU; 0 is off",
+        "memory on CUDA, at most 32, and on a CPU 0, or at most 1 with chunk_host or a tier behind it; 0 is off",
+    )
+    chunk_host: str = option(
+        "",
+        "address at which other engines fetch KV blocks from this one, as HOST or HOST:PORT; empty is off; several "
+        "replicas on one machine use 127.0.0.1",
     )
     disk_cache_dir: str | None = option(
         None,
@@ -304,6 +309,7 @@ class EngineConfig:
                     "the host would be found again; drop one of them"
                 )
         self._check_lower_tiers()
+        self._check_chunk_host()
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
         if self.attention_backend == "vllm-flash-attn" and self.kv_cache_dtype == "fp8":
@@ -338,6 +344,16 @@ class EngineConfig:
         self._check_layout()
         if self.speculation in ("ngram", "suffix") and (reason := self._no_drafts):
             raise ValueError(f"speculation is {self.speculation}, and {reason}; drop one")
+
+    def _check_chunk_host(self) -> None:
+        """Raises ValueError for an address that is none, or under which nobody can reach this host."""
+        found = re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?", self.chunk_host)
+        if self.chunk_host and found is None:
+            raise ValueError(f"chunk_host is {self.chunk_host!r}; it must look like HOST, HOST:PORT or [IPv6]:PORT")
+        if found is not None and found[1] in ("0.0.0.0", "[::]"):
+            raise ValueError(
+                f"chunk_host is {self.chunk_host}, under which no other engine finds this one; name the host's address"
+            )
 
     def _refuse_set(self, names: tuple[str, ...], owner: str) -> None:
         """Raises ValueError for the first of these options that has another value than its default."""

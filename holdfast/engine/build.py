@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -21,10 +23,13 @@ from holdfast.core.types import AdapterInfo
 from holdfast.core.version import __version__
 from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.chunk_service import ChunkService
+from holdfast.engine.chunk_wire import Terms
 from holdfast.engine.grammar_desk import GrammarDesk
 from holdfast.engine.in_service import in_service
 from holdfast.engine.many_device import ManyDevice
 from holdfast.engine.messages import EngineInfo
+from holdfast.engine.move_desk import MoveDesk
 from holdfast.engine.paged import check_layout, make_paged_device, make_rank, threads_of
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.rank_messages import Loaded, StartRank
@@ -70,6 +75,8 @@ from holdfast.training.trainer import Trainer
 clock = time.monotonic
 log = logging.getLogger("holdfast.engine")
 
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14
+"""Of each file of weights, what tells models of one name apart."""
 HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
 """Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
 
@@ -87,6 +94,8 @@ class Engine(NamedTuple):
     """Takes requests that have a grammar. To be closed."""
     ranks: Ranks | None
     """The other processes of the engine; None if there are none. Closing the loop ends them."""
+    moves: MoveDesk | None = None
+    """Says where KV blocks are, and moves them between engines. To be closed before the loop."""
     tiers: TierDesk | None = None
     """Moves blocks of the tiers behind the host; None if there are none. Closing the loop ends that."""
 
@@ -110,13 +119,15 @@ def build_engine(
     measure: bool = False,
     on_progress: Callable[[str], None] = lambda stage: None,
     ranks: Ranks | None = None,
+    chunk_secret: bytes = b"",
 ) -> Engine:
     """Load the model, measure the device, allocate its memory, and put the loop together.
 
     `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
     of each stage, for people. A latency target, and the host tier of a paged cache, need the device's cost profile
     (`find_profile`), and `measure` measures it in any case. `ranks` are the processes of a configuration with several
-    devices, if they have been started; they end if this fails. Raises ValueError (UnsupportedCheckpoint among them),
+    devices, if they have been started; they end if this fails. Blocks move between engines of one
+    `chunk_secret`. Raises ValueError (UnsupportedCheckpoint among them),
     MemoryError and RankFailure with a reason for people.
     """
     stages = stages or Stages(clock(), clock)
@@ -127,7 +138,9 @@ def build_engine(
             ranks = ranks or Ranks(config)
         elif config.threads is not None:
             torch.set_num_threads(config.threads)
-        return put_together(config, checkpoint, ranks, stages, measure=measure, on_progress=on_progress)
+        return put_together(
+            config, checkpoint, ranks, stages, measure=measure, on_progress=on_progress, chunk_secret=chunk_secret
+        )
     except BaseException:
         if ranks is not None:
             ranks.close(at_once=True)
@@ -142,6 +155,7 @@ def put_together(
     *,
     measure: bool,
     on_progress: Callable[[str], None],
+    chunk_secret: bytes,
 ) -> Engine:
     """Do what `build_engine` says. `ranks` are the processes of the other ranks, where there are any."""
     on_progress(f"loading {checkpoint.name}")
@@ -216,6 +230,8 @@ def put_together(
     loop: LanguageLoop = Loop(
         scheduler, executor, steps_in_flight(config, config.pp), clock, grow, keep, device.executor.prepare
     )
+    moves = MoveDesk(scheduler, clock)
+    unmoved = begin_moves(config, checkpoint, device, shape, moves, chunk_secret)
     info = EngineInfo(
         model=shape.model,
         precision=shape.precision,
@@ -238,9 +254,11 @@ def put_together(
         gives_hidden=shape.gives_hidden,
         tp=config.tp,
         pp=config.pp,
+        chunk_address="" if moves.service is None else moves.service.address,
+        chunk_reason=unmoved,
     )
     grammars = make_grammars(config, checkpoint, device, shape, scheduler)
-    return Engine(loop, info, desk, tuning, grammars, ranks, tiers)
+    return Engine(loop, info, desk, tuning, grammars, ranks, moves, tiers)
 
 
 def open_tiers(
@@ -293,6 +311,53 @@ def both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[]
             then()
 
     return do
+
+
+def begin_moves(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: PagedDevice | PaddedDevice | ManyDevice,
+    shape: EngineShape,
+    moves: MoveDesk,
+    secret: bytes,
+) -> str:
+    """Let KV blocks move between this engine and others, if it is configured; why none can, else empty.
+
+    Raises ValueError for an address that cannot be listened at.
+    """
+    if not config.chunk_host:
+        return "chunk_host is not set"
+    if isinstance(device, PaddedDevice):
+        return "padded rows hold no blocks that could move"
+    if isinstance(device, ManyDevice):
+        return f"tp is {config.tp} and pp is {config.pp}: blocks of several devices cannot move yet"
+    chunks = device.host_bytes
+    if chunks is None:
+        return "there is no host tier, through which blocks move"
+    cache = device.memory.cache
+    block = tuple(cache.data[:, :, 0].shape)
+    layout = f"{shape.model}, {shape.precision}, {cache.data.dtype}, {block}, {fingerprint(config, checkpoint)}"
+    terms = Terms(secret or secrets.token_bytes(32), layout, device.block_bytes)
+    try:
+        moves.service = ChunkService(moves, terms, lambda block: memoryview(chunks[block]), config.chunk_host)
+    except OSError as error:
+        raise ValueError(f"chunk_host is {config.chunk_host}: {error.strerror or error}") from None
+    return ""
+
+
+def fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """A digest of what a model's KV depends on: its configuration, and samples of its weights' files."""
+    found = hashlib.sha256(f"{config.load_format} {config.quantization} {config.max_model_len}".encode())
+    found.update((checkpoint.directory / "config.json").read_bytes())
+    for path in sorted(checkpoint.directory.iterdir()):
+        if path.suffix in (".safetensors", ".bin", ".pt", ".pth") and config.load_format != "random":
+            size = path.stat().st_size
+            found.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for part in range(SAMPLES):
+                    file.seek(size * part // SAMPLES)
+                    found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def make_grammars(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.core.config import EngineConfig, check_adapter_name
 from holdfast.core.types import (
@@ -27,7 +29,21 @@ from holdfast.engine.spawn import EngineProcess
 from holdfast.engine.text import Text, TextStream
 from holdfast.engine.tuning import TuningClient
 from holdfast.lm.limits import RequestRefused
+from holdfast.lm.memory.digests import DigestCache, usable_blocks
 from holdfast.lm.types import SchedulerStats
+
+REMEMBERED_BLOCKS = 1 << 16
+"""Blocks whose digests a client remembers, about 100 bytes each, so that it hashes only what is new in a prompt."""
+
+log = logging.getLogger("holdfast.engine")
+
+
+class Found(NamedTuple):
+    """Tokens of a chain of digests that an engine has, by the first tier that has them."""
+
+    device: int
+    host: int
+    lower: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +125,15 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
         process: EngineProcess | None = None,
+        chunk_secret: bytes = b"",
     ) -> None:
         """Use `start` instead."""
         self.config = config
+        self._chunk_secret = chunk_secret
+        self._digests = DigestCache(config.block_size, REMEMBERED_BLOCKS)
+        self._searches: dict[int, asyncio.Future[Found]] = {}
+        self._fetches: dict[int, asyncio.Future[int]] = {}
+        """Questions about KV blocks that the engine has not answered, by number."""
         self.text: Text
         self.pooling = NONE
         """How embeddings are made, if the model gives any."""
@@ -137,17 +159,19 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         on_progress: Callable[[str], None] | None = None,
         measure: bool = False,
         process: EngineProcess | None = None,
+        chunk_secret: bytes = b"",
     ) -> EngineClient:
         """Start an engine in a new process, or in one that was begun before, and wait until it takes requests.
 
         `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
-        and writes it to `info.profile_path`. Raises EngineStartError with the reason. If the wait ends early, for
+        and writes it to `info.profile_path`. With `chunk_host`, engines of one `chunk_secret` fetch blocks from each
+        other; empty: from no other. Raises EngineStartError with the reason. If the wait ends early, for
         whatever reason, so does the process.
         """
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
             config = settled(config, checkpoint)
-            client = cls(config, on_progress, measure, process)
+            client = cls(config, on_progress, measure, process, chunk_secret)
             client.pooling = find_pooling(checkpoint.directory, config.convert)
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
@@ -189,10 +213,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._admit(request_id)
         if adapter and adapter not in self.adapters:
             raise RequestRefused(f"there is no adapter {adapter}", "model")
-        content = self.adapters[adapter].id if adapter else ""
-        identity = Identity(self.info.model, content, self.info.precision, tenant)
+        identity = self._identity(tenant, adapter)
         tokens = self.info.limits.check(
-            prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)
+            prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(identity.adapter,)
         )
         request = Request(
             id=request_id,
@@ -208,6 +231,61 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         except ValueError as error:
             raise RequestRefused(str(error), "stop") from error
         return self._run(_Stream(request, text))
+
+    @property
+    def chunk_address(self) -> str:
+        """Where other engines fetch KV blocks from this one; empty if they cannot, and `info.chunk_reason` says why."""
+        return self.info.chunk_address
+
+    def chain(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> list[bytes]:
+        """The digests of those blocks of a prompt whose state a request can use, as the engine makes them.
+
+        Equal for all engines of one model, precision and block size. Raises RequestRefused for an unknown adapter.
+        """
+        if adapter and adapter not in self.adapters:
+            raise RequestRefused(f"there is no adapter {adapter}", "model")
+        tokens = prompt[: usable_blocks(len(prompt), self.info.block_size) * self.info.block_size]
+        return self._digests.digests(self._identity(tenant, adapter).root(), tokens)
+
+    async def found(self, chain: Sequence[bytes]) -> Found:
+        """How many tokens of a chain (`chain`) the engine has, by tier. A dictionary look-up for each block.
+
+        Raises EngineDead.
+        """
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+        self._searches[number] = answer
+        try:
+            self._child.send(messages.FindChunks(number, list(chain)))
+            return await answer
+        finally:
+            self._searches.pop(number, None)
+
+    async def fetch(self, chain: Sequence[bytes], indices: Sequence[int], source: str) -> int:
+        """Bring the blocks at these places of a chain from the engine at `source`, its `chunk_address`.
+
+        Returns how many tokens have come. Requests find them then, in the host tier. It is less than asked for if the
+        source does not have all, if the host tier holds what is worth more, if the source ends, or if this engine moves
+        nothing; the engine's log says why. What has come stays in any case, also when this is cancelled. Raises
+        EngineDead.
+        """
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._fetches[number] = answer
+        digests = [chain[index] for index in indices]
+        try:
+            message = messages.FetchChunks(number, digests, list(indices), source, self.info.block_size)
+            self._child.send(message)
+            return await answer
+        finally:
+            if self._fetches.pop(number, None) is not None and not self.dead.is_set() and not answer.done():
+                self._child.send(messages.StopFetch(number))
+
+    def _identity(self, tenant: str, adapter: str) -> Identity:
+        content = self.adapters[adapter].id if adapter else ""
+        return Identity(self.info.model, content, self.info.precision, tenant)
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         """Serve the adapter in a directory under a name. With `replace`, the name may have another one by now.
@@ -294,7 +372,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
 
     def _start_message(self) -> messages.Start:
-        return messages.Start(self.config, self._began, self._measure)
+        return messages.Start(self.config, self._began, self._measure, self._chunk_secret)
 
     def _take_output(self, message: messages.FromEngine) -> None:
         match message:
@@ -308,6 +386,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 stream = self._streams.get(request_id)
                 if stream is not None and self._forget(request_id):
                     stream.fail(RequestRefused(reason, param))
+            case messages.ChunksFound(number, device, host, lower):
+                self._settle(self._searches.get(number), Found(device, host, lower))
+            case messages.ChunksFetched(number, tokens, reason):
+                if reason:
+                    log.debug("holdfast: a fetch gave %d tokens: %s", tokens, reason)
+                self._settle(self._fetches.get(number), tokens)
             case messages.AdapterLoaded(number, info):
                 self._settle(self._asked.pop(number, None), info)
             case messages.AdapterUnloaded(number):
@@ -340,7 +424,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             stream.fail(EngineDead(reason))
         self._streams.clear()
         self._waiting.clear()
-        fail_all(self._asked.values(), reason)
+        fail_all([*self._asked.values(), *self._searches.values(), *self._fetches.values()], reason)
         self._asked.clear()
         self.tuning.fail(reason)
 

@@ -58,6 +58,10 @@ class EngineInfo:
     """The file with the device's cost profile; empty if the engine needed none."""
     stages: tuple[Stage, ...] = ()
     """The stages of the start, counted from the client's call. They may overlap."""
+    chunk_address: str = ""
+    """Where other engines find this one's KV blocks, as `host:port`; empty: nothing is moved."""
+    chunk_reason: str = ""
+    """Why nothing is moved, for people."""
 
     @property
     def limits(self) -> RequestLimits:
@@ -260,6 +264,8 @@ class Start(Message, tag="start"):
     began: float
     measure: bool = False
     """Measure the cost profile again, even if it is not needed or was kept from before."""
+    chunk_secret: bytes = b""
+    """What engines show each other before KV blocks move between them."""
 
 
 class StartApp(Message, tag="start-app"):
@@ -321,6 +327,31 @@ class ChangeJob(Message, tag="change-job"):
     number: int
     job: str
     action: JobAction
+
+
+class FindChunks(Message, tag="find-chunks"):
+    """To the engine: how much of this chain of block digests is here; the answer is ChunksFound."""
+
+    number: int
+    chain: list[bytes]
+
+
+class FetchChunks(Message, tag="fetch-chunks"):
+    """To the engine: bring these blocks of a sequence from another engine; the answer is ChunksFetched."""
+
+    number: int
+    digests: list[bytes]
+    indices: list[int]
+    """The place of each in its sequence, 0 for the first block."""
+    source: str
+    """The other's `EngineInfo.chunk_address`."""
+    block_size: int
+
+
+class StopFetch(Message, tag="stop-fetch"):
+    """To the engine: give up the rest of a fetch. Its answer comes all the same."""
+
+    number: int
 
 
 class Ask(Message, tag="ask"):
@@ -438,6 +469,24 @@ class JobProgress(Message, tag="job-progress"):
     events: list[JobEvent]
 
 
+class ChunksFound(Message, tag="chunks-found"):
+    """From the engine: tokens of a chain, by the first tier that has them."""
+
+    number: int
+    device: int
+    host: int
+    lower: int
+
+
+class ChunksFetched(Message, tag="chunks-fetched"):
+    """From the engine: so many tokens have come, and requests find them."""
+
+    number: int
+    tokens: int
+    reason: str = ""
+    """Why it is less than was asked for, in one line; empty if it is not."""
+
+
 class Failed(Message, tag="failed"):
     """From the engine of an application, whose code failed on this request. The trace is in the log."""
 
@@ -493,18 +542,20 @@ class Submitted(Message, tag="submit"):
 
 
 ToEngine = (
-    Start | StartApp | Submit | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | Ask | Shutdown
-)
+    Start | StartApp | Submit | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | FindChunks
+    | FetchChunks | StopFetch | Ask | Shutdown
+)  # fmt: skip
 AdapterAnswer = AdapterLoaded | AdapterRefused | AdapterUnloaded
 TuningAnswer = JobStarted | JobChanged | JobRefused | JobProgress
 FromEngine = (
-    Hello | Progress | Ready | AppReady | Outputs | Results | Refused | AdapterAnswer | TuningAnswer | Failed | Stats
-    | Steps | AppAnswer | Failure
+    Hello | Progress | Ready | AppReady | Outputs | Results | Refused | AdapterAnswer | TuningAnswer | ChunksFound
+    | ChunksFetched | Failed | Stats | Steps | AppAnswer | Failure
 )  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
 _EncodedToEngine = (
-    Start | StartApp | Submitted | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | Ask | Shutdown
+    Start | StartApp | Submitted | Infer | Abort | LoadAdapter | UnloadAdapter | StartJob | ChangeJob | FindChunks
+    | FetchChunks | StopFetch | Ask | Shutdown
 )  # fmt: skip
 _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(_EncodedToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

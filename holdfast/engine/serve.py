@@ -29,6 +29,7 @@ from holdfast.lm.types import LanguageLoop
 if TYPE_CHECKING:
     from holdfast.engine.adapter_desk import AdapterDesk  # it imports PyTorch
     from holdfast.engine.grammar_desk import GrammarDesk
+    from holdfast.engine.move_desk import MoveDesk
     from holdfast.engine.tier_desk import TierDesk
     from holdfast.engine.tuning_desk import TuningDesk
 
@@ -121,12 +122,13 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     stages = begin(start.began, parent, loading or Loading(start.config.device))
     from holdfast.engine.build import build_engine
 
-    loop, info, desk, tuning, grammars, _, tiers = build_engine(
+    loop, info, desk, tuning, grammars, _, moves, tiers = build_engine(
         start.config,
         stages=stages,
         measure=start.measure,
         on_progress=lambda stage: parent.send(messages.Progress(stage)),
         ranks=ranks,
+        chunk_secret=start.chunk_secret,
     )
     # What exists now lives as long as the process: no collection need scan it. `serve` decides when to collect.
     gc.collect()
@@ -134,10 +136,12 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     gc.disable()
     parent.send(messages.Ready(info))
     try:
-        serve(loop, parent, desk, tuning, ranks, grammars, tiers)
+        serve(loop, parent, desk, tuning, ranks, grammars, moves, tiers)
         if tiers is not None:
             tiers.flush(loop, FLUSH_SECONDS)
     finally:
+        if moves is not None:
+            moves.close()
         if grammars is not None:
             grammars.close()
         if desk is not None:
@@ -206,6 +210,7 @@ def serve(
     tuning: TuningDesk | None = None,
     ranks: Ranks | None = None,
     grammars: GrammarDesk | None = None,
+    moves: MoveDesk | None = None,
     tiers: TierDesk | None = None,
 ) -> None:
     """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle.
@@ -213,11 +218,12 @@ def serve(
     `desk` answers messages about adapters, and `tuning` those about tuning jobs, where there may be some. While a job
     can run, the loop is never idle. So graphs are captured between two of its steps, one at a time, while no request
     runs. `ranks` are the other processes of the engine; if one fails, this raises RankFailure at once. `grammars` takes
-    the requests that have a grammar, where there may be some. `tiers` moves blocks of the tiers behind the host.
+    the requests that have a grammar, where there may be some. `moves` says where KV blocks are, and moves them between
+    engines; `tiers` moves blocks of the tiers behind the host.
     """
     if ranks is not None:
         ranks.on_failure = partial(end_soon, parent, ranks)
-    desks = [each for each in (desk, tuning, grammars, tiers) if each is not None]
+    desks = [each for each in (desk, tuning, grammars, moves, tiers) if each is not None]
     for each in desks:
         each.wake = parent.wake
     loop.executor = steps = StepLog(loop.executor)
@@ -225,7 +231,7 @@ def serve(
     def handled(message: messages.ToEngine) -> bool:
         if isinstance(message, messages.Ask):
             parent.send(steps.take())
-        return handle(message, loop, parent, desk, tuning, grammars)
+        return handle(message, loop, parent, desk, tuning, grammars, moves)
 
     for step in itertools.count():
         if ranks is not None:
@@ -236,7 +242,7 @@ def serve(
         if idle:
             while loop.prepare() and not parent.poll(0):
                 pass
-            if tuning is not None and tuning.ready:
+            if (tuning is not None and tuning.ready) or (moves is not None and moves.ready):
                 pass
             elif any(each.busy for each in desks):
                 parent.wait()
@@ -287,6 +293,7 @@ def handle(
     desk: AdapterDesk | None = None,
     tuning: TuningDesk | None = None,
     grammars: GrammarDesk | None = None,
+    moves: MoveDesk | None = None,
 ) -> bool:
     """Handle one message. False if it asks the engine to end."""
     match message:
@@ -313,8 +320,15 @@ def handle(
             tuning.change(number, job, action)
         case messages.StartJob(number) | messages.ChangeJob(number):
             parent.send(messages.JobRefused(number, "this engine takes no tuning jobs; give it tuning"))
+        case messages.FindChunks(number, chain) if moves is not None:
+            parent.send(moves.find(number, chain))
+        case messages.FetchChunks() if moves is not None:
+            moves.fetch(message)
+        case messages.StopFetch(number) if moves is not None:
+            moves.stop(number)
         case messages.Ask(number):
-            parent.send(messages.Stats(number, loop.stats()))
+            stats = loop.stats()
+            parent.send(messages.Stats(number, stats if moves is None else moves.with_stats(stats)))
         case messages.Shutdown():
             return False
         case messages.Start():

@@ -609,6 +609,14 @@ class SchedulerStats:
     """Blocks that these tiers had, and that were computed again as that is faster."""
     fetches_given_up: int = 0
     """Requests that did not wait for their blocks any longer and computed them."""
+    chunk_bytes_in: int = 0
+    """Bytes of KV blocks that have come from other engines."""
+    chunk_bytes_out: int = 0
+    """Bytes that were sent to others."""
+    chunk_rate: float = 0.0
+    """Bytes per second of recent moves into this engine; 0 before the first."""
+    chunk_failures: int = 0
+    """Moves into this engine that ended early because of an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -645,6 +653,9 @@ class MemoryMeasurement:
         """The same, with this many blocks in the tiers."""
         return replace(self, cache=num_blocks * self.block, host_cache=num_host_blocks * self.block)
 
+
+COPIES_FOR_OTHERS_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
+"""Copied to the host beside a step for other engines to read: some milliseconds at most. On a CPU the step waits."""
 
 COPIES_AHEAD_BYTES = 1 << 27
 """Bytes that a step swaps out ahead of need. On an H200, 128 MiB take 3 ms and slow a step of 22 ms by less than 3%."""
@@ -790,6 +801,8 @@ class EngineShape:
     """Bytes of a block; 0: unknown, and every block of the host is brought back."""
     lower: LowerShape | None = None
     """The tiers behind the host tier."""
+    copies_for_others: int | None = None
+    """Blocks that a step copies to the host for other engines to read; None: as many as in a pause."""
     copies_ahead: int | None = None
     """Blocks that a step swaps out ahead of need without becoming slower. None: as many as one plan may copy."""
     token_budget: int

@@ -121,6 +121,17 @@ def test_a_step_can_draw_64_tokens_where_drafts_are_verified() -> None:
     assert EngineConfig(max_sequences=1, speculation="off").max_samples == 1
 
 
+@pytest.mark.parametrize("address", ["", "127.0.0.1", "node-3.cluster:7000", "[fd00::1]:7000"])
+def test_an_address_for_moves_is_a_host_with_or_without_a_port(address):
+    assert EngineConfig(chunk_host=address).chunk_host == address
+
+
+@pytest.mark.parametrize("address", ["fd00::1", "host:", "a b", "0.0.0.0", "[::]:7000"])
+def test_what_is_no_address_for_moves_is_refused(address):
+    with pytest.raises(ValueError, match="chunk_host is"):
+        EngineConfig(chunk_host=address)
+
+
 def test_a_host_tier_without_prefix_sharing_is_refused():
     with pytest.raises(ValueError, match="prefix_sharing is off"):
         EngineConfig(host_cache_gb=1.0, prefix_sharing=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.types import FinishReason, SamplingParams
-from holdfast.engine.build import build, pace_of
+from holdfast.engine.build import build, build_engine, pace_of
 from holdfast.engine.profiles import CostProfile
 from tests.scheduling import create_requests
 
@@ -105,6 +105,19 @@ def test_blocks_swapped_out_to_the_host_are_found_again(small):
 
 def test_a_cpu_engine_has_no_host_tier_by_default(small):
     assert build(small())[1].num_host_blocks == 0
+
+
+def test_an_engine_that_moves_state_has_a_host_tier_on_a_cpu_too_unless_it_is_off(small):
+    engine = build_engine(small(chunk_host="127.0.0.1"))
+    assert engine.info.num_host_blocks > 1000
+    assert engine.info.chunk_address == engine.moves.service.address and not engine.info.chunk_reason
+    with pytest.raises(ValueError, match=r"chunk_host is 127.0.0.1:\d+: Address already in use"):
+        build_engine(small(chunk_host=engine.info.chunk_address))
+    engine.moves.close()
+    engine.loop.close()
+    engine = build_engine(small(chunk_host="127.0.0.1", host_cache_gb=0))
+    assert engine.info.chunk_address == "" and "no host tier" in engine.info.chunk_reason
+    engine.loop.close()
 
 
 def test_fp8_weights_take_less_memory_and_have_their_own_profile(small):

@@ -60,7 +60,7 @@ def alone(make_engine):
 def engine(request, make_engine):
     """An engine with this layout, and far too little memory."""
     tp, pp = request.param
-    engine = make_engine(**TIERS, tp=tp, pp=pp)
+    engine = make_engine(**TIERS, tp=tp, pp=pp, chunk_host="127.0.0.1")
     yield engine
     engine.loop.close()
 
@@ -91,6 +91,7 @@ def test_the_ranks_hold_the_blocks_that_one_process_would(engine):
     )
     assert info.memory.device.startswith(f"{info.tp * info.pp} × CPU")
     assert len(engine.ranks.pids) == info.tp * info.pp - 1
+    assert not info.chunk_address and info.chunk_reason.startswith(f"tp is {info.tp} and pp is {info.pp}")
     assert engine.loop._steps_in_flight == 1 + info.pp
 
 

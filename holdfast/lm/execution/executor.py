@@ -67,7 +67,7 @@ class PagedMemory:
     """The graphs of steps with adapters."""
     adapters: AdapterTransfers | None = None
     host_cache: KVCache | None = None
-    """The host tier's blocks, if there is one."""
+    """The blocks of the host tier, each in one piece; None without one."""
 
     def begin_copies(self, plan: StepPlan) -> LayerCaches:
         """Move a plan's blocks, and start its copies between the tiers; the layers' caches for its computation."""

@@ -41,6 +41,7 @@ from holdfast.lm.models.families import NATIVE
 from holdfast.lm.types import (
     BUDGET_TILE,
     COPIES_AHEAD_BYTES,
+    COPIES_FOR_OTHERS_BYTES,
     DEFAULT_TOKEN_BUDGET,
     EngineShape,
     MemoryMeasurement,
@@ -57,6 +58,9 @@ CPU_CACHE_BYTES = 4_000_000_000
 
 HOST_CACHE_BYTES = 32_000_000_000
 """Most bytes of the host tier unless the config says otherwise: pinning takes time, and other processes need memory."""
+
+TRANSIT_BYTES = 1_000_000_000
+"""Most bytes of the host tier of a CPU, unless the config says otherwise, where blocks move between engines."""
 
 SAMPLING_VARIANTS = ((False, False), (True, False), (True, True))
 """The variants of the sampling kernel: whether any row of a step draws, and whether any is filtered."""
@@ -162,6 +166,19 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def host(self) -> HostMemory | None:
         """The host tier, where it has to be locked. Raises RuntimeError before `allocate`."""
         return self.memory.host
+
+    @property
+    def host_bytes(self) -> np.ndarray | None:
+        """The blocks of the host tier as bytes [host blocks, bytes of a block]. Raises RuntimeError before `allocate`.
+
+        Of a block that is held (`HostPool.hold`) any thread may read them, and of one that is reserved it may write
+        them, as `HostPool.reserve` says.
+        """
+        kept = self.memory.host_cache
+        if kept is None:
+            return None
+        by_block = kept.data.permute(2, 0, 1, 3, 4, 5)
+        return by_block.view(torch.uint8).reshape(len(by_block), self.block_bytes).numpy()
 
     def time_links(self) -> LinkTimes:
         """Time the messages between the ranks that share the model. All of them call this at once, while no step runs.
@@ -281,6 +298,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             num_host_blocks=sizes.num_host_blocks,
             host_blocks_ready=0 if self.memory.host is not None else sizes.num_host_blocks,
             copies_ahead=max(1, COPIES_AHEAD_BYTES // self.block_bytes),
+            copies_for_others=max(1, COPIES_FOR_OTHERS_BYTES[self.kind] // self.block_bytes),
             token_budget=self.token_budget,
             max_step_tokens=self.max_step_tokens,
             # A sequence's last token is never computed, so the pool holds one position less than the longest sequence.
@@ -318,8 +336,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         cache, layers, batch = self._empty(num_blocks)
         host, transfers, kept = None, None, None
         if host_blocks:
-            by_block = self.kind == "cuda" or self.config.lower_tiers
-            kept = self._cache(host_blocks, torch.device("cpu"), by_block=by_block)
+            kept = self._cache(host_blocks, torch.device("cpu"), by_block=True)
             transfers = Transfers(cache, kept, layers, self._make_stream)
             if self.kind == "cuda":
                 host = HostMemory(kept, partial(cuda_pin, device=self.device))
@@ -415,8 +432,12 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         wanted = self.config.host_cache_gb
         free, total = memory_of(torch.device("cpu"))
         if wanted == "auto":
-            on = (self.kind == "cuda" or self.config.lower_tiers) and self.config.prefix_sharing
-            return self._own_share(min(HOST_CACHE_BYTES, free // 4)) if on else 0
+            pinned, config = self.kind == "cuda", self.config
+            if not config.prefix_sharing or not (pinned or config.chunk_host or config.lower_tiers):
+                return 0
+            # On a CPU both tiers are the same memory, and this one is only what blocks pass through.
+            most = HOST_CACHE_BYTES if pinned else TRANSIT_BYTES
+            return self._own_share(min(most, free // 4))
         size = int(wanted * 1e9)
         if size > free or 0 < wanted * 1e9 < self.whole_block_bytes:
             raise MemoryError(

@@ -13,7 +13,7 @@ from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.prices import Link, Prices
 from holdfast.lm.memory.protocol import Found, SequenceState
-from holdfast.lm.memory.retention import MIN_AGE, IdleBlocks, RetentionRule, Use
+from holdfast.lm.memory.retention import MIN_AGE, IdleBlocks, RetentionRule, Use, Victims
 from holdfast.lm.types import BlockCopy, BlockMove
 
 FASTEST = 1e12
@@ -53,11 +53,13 @@ class BlockPool:
         host_ready: int | None = None,
         low_water: float = 0.25,
         copies_ahead: int | None = None,
+        copies_for_others: int | None = None,
     ) -> None:
         """Swapping out begins when the share of blocks that are free or reclaimable falls below `low_water`.
 
         Of `host_blocks`, `host_ready` can be used from the start (None: all), others once `host.resize` says so. A
-        plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more.
+        plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more. A plan that
+        computes anything copies `copies_for_others` of the blocks that others want.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
@@ -76,6 +78,7 @@ class BlockPool:
         self.max_copies = max(self.rule.chunk_blocks, num_blocks // 16)
         """The most blocks that one plan copies in either direction, unless a single sequence brings in more."""
         self._copies_ahead = self.max_copies if copies_ahead is None else copies_ahead
+        self._copies_for_others = self.max_copies if copies_for_others is None else copies_for_others
         self._allocator = Allocator(num_blocks)
         self._index = PrefixIndex(num_blocks)
         self._idle = IdleBlocks(self.rule)
@@ -144,6 +147,8 @@ class BlockPool:
         """Drop the state of `count` idle blocks, which must be allocatable. They are in no state then."""
         evicted = self._idle.reclaim(count, now, self.max_copies)
         lost = self._index.remove(evicted)
+        for digest in lost if self.copies.wanted else ():
+            self.copies.wanted.pop(digest, None)
         host, below = self.host, self.kept_below
         if below is not None:
             self.dropped += sum([self.find_on_host(digest) is None and not below(digest) for digest in lost])
@@ -290,11 +295,11 @@ class BlockPool:
         idle = [block for block in unowned if digests[block] is not None]
         if len(idle) < len(unowned):
             self._free.extend([block for block in unowned if digests[block] is None])
+        if self.host is not None:
+            self.host.mark_idle([digest for block in idle if (digest := digests[block])], use)
         if self.copies.swapping_out:
             idle = self.copies.add_idle(idle, use)
         self._idle.retained.add_all(idle, map(self._index.indices.__getitem__, idle), use)
-        if self.host is not None:
-            self.host.mark_idle([digest for block in idle if (digest := digests[block])], use)
 
     def touch(self, blocks: Iterable[int], digests: Iterable[bytes], now: float) -> None:
         """Count these cached blocks, and the host's blocks of these digests, as used at `now`."""
@@ -319,16 +324,17 @@ class BlockPool:
         self.swapped_in += 1
         return BlockCopy(source, block)
 
-    def reserve_on_host(self, index: int, now: float) -> int | None:
+    def reserve_on_host(self, index: int, now: float, victims: Victims | None = None) -> int | None:
         """Reserve a host block for state from elsewhere, the `index`-th block of a sequence that is active at `now`.
 
-        None if everything there is worth at least as much, or if there is no host tier. See `HostPool.reserve` for when
+        `victims` are those of the host, where several blocks are reserved in a row. None if everything there is worth
+        at least as much, or if there is no host tier. See `HostPool.reserve` for when
         the block may be written to. `cache_on_host` or `HostPool.free` ends the reservation.
         """
         if self.host is None:
             return None
         value = self.rule.class_cost(self.rule.cost_class(index)) / MIN_AGE
-        block, lost = self.host.reserve(value, self.host.victims(now))
+        block, lost = self.host.reserve(value, victims or self.host.victims(now))
         self.evicted_from_host(lost)
         return block
 
@@ -359,13 +365,15 @@ class BlockPool:
         host, idle = self.host, self._idle
         if host is None:
             return ()
+        most = self._copies_for_others if num_tokens else self.max_copies
+        asked = self._copy_wanted(step, now, most) if self.copies.wanted else ()
         ready = self.allocatable + self.copies.idle
         short = self._low_water * (self.num_blocks - self.training) // self.num_blocks - ready
         ahead = min(short, max(self._copies_ahead, self.blocks_for(num_tokens), short // 8))
         wanted = self.max_copies if self.flushing else min(max(self._demand - ready, ahead), self.max_copies)
         self._demand = 0
         if wanted <= 0 or not idle.retained.blocks:
-            return ()
+            return asked
         copies: list[BlockCopy] = []
         last_use: dict[int, Use] = {}
         victims, host_victims = idle.retained.victims(now), host.victims(now)
@@ -385,6 +393,52 @@ class BlockPool:
                     last_use[block] = chunk.use
         self.swapped_out += len(copies)
         self.copies.start_swap_out(copies, last_use, step)
+        return (*asked, *copies)
+
+    def want_on_host(self, digests: Iterable[bytes]) -> None:
+        """Ask for copies on the host of the device blocks with these digests, which the next plans begin.
+
+        Not within a plan: what the current plan computes must not be copied by it. `coming_to_host` says which are
+        still to come; a block of which the host is too full, or that is evicted first, does not.
+        """
+        host = self.host
+        if host is not None:
+            missing = [digest for digest in digests if digest in self._cached and host.find(digest) is None]
+            self.copies.wanted.update(dict.fromkeys(missing))
+
+    def coming_to_host(self, digest: bytes) -> bool:
+        """Whether the host will have the block with this digest, as far as it can be said now."""
+        return digest in self.copies.wanted or self._cached.get(digest) in self.copies.swapping_out
+
+    def _copy_wanted(self, step: int, now: float, most: int) -> tuple[BlockCopy, ...]:
+        """Begin the copies that others wait for, as active as anything at `now`; at most so many at once."""
+        host, wanted, swapping_out = self.host, self.copies.wanted, self.copies.swapping_out
+        assert host is not None
+        room, arriving, victims = most - len(swapping_out), self.copies.under_way, host.victims(now)
+        copies: list[BlockCopy] = []
+        last_use: dict[int, Use] = {}
+        owned = 0
+        while room > len(copies) and wanted:
+            digest = next(iter(wanted))
+            del wanted[digest]
+            block = self._cached.get(digest)
+            if block is None or block in arriving or block in last_use or host.find(digest) is not None:
+                continue
+            target = self.reserve_on_host(self._index.indices[block], now, victims)
+            if target is None:
+                wanted.clear()
+                break
+            copies.append(BlockCopy(block, target))
+            if self._owners[block]:
+                owned += 1
+                last_use[block] = now, self._uses
+            elif block in self._idle.reclaimable:
+                del self._idle.reclaimable[block]
+                last_use[block] = now, self._uses
+            else:
+                last_use[block] = self._idle.retained.take(block)
+        self.swapped_out += len(copies)
+        self.copies.start_swap_out(copies, last_use, step, owned)
         return tuple(copies)
 
     def finish_swap_out(self, step: int) -> None:

@@ -21,6 +21,8 @@ class CopyLedger:
         """Target on the host of each block being swapped out."""
         self.idle = 0
         """Blocks being swapped out that have no owner."""
+        self.wanted: dict[bytes, None] = {}
+        """Digests of device blocks that the next plans copy to the host ahead of need, for others than the device."""
         self._last_use: dict[int, Use] = {}
         """Last use of each block being swapped out."""
         self._swap_outs: deque[tuple[int, Sequence[BlockCopy]]] = deque()
@@ -33,10 +35,10 @@ class CopyLedger:
         """The blocks of the device that are being copied, in either direction."""
         return {*self.swapping_out, *self._swapping_in}
 
-    def start_swap_out(self, copies: Sequence[BlockCopy], last_use: dict[int, Use], step: int) -> None:
-        """Pin the blocks that plan `step` copies to the host; none has an owner. `last_use` is by block."""
+    def start_swap_out(self, copies: Sequence[BlockCopy], last_use: dict[int, Use], step: int, owned: int = 0) -> None:
+        """Pin the blocks that plan `step` copies to the host; `owned` of them have an owner. `last_use` is by block."""
         if copies:
-            self.idle += len(copies)
+            self.idle += len(copies) - owned
             self.swapping_out.update(copies)
             self._last_use |= last_use
             self._swap_outs.append((step, copies))

@@ -29,6 +29,11 @@ def _chain(parent: bytes, data: bytes, width: int) -> list[bytes]:
     return digests
 
 
+def usable_blocks(tokens: int, block_size: int) -> int:
+    """Blocks of a prompt whose state can be used: the full ones, but its last token is always computed."""
+    return max(0, tokens - 1) // block_size
+
+
 class DigestCache:
     """The block digests of recent long prompts, so that a conversation's next turn hashes only what is new.
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.memory.digests import block_digests, usable_blocks
 from holdfast.lm.types import BlockCopy
 
 
@@ -102,7 +102,7 @@ class SequenceCache:
         """
         found, pool = Found(), self._pool
         if self._root is not None:
-            count = (len(tokens) - 1) // pool.block_size
+            count = usable_blocks(len(tokens), pool.block_size)
             self._hash(count, tokens)
             digests = self._digests if len(self._digests) == count else self._digests[:count]
             blocks = pool.find_all(digests)

@@ -76,6 +76,8 @@ class StepBuilder:
         """Time of planning in seconds."""
         self.in_flight = False
         """Whether the result of a plan is still to come."""
+        self.settles = False
+        """Whether somebody waits for a result, of a plan that need not do anything (`Scheduler.barrier`)."""
         self.running = queues.running
         """The running sequences, to look at."""
         self.swapping_in = queues.swapping_in
@@ -315,7 +317,7 @@ class StepBuilder:
             loading = adapters is not None and adapters.pool.loading
             idle = not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in
             waits = queues.slabs is not None and queues.slabs.waits
-            if idle and not (loading or training or self._block_moves or waits):
+            if idle and not (loading or training or self._block_moves or waits or self.settles):
                 return None
         segments = Columns(
             Segment,

@@ -287,6 +287,7 @@ def make_scheduler(
         host_ready=shape.host_blocks_ready,
         low_water=config.swap_threshold,
         copies_ahead=shape.copies_ahead,
+        copies_for_others=shape.copies_for_others,
     )
     again = partial(cost.recompute, config.block_size) if cost is not None else None
     if shape.block_bytes and shape.num_host_blocks and again is not None:

@@ -114,6 +114,10 @@ class Scheduler:
         self._known_before = 0
         """The largest `Entry.known_before`."""
         self._steps = 0
+        self._settled = -1
+        """The last plan of which it is known that its copies from the host, and all before, are complete."""
+        self._barrier = -1
+        """The last plan for which somebody waits so."""
         self._ended = 0
         self._now = 0.0
         """The latest time that any call gave; `abort` gives none."""
@@ -192,6 +196,7 @@ class Scheduler:
             lower.flush(not self._entries)
         step = self._make_builder(self._queues, self._steps, now)
         step.in_flight = bool(self._in_flight)
+        step.settles = self._settled < self._barrier
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
@@ -250,6 +255,7 @@ class Scheduler:
         for copy in result.copies:
             if copy.inward and isinstance(pool, BlockPool):
                 pool.host_link.observe(copy.bytes, copy.seconds)
+        self._settled = max(self._settled, result.swapped_in)
         if self._queues.adapters is not None:
             for entry in self._queues.adapters.finish_loads(result.adapters_in, result.adapters_lost):
                 self.refused.append((entry.id, entry.adapter))
@@ -423,8 +429,29 @@ class Scheduler:
             host.resize(ready, total)
 
     def has_work(self) -> bool:
-        """Whether any request has not ended, any training is left to plan, or any state to copy down in a pause."""
-        return bool(self._entries) or (self.tuner is not None and self.tuner.has_work) or self._flushes
+        """Whether any request has not ended, any training is left to plan, others wait for copies, or any state is left
+        to copy down in a pause."""
+        return (
+            bool(self._entries)
+            or (self.tuner is not None and self.tuner.has_work)
+            or bool(self._queues.pool.copies.wanted)
+            or self._settled < self._barrier
+            or self._flushes
+        )
+
+    @property
+    def pool(self) -> AnyMemory:
+        """The memory. Between two plans, others may hold, reserve and fill blocks of its host tier."""
+        return self._queues.pool
+
+    def barrier(self) -> int:
+        """A mark of what is planned so far, for `passed`. The host tier must be able to swap in."""
+        self._barrier = self._steps - 1
+        return self._barrier
+
+    def passed(self, barrier: int) -> bool:
+        """Whether no plan that was made before this mark reads the host any more."""
+        return self._settled >= barrier
 
     def stats(self) -> SchedulerStats:
         """Queues and memory now, with plans in flight counted as done."""

@@ -481,3 +481,69 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
 
 TestTwoTiersWithReaders = TwoTiersWithReaders.TestCase
 TestTwoTiersWithReaders.settings = settings(stateful_step_count=60, max_examples=60)
+
+
+def test_blocks_that_are_wanted_on_the_host_are_copied_first_whether_or_not_they_have_an_owner():
+    pool = BlockPool(64, 1, rule=RULE, host_blocks=16)
+    (owned,) = pool.allocate(1, 0.0)
+    pool.cache_block(owned, digest(9), 0)
+    blocks = idle(pool, 1, 2, 3)
+    pool.want_on_host([digest(1), digest(9), digest(3), digest(77)])
+    assert pool.coming_to_host(digest(9)) and not pool.coming_to_host(digest(77))
+    copies = pool.swap_out(0, 0, 5.0)
+    assert [copy.source for copy in copies] == [blocks[0], owned, blocks[2]]
+    check_pool(pool, [[owned]])
+    assert pool.coming_to_host(digest(9))
+    pool.finish_swap_out(0)
+    assert found(pool, 1, 2, 3, 9) == ["both", "device", "both", "both"]
+    assert pool.swap_out(1, 0, 5.0) == () and not pool.coming_to_host(digest(9))
+    pool.free([owned], 6.0)
+    check_pool(pool, [])
+
+
+def test_a_step_copies_few_of_the_wanted_blocks_and_a_pause_many():
+    pool = BlockPool(64, 1, rule=RULE, host_blocks=64, low_water=0.01, copies_for_others=2)
+    idle(pool, *range(8))
+    pool.want_on_host(map(digest, range(8)))
+    assert len(pool.swap_out(0, 5, 0.0)) == 2
+    assert pool.swap_out(1, 5, 0.0) == (), "those are under way"
+    pool.finish_swap_out(0)
+    assert [len(pool.swap_out(step, 0, 0.0)) for step in (2, 3)] == [4, 0]
+    pool.finish_swap_out(3)
+    assert len(pool.swap_out(4, 0, 0.0)) == 2 and not pool.copies.wanted
+
+
+def test_a_wanted_block_that_is_evicted_and_computed_again_is_not_copied_before_it_is_there():
+    pool = pool_of(2, 2, low_water=0.01)
+    pool.want_on_host([digest(1)])
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digest(1), 0)
+    pool.want_on_host([digest(1)])
+    pool.free([block], 0.0)
+    pool._idle.retained.remove([block])
+    pool._idle.reclaimable[block] = None  # as if the host had been too full for it
+    pool.cache_block(pool.allocate(2, 0.0)[0], digest(1), 0)
+    assert pool.swap_out(0, 0, 0.0) == (), "this plan computes it"
+
+
+def test_a_block_that_arrives_during_its_swap_out_is_as_idle_as_the_one_on_the_device():
+    pool = pool_of(4, 4)
+    (block,) = pool.allocate(1, 0.0)
+    pool.cache_block(block, digest(0), 0)
+    pool.want_on_host([digest(0)])
+    pool.swap_out(0, 0, 0.0)
+    pool.cache_on_host(pool.reserve_on_host(0, 0.0), digest(0), 0, 0.0)
+    pool.free([block], 1.0)
+    pool.finish_swap_out(0)
+    check_pool(pool, [])
+    pool.free(pool.allocate(4, 2.0), 2.0)
+    assert found(pool, 0) == ["host"] and pool.find_on_host(digest(0)) in pool.host._retained.blocks
+    pool.touch([], [digest(0)], 3.0)
+
+
+def test_a_full_host_takes_nothing_that_is_wanted():
+    pool = pool_of(4, 1, low_water=0.01)
+    pool.cache_on_host(pool.reserve_on_host(5, 1.0), digest(7), 5, 1.0)
+    idle(pool, 0, now=1.0)
+    pool.want_on_host([digest(0)])
+    assert pool.swap_out(0, 0, 1.0) == () and not pool.coming_to_host(digest(0))

@@ -166,6 +166,9 @@ class History:
         self.steps = 0
         self.seen = Counter()
 
+    def check_books(self):
+        check_scheduler(self.scheduler)
+
     def more_settings(self):
         """Of the scheduler, for histories with more in them."""
         return {}
@@ -251,7 +254,7 @@ class History:
             name = self.random.choice(alive)
             self.aborted.add(name)
             self.scheduler.abort(name)
-            check_scheduler(self.scheduler)
+            self.check_books()
 
     def step(self):
         """Plan some steps ahead, never more than may be in flight; collect the oldest."""
@@ -261,7 +264,7 @@ class History:
         depth = self.random.randint(1, self.steps_in_flight)
         while len(self.plans) < depth:
             plan = self.scheduler.schedule(float(self.steps))
-            check_scheduler(self.scheduler)
+            self.check_books()
             if plan is None:
                 break
             assert plan.num_tokens <= self.budget
@@ -308,7 +311,7 @@ class History:
             self.seen["several"] += len(output.tokens) > 1
             self.seen["cached"] += output.cached_tokens > 0
             self.seen["preempted"] += output.preemptions > 0
-        check_scheduler(self.scheduler)
+        self.check_books()
 
     def nothing_runs(self):
         """Nothing is in flight and nothing is planned."""

@@ -131,7 +131,7 @@ class ChunkService:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for stop in self._fetches.values():
+        for stop in tuple(self._fetches.values()):
             stop.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 

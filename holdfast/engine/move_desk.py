@@ -136,7 +136,8 @@ class MoveDesk:
             yield self._told.get()
 
     def close(self) -> None:
-        """End all moves."""
+        """End all moves. Nothing calls `wake` any more."""
+        self.wake = lambda: None
         if self.service is not None:
             self.service.close()
 

@@ -12,6 +12,8 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.build import build_engine
 from holdfast.engine.client import EngineClient
+from holdfast.engine.messages import ChunksFound
+from holdfast.lm.memory.digests import block_digests
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block: layers, keys and values, tokens, heads, head size, bytes of a float32."""
@@ -64,6 +66,8 @@ def test_answers_stay_the_same_after_a_drop_to_the_disk_and_after_a_restart(smal
     engine.tiers.flush(engine.loop, 5)
     engine.loop.close()
     engine = build_engine(tiny(kv_cache_dtype=kv_cache_dtype))
+    chain = block_digests(Identity().root(), PROMPTS[0][:96], 16)
+    assert engine.moves.find(1, chain) == ChunksFound(1, device=0, host=0, lower=96)
     assert answers(engine, at_once=True) == (expected, [96] * 6), "each waits for its room on the host"
     stats = engine.loop.stats()
     assert stats.prefix_hits_on_disk == 6 * 96 and stats.blocks_corrupt == 0

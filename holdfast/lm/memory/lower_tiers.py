@@ -13,7 +13,7 @@ from holdfast.lm.memory.prices import Link, Prices
 from holdfast.lm.memory.retention import MIN_AGE, Use
 from holdfast.lm.tiers import NO_SLOT, JobKind, LowerShape, TierBlock, TierDone, TierJob, TierName
 
-JOB_BYTES = 4 << 20
+JOB_BYTES = 1 << 20
 """Bytes of a job, roughly: enough for a disk's full rate, and a few of them keep several threads busy."""
 WRITE_BYTES = 64 << 20
 """Bytes that are written to one tier at a time. Their blocks cannot be evicted meanwhile."""

@@ -139,7 +139,7 @@ class FakeClient:
     ends: bool = False
     """Whether an end token follows the answer, as with real models."""
     cached: int = 0
-    cached_on_host: int = 0
+    cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     hold: asyncio.Event | None = None
     refuse: Exception | None = None
     hangs: bool = False
@@ -214,7 +214,7 @@ class FakeClient:
                     prompt_tokens=len(prompt),
                     completion_tokens=count,
                     cached_tokens=self.cached,
-                    cached_on_host=self.cached_on_host,
+                    cached_by_tier=self.cached_by_tier,
                 )
                 await self._alive(number)
                 timings = Timings(arrival=1.0, scheduled=1.5, first_token=2.0, finish=3.0, tokens=count)

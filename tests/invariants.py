@@ -1,12 +1,17 @@
 """Invariants of the block pools: free + cached + used = total in each tier, and no block is owned twice unshared."""
 
+from collections import Counter
+
 
 def check_scheduler(scheduler, reserved=()):
     """Raise RuntimeError if a block of a scheduler's pool is lost, or owned twice without being shared.
 
-    `reserved` is as for `check_pool`.
+    `reserved` is as for `check_pool`; what is filled from lower tiers need not be in it.
     """
-    check_pool(scheduler._queues.pool, [entry.cache.blocks for entry in scheduler._entries.values()], reserved)
+    lower = getattr(scheduler, "_lower", None)
+    filled = [arrival.host for arrival in lower._arriving.values()] if lower is not None else []
+    tables = [entry.cache.blocks for entry in scheduler._entries.values()]
+    check_pool(scheduler._queues.pool, tables, [*reserved, *filled])
 
 
 def check_pool(pool, tables, reserved=()):
@@ -66,3 +71,25 @@ def check_host(host, reserved):
         raise RuntimeError("a block of the host tier is retained, a duplicate or held, but is not cached")
     if any(hold.holders < 1 for hold in host._held.values()):
         raise RuntimeError("a block of the host tier is held by nobody")
+
+
+def check_lower(scheduler):
+    """Raise RuntimeError unless each block that is held or reserved behind the host tier is so for a job or a fetch."""
+    lower, fetches = scheduler._lower, scheduler._queues.fetches
+    jobs = [book.job for book in lower._books.values()]
+    blocks = {(job.tier, job.kind): [] for job in jobs}
+    for job in jobs:
+        blocks[job.tier, job.kind] += job.blocks
+    written, read = blocks.get(("disk", "write"), []), blocks.get(("disk", "read"), [])
+    if lower.disk is not None:
+        check_host(lower.disk, [block.slot for block in written])
+        if sorted(lower.disk._held) != sorted(block.slot for block in read):
+            raise RuntimeError("a block of the disk is held, and not for a job that reads it, or the other way round")
+    arriving = sorted(arrival.host for arrival in lower._arriving.values())
+    if arriving != sorted(block.host for job in jobs if job.kind == "read" for block in job.blocks):
+        raise RuntimeError("a block of the host is reserved for no job that fills it")
+    held = [block for fetch in (*fetches._waiting.values(), *fetches._arrived.values()) for block in fetch.held]
+    writing = [block.host for job in jobs if job.kind == "write" for block in job.blocks]
+    holders = Counter({block: hold.holders for block, hold in lower._host._held.items()})
+    if len(held) != lower._held or Counter([*held, *writing]) != holders:
+        raise RuntimeError("a block of the host is held for nobody, or not held for somebody")

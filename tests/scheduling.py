@@ -5,6 +5,8 @@ from itertools import repeat
 
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.lower_tiers import LowerTiers
+from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -31,17 +33,24 @@ def create_scheduler(
     eviction="retention",
     chunk_blocks=1,
     low_water=0.25,
+    lower=None,
     **options,
 ):
     rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=chunk_blocks, block_size=block_size)
+    pool = BlockPool(blocks, block_size, rule=rule, host_blocks=host_blocks, host_ready=host_ready, low_water=low_water)
+    tiers = None
+    if lower is not None:
+        prices = Prices(None, block_size=block_size, block_bytes=lower.block_bytes)
+        tiers = LowerTiers(pool, lower, prices, 0.0)
     return Scheduler(
         policy or StallFree(budget),
-        BlockPool(blocks, block_size, rule=rule, host_blocks=host_blocks, host_ready=host_ready, low_water=low_water),
+        pool,
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         headroom=headroom,
         eos_token_ids=eos,
         sharing=sharing,
+        lower=tiers,
         **options,
     )
 

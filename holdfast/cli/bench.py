@@ -26,6 +26,7 @@ from holdfast.lab.reports.tables import show_figures
 from holdfast.lab.simulator.deployment import Pipeline, configured_shape, deploy
 from holdfast.lab.simulator.devices import DEVICES, LINKS
 from holdfast.lab.simulator.shapes import MODELS
+from holdfast.lab.simulator.tiers import DISK_RATE
 from holdfast.lab.workloads import Workload, WorkloadConfig, num_requests
 
 SIMULATED_OPTIONS = (
@@ -55,6 +56,9 @@ class BenchConfig:
     copy_gbs: float | None = option(
         None, "speed of simulated copies to the host tier in GB a second; default: the profile's"
     )
+    disk_gbs: float | None = option(
+        None, "speed of a simulated disk tier (--disk-cache-dir) in GB a second; default: 3, of an NVMe drive"
+    )
     api_key: str | None = option(None, "key for the server; default: HOLDFAST_API_KEY")
     served_model: str | None = option(None, "model name to ask the server for; default: the first that it lists")
     rates: tuple[float, ...] = option(
@@ -82,7 +86,7 @@ class BenchConfig:
             )
         check_url(self.url)
         require_at_least_1(self, "concurrency", "cache_tokens")
-        require_positive(self, "speed", "slo_ttft", "slo_tpot", "slo_e2el", "capacity", "rates", "copy_gbs")
+        require_positive(self, "speed", "slo_ttft", "slo_tpot", "slo_e2el", "capacity", "rates", "copy_gbs", "disk_gbs")
         if not 0 <= self.host_us < float("inf"):
             raise ValueError(f"host_us is {self.host_us:g}; it must be at least 0 and finite")
         if self.concurrency is not None and (self.rates or self.capacity):
@@ -250,7 +254,8 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
         profile = replace(profile, cache_tokens=config.cache_tokens)
     if config.copy_gbs is not None:
         profile = replace(profile, copy_rate=config.copy_gbs * 1e9)
-    return simulated_engine(engine, profile, pipeline, config.host_us / 1e6, config.concurrency)
+    disk_rate = DISK_RATE if config.disk_gbs is None else config.disk_gbs * 1e9
+    return simulated_engine(engine, profile, pipeline, config.host_us / 1e6, config.concurrency, disk_rate)
 
 
 def describe_capacity(config: BenchConfig, capacity: float, base: Workload) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -82,6 +83,7 @@ def announce(
         "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
         "cache": tier(info, info.num_blocks),
         "host tier": tier(info, info.num_host_blocks) if info.num_host_blocks else no_host_tier(engine),
+        **lower_tiers(engine),
         **({"adapters": adapters(engine, info)} if info.adapter_slots else {}),
         **({"tuning": "takes jobs (POST /v1/fine_tuning/jobs)"} if engine.tuning else {}),
         "retention": retention(engine, info),
@@ -171,6 +173,16 @@ def adapters(engine: EngineConfig, info: EngineInfo) -> str:
         f"{names}; {info.adapter_slots} at a time on the device, of rank {engine.max_adapter_rank} at most "
         f"({info.memory.adapters / GB:.2f} GB)"
     )
+
+
+def lower_tiers(engine: EngineConfig) -> dict[str, str]:
+    """The tiers behind the host tier, by their names."""
+    rows = {}
+    if engine.disk_cache_dir is not None:
+        rows["disk tier"] = f"{engine.disk_cache_gb:g} GB in {engine.disk_cache_dir}"
+    if engine.remote_cache is not None:
+        rows["remote tier"] = f"Redis on {urlsplit(engine.remote_cache).hostname or 'a socket of this host'}"
+    return rows
 
 
 def no_host_tier(engine: EngineConfig) -> str:

@@ -119,7 +119,12 @@ async def ask_engine(client: EngineClient, prompt: tuple[int, ...], output: int,
 
 
 def simulated_engine(
-    config: EngineConfig, profile: CostProfile, pipeline: Pipeline | None, host_seconds: float, concurrency: int | None
+    config: EngineConfig,
+    profile: CostProfile,
+    pipeline: Pipeline | None,
+    host_seconds: float,
+    concurrency: int | None,
+    disk_rate: float,
 ) -> Target:
     """A simulated engine: the real loop, scheduler and memory on a virtual clock."""
 
@@ -148,6 +153,7 @@ def simulated_engine(
                 wrap=wrap,
                 on_planner=introduce,
                 on_progress=on_progress,
+                disk_rate=disk_rate,
             ).records
 
     model = profile.cost.model

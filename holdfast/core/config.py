@@ -44,8 +44,11 @@ PADDED_OPTIONS = ("trust_remote_code", "prefill_ahead", "shrink_threshold")
 """Options that only the padded executor reads."""
 PAGED_OPTIONS = (
     "quantization", "kv_cache_dtype", "attention_backend", "adapter", "max_adapters", "tuning", "speculation",
+    "disk_cache_dir", "remote_cache",
 )  # fmt: skip
 """Options that only the paged executor reads."""
+LOWER_OPTIONS = ("disk_cache_dir", "remote_cache")
+"""Options that bring a tier behind the host tier."""
 TUNING_OPTIONS = (
     "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress", "tuning_mirror",
 )  # fmt: skip
@@ -138,12 +141,23 @@ class EngineConfig:
     host_cache_gb: float | Literal["auto"] = option(
         "auto",
         "size of the host tier in GB, for all devices, where idle conversations go; auto is a quarter of the free host "
-        "memory on CUDA, at most 32, and on a CPU 0, or at most 1 with chunk_host; 0 is off",
+        "memory on CUDA, at most 32, and on a CPU 0, or at most 1 with chunk_host or a tier behind it; 0 is off",
     )
     chunk_host: str = option(
         "",
         "address at which other engines fetch KV blocks from this one, as HOST or HOST:PORT; empty is off; several "
         "replicas on one machine use 127.0.0.1",
+    )
+    disk_cache_dir: str | None = option(
+        None,
+        "directory of this engine's disk tier: what the host tier holds is kept there too, and survives a restart; "
+        "needs a host tier, which auto then brings on a CPU as well",
+    )
+    disk_cache_gb: float = option(20.0, "size of the disk tier in GB")
+    remote_cache: str | None = option(
+        None,
+        "URL of a Redis service that several engines share as a tier behind the host's: redis://HOST:PORT/DB; needs "
+        "holdfast[redis]",
     )
     chunk_size: int = option(32, "tokens that are evicted together; rounded up to whole blocks")
     eviction: Literal["retention", "lru", "lru-conversation", "tail-first"] = option(
@@ -285,7 +299,15 @@ class EngineConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ValueError(f"{name} is {value}; it must lie between {least} and {most}")
-        for name in ("cache_gb", "tbt_target", "ttft_target", "priority_aging", "fair_weight", "adapter_host_gb"):
+        for name in (
+            "cache_gb",
+            "tbt_target",
+            "ttft_target",
+            "priority_aging",
+            "fair_weight",
+            "adapter_host_gb",
+            "disk_cache_gb",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ValueError(f"{name} is {value}; it must be above 0 and finite")
@@ -299,6 +321,7 @@ class EngineConfig:
                     f"host_cache_gb is {self.host_cache_gb} and prefix_sharing is off: without it nothing that goes to "
                     "the host would be found again; drop one of them"
                 )
+        self._check_lower_tiers()
         self._check_chunk_host()
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
@@ -389,6 +412,29 @@ class EngineConfig:
         if not self.tuning_mirror:
             raise ValueError("tuning_mirror is empty; it must be auto, off, or a directory")
 
+    def _check_lower_tiers(self) -> None:
+        """Raises ValueError for a disk or remote tier that has nothing before it."""
+        if self.disk_cache_dir is None and self.disk_cache_gb != EngineConfig.disk_cache_gb:
+            raise ValueError(f"disk_cache_gb is {self.disk_cache_gb}, and there is no disk_cache_dir; give one")
+        for name in LOWER_OPTIONS:
+            if (value := getattr(self, name)) is None:
+                continue
+            if not value:
+                raise ValueError(f"{name} is empty; give it a value, or leave it out")
+            said = f"{name} is set"
+            if not self.prefix_sharing:
+                raise ValueError(f"{said} and prefix_sharing is off: nothing would be found there again; drop one")
+            if self.host_cache_gb == 0:
+                raise ValueError(f"{said} and host_cache_gb is 0: it lies behind the host tier; give that a size")
+            if self.executor == "padded" or self.scheduler in ROW_SCHEDULERS:
+                raise ValueError(f"{said}, which is for the paged executor; drop it")
+            for other in ("tp", "pp"):
+                if getattr(self, other) > 1:
+                    raise ValueError(
+                        f"{said} and {other} is {getattr(self, other)}: the tiers behind the host are for an engine "
+                        "on one device; drop one"
+                    )
+
     def _check_layout(self) -> None:
         """Raises ValueError for what takes the whole model on one device, where there are several."""
         several = next((name for name in ("tp", "pp") if getattr(self, name) > 1), None)
@@ -424,6 +470,11 @@ class EngineConfig:
     def max_samples(self) -> int:
         """Most tokens that a step draws."""
         return max(self.max_sequences, LEAST_SAMPLES if self.drafter else 0)
+
+    @property
+    def lower_tiers(self) -> bool:
+        """Whether there are tiers behind the host tier."""
+        return self.disk_cache_dir is not None or self.remote_cache is not None
 
     @property
     def layout(self) -> Layout:

@@ -230,5 +230,5 @@ class SequenceOutput(NamedTuple):
     them."""
     vector: bytes = b""
     """The prompt's embedding, where the request asks: float32 numbers in native order. With the first token."""
-    cached_on_host: int = 0
-    """How many of the cached tokens were found on the host."""
+    cached_by_tier: tuple[int, int, int] = (0, 0, 0)
+    """Of `cached_tokens`, those from the host, from the disk and from the remote tier."""

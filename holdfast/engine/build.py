@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.core.training_cost import MICRO_BATCHES
 from holdfast.core.types import AdapterInfo
+from holdfast.core.version import __version__
 from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.chunk_service import ChunkService
@@ -34,10 +36,14 @@ from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.rank_messages import Loaded, StartRank
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.text import read_tokenizer
+from holdfast.engine.tier_desk import TierDesk
 from holdfast.engine.trace import TracedExecutor, about_engine
 from holdfast.engine.tuning_desk import TuningDesk, TuningRules
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
+from holdfast.lm.execution.disk_store import DiskStore
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
+from holdfast.lm.execution.remote_store import RemoteStore
+from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.models.base import UnsupportedCheckpoint
@@ -50,6 +56,7 @@ from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types import (
     DEFAULT_TOKEN_BUDGET,
     EngineShape,
@@ -97,6 +104,8 @@ class Engine(NamedTuple):
     """The other processes of the engine; None if there are none. Closing the loop ends them."""
     moves: MoveDesk | None = None
     """Says where KV blocks are, and moves them between engines. To be closed before the loop."""
+    tiers: TierDesk | None = None
+    """Moves blocks of the tiers behind the host; None if there are none. Closing the loop ends that."""
 
 
 def build(
@@ -168,6 +177,12 @@ def put_together(
         device.training_bytes = partial(training_workspace, config, tuned)
     adapters = read_adapters(config, device, stages, on_progress)
     memory, shape = allocate(device, stages, on_progress)
+    threads = None
+    if isinstance(device, PagedDevice):
+        shape = replace(shape, block_bytes=device.block_bytes)
+        if config.lower_tiers:
+            with stages.stage("tiers"):
+                threads, shape = open_tiers(config, checkpoint, device, shape)
     pace = pace_of(config, device.kind, memory.device, shape.executor)
     path = cached_profile_path(checkpoint.directory, device.precision, pace)
     profile = None
@@ -198,6 +213,7 @@ def put_together(
         deferral_bound=config.deferral_bound,
         tuning_progress=config.tuning_progress,
         drafter=drafter,
+        now=clock(),
     )
     desk = None
     if isinstance(device, PagedDevice) and device.adapter_store is not None:
@@ -218,6 +234,10 @@ def put_together(
     if (host := device.host) is not None:  # it becomes usable bit by bit, beside the first requests
         host.begin()
         grow = partial(grow_host_tier, scheduler, host)
+    tiers = None
+    if threads is not None:
+        tiers = TierDesk(scheduler, threads, clock)
+        grow, keep = both(grow, tiers.exchange), both(keep, tiers.close)
     loop: LanguageLoop = Loop(
         scheduler, executor, steps_in_flight(config, config.pp), clock, grow, keep, device.executor.prepare
     )
@@ -249,7 +269,59 @@ def put_together(
         chunk_reason=unmoved,
     )
     grammars = make_grammars(config, checkpoint, device, shape, scheduler)
-    return Engine(loop, info, desk, tuning, grammars, ranks, moves)
+    return Engine(loop, info, desk, tuning, grammars, ranks, moves, tiers)
+
+
+def open_tiers(
+    config: EngineConfig, checkpoint: Checkpoint, device: PagedDevice, shape: EngineShape
+) -> tuple[TierThreads, EngineShape]:
+    """The threads of the tiers behind the host tier, and the engine's shape with them. Raises ValueError, OSError."""
+    host = device.memory.host_cache
+    if host is None:
+        raise ValueError("a disk or remote cache lies behind the host tier, and there is none; set host_cache_gb")
+    if not isinstance(device.model, Decoder):
+        name = device.model.spec.architecture
+        raise ValueError(f"a disk or remote cache needs a native decoder, and {name} runs by Transformers' code")
+    identity = {
+        "version": __version__,
+        "weights": digest_of_model(device.model),
+        "files": files_of(checkpoint) if config.quantization != "none" else "",
+        "precision": shape.precision,
+        "layout": repr(tuple(host.data.shape[:2]) + tuple(host.data.shape[3:])),
+        "dtype": str(host.data.dtype),
+        "byte order": sys.byteorder,
+    }
+    disk = remote = None
+    if config.remote_cache is not None:
+        remote = RemoteStore(config.remote_cache, device.block_bytes, identity)
+    if config.disk_cache_dir is not None:
+        directory = Path(config.disk_cache_dir).expanduser()
+        disk = DiskStore(directory, int(config.disk_cache_gb * 1e9), device.block_bytes, identity)
+    lower = LowerShape(
+        device.block_bytes,
+        disk_blocks=0 if disk is None else disk.num_blocks,
+        stored=() if disk is None else tuple(disk.stored()),
+        remote=remote is not None,
+    )
+    return TierThreads(host, disk, remote, clock), replace(shape, lower=lower)
+
+
+def files_of(checkpoint: Checkpoint) -> str:
+    """What tells a checkpoint's weights from others that `digest_of_model` does not read."""
+    files = sorted(checkpoint.directory.glob("*.safetensors"))
+    return repr([(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files])
+
+
+def both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[], None]:
+    """Do one after the other."""
+
+    def do() -> None:
+        try:
+            first()
+        finally:
+            then()
+
+    return do
 
 
 def begin_moves(

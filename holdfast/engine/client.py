@@ -57,8 +57,8 @@ class Usage:
     """All generated tokens, including the one that ended the sequence."""
     cached_tokens: int
     """Prompt tokens found in the prefix cache."""
-    cached_on_host: int = 0
-    """How many of them were found on the host."""
+    cached_by_tier: tuple[int, int, int] = (0, 0, 0)
+    """Of these, those from the host, from the disk and from the remote tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,7 +481,8 @@ class Stream:
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._vector = b""
         self._count = 0
-        self._cached = self._cached_on_host = 0
+        self._cached = 0
+        self._by_tier = 0, 0, 0
         self._scheduled = self._first = self._last = 0.0
         self._error: Exception | None = None
         self._changed = asyncio.Event()
@@ -514,7 +515,7 @@ class Stream:
         tokens, reason = output.tokens, output.finish_reason
         if not self._count:
             self._first, self._scheduled, self._cached = now, scheduled, output.cached_tokens
-            self._cached_on_host = output.cached_on_host
+            self._by_tier = output.cached_by_tier
         self._vector = output.vector or self._vector
         self._last = now
         # The token that stopped the sequence is not part of its text.
@@ -560,7 +561,7 @@ class Stream:
             return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt)
         self.given = True
         request = self.request
-        usage = Usage(request.answer_start, self._count, self._cached, self._cached_on_host)
+        usage = Usage(request.answer_start, self._count, self._cached, self._by_tier)
         timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
         stop = self._text.stop_string
         return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)

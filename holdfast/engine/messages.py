@@ -412,7 +412,7 @@ class Outputs(Message, tag="outputs"):
     logprobs: list[tuple[TokenLogprobs, ...]]
     prompt_logprobs: list[tuple[TokenLogprobs, ...]]
     vector: list[bytes]
-    cached_on_host: list[int]
+    cached_by_tier: list[tuple[int, int, int]]
 
     @property
     def outputs(self) -> Columns[SequenceOutput]:

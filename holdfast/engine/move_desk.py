@@ -99,12 +99,11 @@ class MoveDesk:
         if pool is None:
             return messages.ChunksFound(number, 0, 0, 0)
         on_device = pool.find_all(chain)
-        device = len(chain) - on_device.count(None)
-        host = sum(
-            block is None and pool.find_on_host(digest) is not None
-            for digest, block in zip(chain, on_device, strict=True)
-        )
-        return messages.ChunksFound(number, device * pool.block_size, host * pool.block_size, 0)
+        others = [digest for digest, block in zip(chain, on_device, strict=True) if block is None]
+        behind = [digest for digest in others if pool.find_on_host(digest) is None]
+        lower = sum(map(pool.kept_below, behind)) if pool.kept_below is not None else 0
+        counts = len(chain) - len(others), len(others) - len(behind), lower
+        return messages.ChunksFound(number, *(blocks * pool.block_size for blocks in counts))
 
     def fetch(self, message: messages.FetchChunks) -> None:
         """Bring blocks from another engine; `answers` says how many have come."""

@@ -192,9 +192,9 @@ class Parent:
         """Whether a message arrives within this time, or another thread calls `wake`, as for `wait`."""
         return bool(self._poller.poll(int(seconds * 1000)))
 
-    def wait(self) -> None:
-        """Wait for a message, or until another thread calls `wake`, now or since the last wait."""
-        self._poller.poll()
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for a message, or until another thread calls `wake`, now or since the last wait; at most so long."""
+        self._poller.poll(None if seconds is None else int(1000 * seconds))
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 1 << 16)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from holdfast.engine.adapter_desk import AdapterDesk  # it imports PyTorch
     from holdfast.engine.grammar_desk import GrammarDesk
     from holdfast.engine.move_desk import MoveDesk
+    from holdfast.engine.tier_desk import TierDesk
     from holdfast.engine.tuning_desk import TuningDesk
 
 STEPS_PER_COLLECTION = 64
@@ -43,6 +44,10 @@ QUIET_SECONDS = 1.0
 """All garbage is collected in a pause of this length. That takes as long as several steps."""
 WATCHED_SECONDS = 0.05
 """How often somebody who watches is told of an idle engine."""
+FLUSH_SECONDS = 3.0
+"""How long an engine that is told to end goes on to write state to the tiers behind the host."""
+TIER_SECONDS = 0.05
+"""How often an engine that only waits for blocks of these tiers looks whether it has waited long enough."""
 STUCK_SECONDS = 5.0
 """Time to end for a process of which another rank has failed."""
 
@@ -120,7 +125,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     stages = begin(start.began, parent, loading or Loading(start.config.device))
     from holdfast.engine.build import build_engine
 
-    loop, info, desk, tuning, grammars, _, moves = build_engine(
+    loop, info, desk, tuning, grammars, _, moves, tiers = build_engine(
         start.config,
         stages=stages,
         measure=start.measure,
@@ -135,7 +140,9 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     gc.disable()
     parent.send(messages.Ready(info))
     try:
-        serve(loop, parent, desk, tuning, ranks, grammars, moves)
+        serve(loop, parent, desk, tuning, ranks, grammars, moves, tiers)
+        if tiers is not None:
+            tiers.flush(loop, FLUSH_SECONDS)
     finally:
         if moves is not None:
             moves.close()
@@ -208,17 +215,19 @@ def serve(
     ranks: Ranks | None = None,
     grammars: GrammarDesk | None = None,
     moves: MoveDesk | None = None,
+    tiers: TierDesk | None = None,
 ) -> None:
     """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle.
 
     `desk` answers messages about adapters, and `tuning` those about tuning jobs, where there may be some. While a job
     can run, the loop is never idle. So graphs are captured between two of its steps, one at a time, while no request
     runs. `ranks` are the other processes of the engine; if one fails, this raises RankFailure at once. `grammars` takes
-    the requests that have a grammar, where there may be some. `moves` says where KV blocks are, and moves them.
+    the requests that have a grammar, where there may be some. `moves` says where KV blocks are, and moves them between
+    engines; `tiers` moves blocks of the tiers behind the host.
     """
     if ranks is not None:
         ranks.on_failure = partial(end_soon, parent, ranks)
-    desks = [each for each in (desk, tuning, grammars, moves) if each is not None]
+    desks = [each for each in (desk, tuning, grammars, moves, tiers) if each is not None]
     for each in desks:
         each.wake = parent.wake
     loop.executor = steps = StepLog(loop.executor)
@@ -261,6 +270,8 @@ def serve(
                 parent.send(messages.Outputs(**outputs.by_name))
             elif tuning is not None and tuning.between_steps():
                 loop.prepare()
+            elif outputs is None and tiers is not None and tiers.awaited:
+                parent.wait(TIER_SECONDS)  # nothing can run before blocks have come
             if len(steps) >= STEPS_PER_MESSAGE:
                 parent.send(steps.take())
 

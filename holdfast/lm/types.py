@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 from holdfast.core.columns import Columns
 from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
 from holdfast.core.types import FinishReason, Grammar, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from holdfast.lm.tiers import LowerShape
 from holdfast.loop.contracts import Device, Executor
 from holdfast.loop.loop import Loop
 
@@ -506,8 +507,8 @@ class Sequence:
     """Number of its positions, including those whose token is still being sampled."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
-    cached_on_host: int = 0
-    """How many of them were found on the host."""
+    cached_by_tier: tuple[int, int, int] = (0, 0, 0)
+    """Of `cached_tokens`, those from the host, from the disk and from the remote tier."""
     preemptions: int = 0
     scheduled_at: float | None = None
     finish_reason: FinishReason | None = None
@@ -592,6 +593,26 @@ class SchedulerStats:
     """Drafted tokens that were verified."""
     drafts_accepted: int = 0
     """Those of them that were the model's own."""
+    prefix_hits_on_disk: int = 0
+    """Of `prefix_hits`, those that came from the disk for their request."""
+    prefix_hits_on_remote: int = 0
+    """The same of the remote tier."""
+    disk_blocks_total: int = 0
+    disk_blocks_cached: int = 0
+    disk_bytes_written: int = 0
+    disk_bytes_read: int = 0
+    disk_blocks_dropped: int = 0
+    """Given up for others of a higher value."""
+    remote_bytes_written: int = 0
+    remote_bytes_read: int = 0
+    blocks_corrupt: int = 0
+    """Blocks of the disk or the remote tier whose bytes were not what was written; they are computed again."""
+    tier_failures: int = 0
+    """Blocks that could not be written to these tiers or read from them."""
+    blocks_cheaper_computed: int = 0
+    """Blocks that these tiers had, and that were computed again as that is faster."""
+    fetches_given_up: int = 0
+    """Requests that did not wait for their blocks any longer and computed them."""
     chunk_bytes_in: int = 0
     """Bytes of KV blocks that have come from other engines."""
     chunk_bytes_out: int = 0
@@ -780,6 +801,10 @@ class EngineShape:
     """Blocks of the host tier."""
     host_blocks_ready: int | None = None
     """Those that can be used from the start; None: all."""
+    block_bytes: int = 0
+    """Bytes of a block; 0: unknown, and every block of the host is brought back."""
+    lower: LowerShape | None = None
+    """The tiers behind the host tier."""
     copies_for_others: int | None = None
     """Blocks that a step copies to the host for other engines to read; None: as many as in a pause."""
     copies_ahead: int | None = None

@@ -39,7 +39,8 @@ class RequestUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    cached_on_host: int = 0
+    cached_by_tier: tuple[int, int, int] = (0, 0, 0)
+    """Of these, those from the host, from the disk and from the remote tier."""
     wanted: SampledRequest | None = None
     """What was asked for."""
     queued: float | None = None
@@ -64,9 +65,22 @@ class RequestUsage:
             "total_tokens": self.total_tokens,
         }
 
+    def add_tiers(self, tokens: tuple[int, int, int]) -> None:
+        """Add what one prompt has from the host, from the disk and from the remote tier."""
+        host, disk, remote = map(sum, zip(self.cached_by_tier, tokens, strict=True))
+        self.cached_by_tier = host, disk, remote
+
+    def cached(self) -> Reply:
+        """The cached tokens; by tier, too, if any came from elsewhere than the device."""
+        if not any(self.cached_by_tier):
+            return {"cached_tokens": self.cached_tokens}
+        device = self.cached_tokens - sum(self.cached_by_tier)
+        tiers = dict(zip(("device", "host", "disk", "remote"), (device, *self.cached_by_tier), strict=True))
+        return {"cached_tokens": self.cached_tokens, "cached_tokens_by_tier": tiers}
+
     def reply(self, reasoning_tokens: int | None = None) -> Reply:
         """`usage` of completions; of a model that reasons, with its tokens."""
-        details = {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+        details = {"prompt_tokens_details": self.cached()}
         if reasoning_tokens is not None:
             details["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         return {**self.counts(), **details}

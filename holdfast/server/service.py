@@ -413,7 +413,7 @@ class Answer:
                     if delta.usage is not None:
                         if number == 0:
                             self.usage.cached_tokens += delta.usage.cached_tokens
-                            self.usage.cached_on_host += delta.usage.cached_on_host
+                            self.usage.add_tiers(delta.usage.cached_by_tier)
                         self.usage.finish_reasons.add(delta.finish_reason or "")
                         if self.usage.queued is None and delta.timings is not None:
                             self.usage.queued = delta.timings.queued

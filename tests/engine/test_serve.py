@@ -138,7 +138,7 @@ def test_garbage_collection_is_off_while_steps_run(monkeypatch, collector):
     device = Watching(64, 4)
     device.expect(request)
     loop = Loop(create_scheduler(), device, 2, clock=lambda: 0.0)
-    monkeypatch.setattr("holdfast.engine.build.build_engine", lambda config, **options: (loop, *[None] * 6))
+    monkeypatch.setattr("holdfast.engine.build.build_engine", lambda config, **options: (loop, *[None] * 7))
     run(Start(EngineConfig(), 0.0), ShutdownWhenIdle(Submit(request)))
     assert seen == [(False, True)] * 4
 

@@ -165,7 +165,7 @@ class Replica:
     def make(cls, name: str, config: EngineConfig, profile: CostProfile, pipeline: Pipeline | None) -> Replica:
         """An idle replica."""
         clock = VirtualClock()
-        loop, executor, _ = make_loop(config, profile, clock, pipeline=pipeline)
+        loop, executor, *_ = make_loop(config, profile, clock, pipeline=pipeline)
         planner = loop.planner
         assert isinstance(planner, Scheduler) and isinstance(planner.memory, BlockPool)
         return cls(name, clock, loop, executor, planner.memory)

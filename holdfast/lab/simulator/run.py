@@ -16,12 +16,14 @@ from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.executor import SimulatedDrafter, SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
+from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.choice import capacity_of, make_scheduler, make_tuner, steps_in_flight
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types import (
     COPIES_AHEAD_BYTES,
     Abilities,
@@ -80,6 +82,7 @@ def simulate(
     until: float = inf,
     tuning: Tuning | None = None,
     acceptance: float | None = None,
+    disk_rate: float = DISK_RATE,
 ) -> Outcome:
     """Serve `workload` with the engine that `config` describes on the device that `profile` was measured on.
 
@@ -93,14 +96,18 @@ def simulate(
     `config.speculation` says, and each guess is right with this chance. `tuning` has jobs of training beside the
     requests; the run ends with the last request. After `until` virtual seconds it ends with what is recorded by then.
 
+    A disk tier, where `config` has a directory for one, is empty at first and moves `disk_rate` bytes a second; there
+    is no remote one.
+
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
     """
     clock = VirtualClock()
-    loop, executor, trainer = make_loop(
+    loop, executor, trainer, wait = make_loop(
         config,
         profile,
         clock,
+        disk_rate=disk_rate,
         host_seconds=host_seconds,
         pace=pace,
         pipeline=pipeline,
@@ -111,7 +118,7 @@ def simulate(
         tuning=tuning,
         acceptance=acceptance,
     )
-    clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency)
+    clients = Clients(workload, loop, clock, vocab_size=VOCAB_SIZE, concurrency=concurrency, wait=wait)
     while clients.advance() and clock.now < until:
         on_progress(clients.ended)
     stages_busy = tuple(executor.stages_busy) if pipeline is not None else ()
@@ -126,6 +133,7 @@ def make_loop(
     profile: CostProfile,
     clock: VirtualClock,
     *,
+    disk_rate: float = DISK_RATE,
     host_seconds: float = 0.0,
     pace: Callable[[float], float] = lambda now: 1.0,
     pipeline: Pipeline | None = None,
@@ -135,8 +143,11 @@ def make_loop(
     make_policy: Callable[[EngineShape], Policy] | None = None,
     tuning: Tuning | None = None,
     acceptance: float | None = None,
-) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None]:
-    """The engine's loop on a clock of its own, its executor, and its trainer if there is `tuning`. See `simulate`."""
+) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None, Callable[[], None]]:
+    """The engine's loop on a clock of its own, its executor, and its trainer if there is `tuning`. See `simulate`.
+
+    The last one is to be called when no step can run, and a disk tier still works: it lets what is waited for happen.
+    """
     stages = len(pipeline.stages) if pipeline else 1
     host_blocks, copy_seconds = _host_tier(config, profile)
     if on_rows(config, profile):
@@ -146,6 +157,9 @@ def make_loop(
     else:
         step_times = StepTimes(profile.cost, pipeline, copy_seconds, profile.token_bytes * config.block_size)
     shape = engine_shape(config, profile, host_blocks=host_blocks)
+    on_disk = config.disk_cache_dir is not None
+    if on_disk:
+        shape = replace(shape, lower=_disk_tier(config, shape))
     tuner = trainer = None
     if tuning is not None:
         block_bytes = profile.token_bytes * config.block_size
@@ -167,7 +181,10 @@ def make_loop(
         drafter=drafter,
     )
     on_planner(scheduler, shape)
-    return Loop(scheduler, wrap(executor, clock), steps_in_flight(config, stages), clock), executor, trainer
+    disk = SimulatedDisk(scheduler, clock, shape.block_bytes, disk_rate) if on_disk else None
+    refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
+    loop = Loop(scheduler, wrap(executor, clock), steps_in_flight(config, stages), clock, refresh)
+    return loop, executor, trainer, wait
 
 
 def _begin_tuning(
@@ -210,6 +227,19 @@ def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
     return int(config.host_cache_gb * 1e9 / block), block / profile.copy_rate
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
+def _disk_tier(config: EngineConfig, shape: EngineShape) -> LowerShape:
+    """The disk tier of an engine, empty. Raises ValueError without a host tier."""
+    if not (shape.num_host_blocks and shape.block_bytes):
+        raise ValueError(
+            "disk_cache_dir is set, and the simulated engine has no host tier before it; set host_cache_gb"
+        )
+    return LowerShape(shape.block_bytes, disk_blocks=int(config.disk_cache_gb * 1e9) // shape.block_bytes)
+
+
 def context_length(config: EngineConfig, profile: CostProfile) -> int:
     """Longest sequence in tokens, prompt and output together."""
     longest = config.max_model_len or profile.max_model_len
@@ -231,6 +261,7 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
         precision=profile.precision,
         num_blocks=profile.cache_tokens if rows else profile.cache_tokens // config.block_size,
         num_host_blocks=host_blocks,
+        block_bytes=0 if rows else profile.token_bytes * config.block_size,
         copies_ahead=max(1, COPIES_AHEAD_BYTES // (profile.token_bytes * config.block_size)) if host_blocks else None,
         token_budget=budget,
         max_step_tokens=capacity_of(
@@ -372,13 +403,24 @@ class Clients(Conversations):
     """All clients of a loop, in the same thread."""
 
     def __init__(
-        self, workload: Workload, loop: LanguageLoop, clock: WaitableClock, *, vocab_size: int, concurrency: int | None
+        self,
+        workload: Workload,
+        loop: LanguageLoop,
+        clock: WaitableClock,
+        *,
+        vocab_size: int,
+        concurrency: int | None,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`."""
+        """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`.
+
+        `wait` is called when requests are open and no step can run: it lets what they wait for happen.
+        """
         super().__init__(workload, loop.add, vocab_size=vocab_size, concurrency=concurrency)
         self.steps = 0
         self._loop = loop
         self._clock = clock
+        self._wait = wait
 
     def advance(self) -> bool:
         """Send the requests that are due and run one step. Returns False once all requests have ended."""
@@ -388,7 +430,9 @@ class Clients(Conversations):
         if not loop.has_work():
             clock.advance_to(self.next_due)
         self.send_due(clock())
-        outputs = loop.step() or ()
+        outputs = loop.step()
+        if outputs is None:
+            self._wait()
         self.steps += 1
-        self.receive(outputs, clock())
+        self.receive(outputs or (), clock())
         return True

@@ -432,10 +432,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         wanted = self.config.host_cache_gb
         free, total = memory_of(torch.device("cpu"))
         if wanted == "auto":
-            if not self.config.prefix_sharing or not (self.kind == "cuda" or self.config.chunk_host):
+            pinned, config = self.kind == "cuda", self.config
+            if not config.prefix_sharing or not (pinned or config.chunk_host or config.lower_tiers):
                 return 0
             # On a CPU both tiers are the same memory, and this one is only what blocks pass through.
-            most = HOST_CACHE_BYTES if self.kind == "cuda" else TRANSIT_BYTES
+            most = HOST_CACHE_BYTES if pinned else TRANSIT_BYTES
             return self._own_share(min(most, free // 4))
         size = int(wanted * 1e9)
         if size > free or 0 < wanted * 1e9 < self.whole_block_bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from holdfast.lm.memory.allocator import Allocator
@@ -10,6 +11,7 @@ from holdfast.lm.memory.copy_ledger import CopyLedger
 from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.prefix_index import PrefixIndex
+from holdfast.lm.memory.prices import Link, Prices
 from holdfast.lm.memory.protocol import Found, SequenceState
 from holdfast.lm.memory.retention import MIN_AGE, IdleBlocks, RetentionRule, Use, Victims
 from holdfast.lm.types import BlockCopy, BlockMove
@@ -24,6 +26,8 @@ TIERS = {
     "-": "dropped, or not computed yet",
 }
 """Where the state of a block can lie, by the letter that stands for it."""
+FASTEST = 1e12
+"""Bytes per second that a copy from the host is taken to have before any was measured: more than there is."""
 
 
 class BlockPool:
@@ -97,6 +101,14 @@ class BlockPool:
         """The most blocks that `fits` was asked for in vain since the last `swap_out`."""
         self.training = 0
         """Blocks that are lent to training, the highest ones."""
+        self.kept_below: Callable[[bytes], bool] | None = None
+        """Whether a tier behind the host has the block of this digest. None: there is no such tier."""
+        self.prices: Prices | None = None
+        """What says whether a block of the host is worth its copy. None: each is."""
+        self.host_link = Link(latency=0.0, rate=FASTEST)
+        """Copies from the host to the device, as measured."""
+        self.flushing = False
+        """Whether the next plan copies idle blocks to the host however many are free: nobody needs the device."""
 
     @property
     def available(self) -> int:
@@ -147,8 +159,17 @@ class BlockPool:
         lost = self._index.remove(evicted)
         for digest in lost if self.copies.wanted else ():
             self.copies.wanted.pop(digest, None)
-        self.dropped += len(lost) - (len(self.host.find_all(lost)) if self.host is not None else 0)
+        host, below = self.host, self.kept_below
+        if below is not None:
+            self.dropped += sum([self.find_on_host(digest) is None and not below(digest) for digest in lost])
+        else:
+            self.dropped += len(lost) - (len(host.find_all(lost)) if host is not None else 0)
         return evicted
+
+    def evicted_from_host(self, lost: Iterable[bytes]) -> None:
+        """Count those of these blocks that the host has given up and no other tier has."""
+        cached, below = self._cached, self.kept_below
+        self.dropped += sum([digest not in cached and not (below and below(digest)) for digest in lost])
 
     def lend(self, count: int, now: float, *, most_moves: int) -> tuple[BlockMove, ...]:
         """Lend up to `count` more blocks to training, the highest that are not lent yet. `training` says how many.
@@ -351,7 +372,7 @@ class BlockPool:
             return None
         value = self.rule.class_cost(self.rule.cost_class(index)) / MIN_AGE
         block, lost = self.host.reserve(value, victims or self.host.victims(now))
-        self.dropped += sum([digest not in self._cached for digest in lost])
+        self.evicted_from_host(lost)
         return block
 
     def cache_on_host(self, block: int, digest: bytes, index: int, now: float) -> bool:
@@ -375,7 +396,8 @@ class BlockPool:
 
         The copies read the device before the plan's segments run, and slow them down. So a plan of `num_tokens` makes
         room for about as many positions as it fills, or an eighth of what is short if that is more. Only blocks that
-        `fits` asked for in vain are copied at once. Blocks are pinned until `finish_swap_out`.
+        `fits` asked for in vain are copied at once. Blocks are pinned until `finish_swap_out`. While `flushing`, a plan
+        copies as many as it may.
         """
         host, idle = self.host, self._idle
         if host is None:
@@ -385,7 +407,7 @@ class BlockPool:
         ready = self.allocatable + self.copies.idle
         short = self._low_water * (self.num_blocks - self.training) // self.num_blocks - ready
         ahead = min(short, max(self._copies_ahead, self.blocks_for(num_tokens), short // 8))
-        wanted = min(max(self._demand - ready, ahead), self.max_copies)
+        wanted = self.max_copies if self.flushing else min(max(self._demand - ready, ahead), self.max_copies)
         self._demand = 0
         if wanted <= 0 or not idle.retained.blocks:
             return asked
@@ -398,8 +420,9 @@ class BlockPool:
                 digest, target = self._digests[block], None
                 assert digest is not None
                 if host.find(digest) is None:
-                    target, evicted = host.reserve(chunk.value, host_victims)
-                    self.dropped += sum([lost not in self._cached for lost in evicted])
+                    value = chunk.value if self.kept_below is None else inf  # what is evicted there is kept below
+                    target, evicted = host.reserve(value, host_victims)
+                    self.evicted_from_host(evicted)
                 if target is None:
                     idle.reclaimable[block] = None
                 else:

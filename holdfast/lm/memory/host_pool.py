@@ -1,9 +1,9 @@
-"""HostPool: the second tier of the KV cache, copies of cached blocks in host memory."""
+"""HostPool: copies of cached blocks in the second tier of the KV cache, host memory, or in a disk behind it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from holdfast.lm.memory.prefix_index import PrefixIndex
@@ -41,6 +41,9 @@ class HostPool:
         self._retained = Retention(rule)
         self._duplicates: OrderedDict[int, None] = OrderedDict()
         self._held: dict[int, Hold] = {}
+        self.told: list[tuple[bytes, Use | None]] | None = None
+        """Where there are tiers behind this one: blocks that were cached or used again, with their last use. Whoever
+        reads the list empties it."""
         self.resize(num_blocks if ready is None else ready, num_blocks)
 
     def resize(self, ready: int, num_blocks: int) -> None:
@@ -109,6 +112,32 @@ class HostPool:
         """
         self._index.add(block, digest, index)
         self._settle(block, index, last_use)
+        if self.told is not None:
+            self.told.append((digest, last_use))
+
+    def take(self, blocks: Collection[int]) -> None:
+        """Reserve these free blocks: they hold state already."""
+        self._free = [block for block in self._free if block not in blocks]
+
+    def drop(self, digest: bytes) -> None:
+        """Free the block with this digest, if there is one that is not held: its state turned out to be bad."""
+        block = self.find(digest)
+        if block is None or block in self._held:
+            return
+        if block in self._duplicates:
+            del self._duplicates[block]
+        else:
+            self._retained.take(block)
+        self._index.remove([block])
+        self._free.append(block)
+
+    def index_of(self, block: int) -> int:
+        """The place of a cached block in its sequence: 0 for the first."""
+        return self._index.indices[block]
+
+    def last_use(self, block: int) -> Use | None:
+        """When a held block was last used; None: it is in use on the device."""
+        return self._held[block].last_use
 
     def free(self, block: int) -> None:
         """Give a reserved block back: what it was to hold does not come, or is here already."""
@@ -149,12 +178,15 @@ class HostPool:
             others = set(self._retained.remove(here))
             self._duplicates.update((block, None) for block in here if block not in others)
 
-    def mark_idle(self, digests: Iterable[bytes], use: Use) -> None:
+    def mark_idle(self, digests: Collection[bytes], use: Use) -> None:
         """The device blocks of these digests are idle, and were last used together: retain their copies."""
         here = self._not_held(digests, use)
         for block in here:
             del self._duplicates[block]
         self._retained.add_all(here, map(self._index.indices.__getitem__, here), use)
+        if self.told is not None:
+            blocks = self._index.blocks
+            self.told += [(digest, use) for digest in digests if digest in blocks]
 
     def touch(self, digest: bytes, use: Use) -> None:
         """Count the block with this digest as used again, unless it is a duplicate."""

@@ -104,7 +104,10 @@ class SequenceCache:
         self.planned = length
 
     def match(self, tokens: Sequence[int]) -> Found:
-        """Find all full blocks that are cached. The last token never counts: it must be computed to give logits."""
+        """Find all full blocks that are cached. The last token never counts: it must be computed to give logits.
+
+        Blocks of the host that are cheaper to compute than to copy are not among them.
+        """
         found, pool = Found(), self._pool
         if self._root is not None:
             count = usable_blocks(len(tokens), pool.block_size)
@@ -121,7 +124,25 @@ class SequenceCache:
                     found.device[index] = block
                 elif find_on_host(digests[index]) is not None:
                     found.host[index] = digests[index]
+            if found.host and pool.prices is not None:
+                worth = pool.prices.worth([*found.host], pool.host_link)
+                if len(worth) < len(found.host):
+                    return Found(found.device, {index: digests[index] for index in worth})
         return found
+
+    def lacking(self, tokens: Sequence[int]) -> dict[int, bytes]:
+        """The digests of all full blocks that are not cached in either tier, by their places. The last never counts."""
+        if self._root is None:
+            return {}
+        pool, count = self._pool, (len(tokens) - 1) // self._pool.block_size
+        self._hash(count, tokens)
+        digests = self._digests[:count]
+        found = pool.find_all(digests)
+        return {
+            index: digest
+            for index, (digest, block) in enumerate(zip(digests, found, strict=True))
+            if block is None and pool.find_on_host(digest) is None
+        }
 
     def touch(self, tokens: Sequence[int], now: float) -> None:
         """Count the cached blocks of a waiting sequence as used now, so that they are still cached when it starts."""

@@ -12,6 +12,8 @@ from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.core.types import Identity
 from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.lower_tiers import LowerTiers
+from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
@@ -229,6 +231,7 @@ def make_scheduler(
     deferral_bound: float | None = None,
     tuning_progress: bool = False,
     drafter: Drafter | None = None,
+    now: float = 0.0,
 ) -> Scheduler:
     """The scheduler of an engine of this shape, real or simulated, with its own memory.
 
@@ -236,9 +239,9 @@ def make_scheduler(
     `tuner` (`make_tuner`) it plans training too: in slices beside streams if there is a target between tokens, else by
     the deferral rule with `deferral_bound` seconds (None: DEFAULT_BOUND). `Scheduler.tuner` is that tuner. With
     `tuning_progress`, slices go on however full the steps are. With a `drafter` (`make_drafter`), decodes verify drafts
-    where `cost` says that it pays. Raises ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on
-    padded rows, in a pipeline or under a scheduler that is not stall-free, and for a bound with a target or without a
-    tuner.
+    where `cost` says that it pays. `now` is when it was looked at what the disk tier holds (`EngineShape.lower`).
+    Raises ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on padded rows, in a pipeline or
+    under a scheduler that is not stall-free, and for a bound with a target or without a tuner.
     """
     policy = policy or choose_policy(config, shape, cost, stages=stages)
     if tuner is not None:
@@ -286,8 +289,15 @@ def make_scheduler(
         copies_ahead=shape.copies_ahead,
         copies_for_others=shape.copies_for_others,
     )
+    again = partial(cost.recompute, config.block_size) if cost is not None else None
+    if shape.block_bytes and shape.num_host_blocks and again is not None:
+        pool.prices = Prices(again, block_size=config.block_size, block_bytes=shape.block_bytes)
+    lower = None
+    if shape.lower is not None:
+        prices = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
+        lower = LowerTiers(pool, shape.lower, prices, now)
     adapters = AdapterPool(shape.adapter_slots) if shape.adapter_slots else None
-    return Scheduler(policy, pool, **settings, adapters=adapters, tuner=tuner, stages=stages)
+    return Scheduler(policy, pool, **settings, adapters=adapters, tuner=tuner, lower=lower, stages=stages)
 
 
 def make_drafter(config: EngineConfig, shape: EngineShape, kind: str) -> Drafter | None:

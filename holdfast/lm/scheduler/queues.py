@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.protocol import AnyMemory, Found
 from holdfast.lm.scheduler.adapter_queue import AdapterQueue
 from holdfast.lm.scheduler.entries import NO_ROW, Entry, RankedQueue
+from holdfast.lm.scheduler.fetch_queue import NOTHING, FetchQueue
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.slabs import Slabs
 from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.lm.tiers import TierName
 from holdfast.lm.types import BlockCopy
 
 
@@ -32,6 +35,8 @@ class Queues:
         """The waiting sequences that have an adapter; None where none are served."""
         self.slabs: Slabs | None = None
         """The memory of training; None where none is planned."""
+        self.fetches: FetchQueue | None = None
+        """The waiting sequences whose blocks come from tiers behind the host; None where there are none."""
         self.running = RankedQueue()
         self.swapping_in: list[Entry] = []
         self.forced: set[Entry] = set()
@@ -46,11 +51,18 @@ class Queues:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prefix_hits_on_host = 0
+        """Of `prefix_hits`, tokens that only the host had when their sequence started, however they came there."""
+        self.prefix_hits_below: dict[TierName, int] = {"disk": 0, "remote": 0}
+        """Tokens of those that came to the host from the tiers behind it, for that sequence."""
         self.recovered = 0
 
     def serve_adapters(self, pool: AdapterPool) -> None:
         """Take sequences whose adapters are in this pool, too. To be called before there are any."""
         self.adapters = AdapterQueue(pool, self.waiting)
+
+    def serve_lower_tiers(self, lower: LowerTiers) -> None:
+        """Let sequences wait for blocks of these tiers. To be called before there are any."""
+        self.fetches = FetchQueue(lower)
 
     def serve_training(self, tuner: Tuner) -> None:
         """Lend blocks to training. Raises ValueError where state is not paged."""
@@ -60,8 +72,9 @@ class Queues:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, also those that wait for their adapters."""
-        return len(self.waiting) + (self.adapters.num_held if self.adapters is not None else 0)
+        """Sequences that wait, also those that wait for their adapters or for their blocks."""
+        held = self.adapters.num_held if self.adapters is not None else 0
+        return len(self.waiting) + held + (len(self.fetches) if self.fetches is not None else 0)
 
     @property
     def lent(self) -> int:
@@ -75,6 +88,25 @@ class Queues:
         else:
             self.waiting.add(entry)
 
+    def fetch(self, entry: Entry, now: float) -> bool:
+        """Let an entry in the waiting queue wait for blocks of lower tiers instead. Returns whether it does."""
+        if self.fetches is None or not self.fetches.begin(entry, now):
+            return False
+        self._leave(entry)
+        return True
+
+    def resume_fetched(self, now: float) -> None:
+        """Move those back to the waiting queue that have waited for their blocks."""
+        if self.fetches is not None:
+            for entry in self.fetches.advance(now):
+                self.add(entry)
+
+    def _leave(self, entry: Entry) -> None:
+        if self.adapters is not None and entry.adapter:
+            self.adapters.remove(entry)
+        else:
+            self.waiting.remove(entry)
+
     def start(self, entry: Entry, found: Found, now: float) -> tuple[BlockCopy, ...]:
         """Move a waiting entry to `swapping_in`, with blocks for all its known positions, kept ones included.
 
@@ -86,6 +118,7 @@ class Queues:
             self.waiting.remove(entry)
         cache, sequence = entry.cache, entry.sequence
         copies = cache.allocate(found, sequence.length, now)
+        below = self.fetches.settle(entry) if self.fetches is not None else NOTHING
         entry.row = self.free_rows.pop()
         entry.decoding = False
         entry.decode_limit = entry.next_check = 0
@@ -94,11 +127,15 @@ class Queues:
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
             sequence.cached_tokens = len(found) * self.pool.block_size
-            sequence.cached_on_host = len(found.host) * self.pool.block_size
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.cached_tokens
             self.order.started(entry)
-            self.prefix_hits_on_host += sequence.cached_on_host
+            self.prefix_hits_on_host += len(found.host) * self.pool.block_size
+            for tier, blocks in below.items():
+                self.prefix_hits_below[tier] += blocks * self.pool.block_size
+            on_host = max(0, len(found.host) - sum(below.values()))
+            host, disk, remote = (count * self.pool.block_size for count in (on_host, below["disk"], below["remote"]))
+            sequence.cached_by_tier = host, disk, remote
         return copies
 
     def join(self, entry: Entry) -> None:
@@ -111,10 +148,10 @@ class Queues:
     def stop(self, entry: Entry, now: float) -> None:
         """Remove an entry from its queue, and free its blocks and its row."""
         if entry.row == NO_ROW:
-            if self.adapters is not None and entry.adapter:
-                self.adapters.remove(entry)
-            else:
-                self.waiting.remove(entry)
+            if self.fetches is None or entry not in self.fetches:
+                self._leave(entry)
+            if self.fetches is not None:
+                self.fetches.settle(entry)
             return
         if self.adapters is not None and entry.adapter:
             self.adapters.stop(entry)
@@ -134,5 +171,6 @@ class Queues:
         """
         self.stop(entry, now)
         entry.sequence.preemptions += 1
+        entry.fetched = False
         self.preemptions += 1
         self.add(entry)

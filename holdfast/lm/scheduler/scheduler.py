@@ -14,6 +14,8 @@ from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput, TokenLogprobs
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.adapter_pool import AdapterPool
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.protocol import AnyMemory, AnyState
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
@@ -21,6 +23,7 @@ from holdfast.lm.scheduler.entries import NO_ROW, Entry
 from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.lm.tiers import TierDone, TierJob
 from holdfast.lm.types import Answer, Forced, History, Sampling, SchedulerStats, Sequence, StepPlan, StepResult
 
 LEAST_FORCED = 2
@@ -51,6 +54,7 @@ class Scheduler:
         served: Identity | None = None,
         adapters: AdapterPool | None = None,
         tuner: Tuner | None = None,
+        lower: LowerTiers | None = None,
         order: Order | None = None,
         seed: int = 0,
         stages: int = 1,
@@ -61,7 +65,7 @@ class Scheduler:
         """`sharing` lets requests of one identity share the state of equal prefixes. `served` names the model, adapter
         and dtype of the executor; `add` refuses any other. None refuses nothing. A request may also name an adapter
         that is known to `adapters`; it runs once that is in a slot of the device. `tuner` has jobs of training; the
-        policy says when they run.
+        policy says when they run. `lower` are the tiers behind the host tier of `pool`.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
         default by priority class. `seed` makes seeds for requests that bring none. `stages` is the number of stages of
@@ -87,6 +91,9 @@ class Scheduler:
         """The jobs of training; None where none are taken."""
         if tuner is not None:
             self._queues.serve_training(tuner)
+        self._lower = lower
+        if lower is not None:
+            self._queues.serve_lower_tiers(lower)
         self._retiring: set[str] = set()
         self.retired: deque[str] = deque()
         """Adapters that are not known any more. Whoever reads them takes them out."""
@@ -159,7 +166,10 @@ class Scheduler:
         if self._queues.num_waiting:
             self._now = max(self._now, request.arrival)
             entry.cache.touch(request.prompt, self._now)  # it will wait: its conversation is active again from now on
+        soon = len(self._queues.free_rows) > self._queues.num_waiting
         self._queues.add(entry)
+        if soon and not entry.held:
+            self._queues.fetch(entry, max(self._now, request.arrival))
 
     def add_adapter(self, adapter: str) -> None:
         """Let requests name this adapter, a content id, from now on. Raises ValueError where none are served."""
@@ -179,15 +189,25 @@ class Scheduler:
         if entry is not None:
             self._end(entry, FinishReason.ABORT)
 
+    def abort_all(self) -> None:
+        """End every request at once."""
+        for name in tuple(self._entries):
+            self.abort(name)
+
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
         self._now = now
+        if (lower := self._lower) is not None:
+            self._queues.resume_fetched(now)
+            lower.flush(not self._entries)
         step = self._make_builder(self._queues, self._steps, now)
         step.in_flight = bool(self._in_flight)
         step.settles = self._settled < self._barrier
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
+            if lower is not None and plan.swap_in:
+                lower.begin_swap_in(plan.step)
             if self._counting and (histories := self._histories(step.sampling)) != ((), ()):
                 plan = replace(plan, histories=histories[0], answers=histories[1])
             self._in_flight.append((self._steps, step.sampling, self._ended, step.telling))
@@ -236,6 +256,11 @@ class Scheduler:
         self._now = now
         pool.finish_swap_out(result.swapped_out)
         pool.copies.finish_swap_in(result.swapped_in)
+        if self._lower is not None:
+            self._lower.finish_swap_in(result.swapped_in)
+        for copy in result.copies:
+            if copy.inward and isinstance(pool, BlockPool):
+                pool.host_link.observe(copy.bytes, copy.seconds)
         self._settled = max(self._settled, result.swapped_in)
         if self._queues.adapters is not None:
             for entry in self._queues.adapters.finish_loads(result.adapters_in, result.adapters_lost):
@@ -381,8 +406,27 @@ class Scheduler:
             logprobs=logprobs or [()] * len(entries),
             prompt_logprobs=prompts or [()] * len(entries),
             vector=vectors,
-            cached_on_host=[sequence.cached_on_host for sequence in sequences],
+            cached_by_tier=[sequence.cached_by_tier for sequence in sequences],
         )
+
+    def tier_jobs(self, now: float) -> abc.Sequence[TierJob]:
+        """The jobs of the tiers behind the host that are to begin now; others do them."""
+        return self._lower.jobs(now) if self._lower is not None else ()
+
+    def finish_tier_jobs(self, ended: abc.Iterable[TierDone], now: float) -> None:
+        """Take note of such jobs that have ended."""
+        if self._lower is not None:
+            self._lower.done(ended, now)
+
+    @property
+    def awaits_tiers(self) -> bool:
+        """Whether a request waits for blocks of the tiers behind the host."""
+        return self._queues.fetches is not None and len(self._queues.fetches) > 0
+
+    @property
+    def _flushes(self) -> bool:
+        """Whether nothing is left to do but to copy idle state down, and the tiers behind the device take it."""
+        return self._lower is not None and not self._entries and self._lower.can_flush
 
     def resize_host_tier(self, ready: int, total: int) -> None:
         """The first `ready` blocks of the host tier can be used from now on; in the end `total` will be."""
@@ -401,12 +445,14 @@ class Scheduler:
         return self._entries
 
     def has_work(self) -> bool:
-        """Whether any request has not ended, any training is left to plan, or others wait for copies."""
+        """Whether any request has not ended, any training is left to plan, others wait for copies, or any state is left
+        to copy down in a pause."""
         return (
             bool(self._entries)
             or (self.tuner is not None and self.tuner.has_work)
             or bool(self._queues.pool.copies.wanted)
             or self._settled < self._barrier
+            or self._flushes
         )
 
     @property
@@ -425,7 +471,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Queues and memory now, with plans in flight counted as done."""
-        queues, pool = self._queues, self._queues.pool
+        queues, pool, lower = self._queues, self._queues.pool, self._lower
         return SchedulerStats(
             waiting=queues.num_waiting,
             running=len(queues.running) + len(queues.swapping_in),
@@ -455,6 +501,9 @@ class Scheduler:
             deferred_seconds=self._policy.deferred_seconds,
             tokens_drafted=self._policy.tokens_drafted,
             drafts_accepted=self._policy.drafts_accepted,
+            prefix_hits_on_disk=queues.prefix_hits_below["disk"],
+            prefix_hits_on_remote=queues.prefix_hits_below["remote"],
+            **(lower.stats() if lower is not None else {}),
         )
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:

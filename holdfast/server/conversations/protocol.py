@@ -372,11 +372,7 @@ class ResponseShape:
             "output": self._ended(status),
             "usage": {
                 "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {
-                    "cached_tokens": usage.cached_tokens,
-                    "cached_on_host": usage.cached_on_host,
-                    "cache_write_tokens": 0,
-                },
+                "input_tokens_details": usage.cached() | {"cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
                 "total_tokens": usage.total_tokens,

@@ -184,6 +184,8 @@ function switcher(versions, turn, what, show) {
   );
 }
 
+const TIERS = { host: 'the host', disk: 'the disk', remote: 'the remote cache' };
+
 /** The turn's times and tokens in words. */
 function figures(turn) {
   const { usage, timings } = turn;
@@ -194,8 +196,8 @@ function figures(turn) {
     said.push(`${number(usage.output_tokens)} tokens`);
     const details = usage.input_tokens_details ?? {};
     const cached = Number(details.cached_tokens ?? 0);
-    const host = Number(details.cached_on_host ?? 0);
-    const tiers = host > 0 ? ` (${number(host)} from the host)` : '';
+    const from = Object.entries(details.cached_tokens_by_tier ?? {}).filter(([tier, count]) => tier !== 'device' && count > 0);
+    const tiers = from.length ? ` (${from.map(([tier, count]) => `${number(count)} from ${TIERS[tier] ?? tier}`).join(', ')})` : '';
     said.push(`${number(cached)} of ${number(usage.input_tokens)} cached${tiers}`);
   }
   return said.length ? el('span', { class: 'figures', title: FIGURES }, said.join(' · ')) : null;

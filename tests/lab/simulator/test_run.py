@@ -197,6 +197,23 @@ def test_slow_copies_delay_first_tokens():
     assert summary(slow.records)["p99_ttft_ms"] > summary(fast.records)["p99_ttft_ms"] + 50
 
 
+def test_a_disk_tier_returns_state_that_the_host_had_no_room_for():
+    config = {"host_cache_gb": 0.0006}
+    without, slow, fast = (
+        run(returning(8), profile=TIERED, config={**config, **more}, disk_rate=rate)
+        for more, rate in (({}, 1e9), ({"disk_cache_dir": "d"}, 1e4), ({"disk_cache_dir": "d"}, 1e9))
+    )
+    assert fast.stats.disk_bytes_written > 0 and fast.stats.prefix_hits_on_disk > 0
+    assert fast.stats.tokens_dropped < without.stats.tokens_dropped
+    assert summary(fast.records)["mean_ttft_ms"] < summary(without.records)["mean_ttft_ms"]
+    assert slow.stats.prefix_hits_on_disk < fast.stats.prefix_hits_on_disk, "what is dearer to read is computed"
+
+
+def test_a_disk_tier_needs_a_host_tier_before_it():
+    with pytest.raises(ValueError, match="no host tier"):
+        run(returning(2), profile=TIERED, config={"disk_cache_dir": "d"})
+
+
 def test_a_host_tier_is_refused_if_the_profile_has_no_cache_size():
     with pytest.raises(ValueError, match=r"host_cache_gb is 1\.0, and the profile of m on d does not say"):
         run(separate_requests(1, 10, 1), config={"host_cache_gb": 1.0})

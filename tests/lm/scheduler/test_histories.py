@@ -299,7 +299,7 @@ class History:
             self.plans.append(plan)
             self.steps += 1
         if not self.plans:
-            assert not self.scheduler.has_work(), "work is left, nothing is in flight and nothing is planned"
+            self.nothing_runs()
             return
         plan = self.plans.popleft()
         for output in self.scheduler.update(plan, self.device.collect(), float(self.steps)):
@@ -312,6 +312,10 @@ class History:
             self.seen["cached"] += output.cached_tokens > 0
             self.seen["preempted"] += output.preemptions > 0
         self.check_books()
+
+    def nothing_runs(self):
+        """Nothing is in flight and nothing is planned."""
+        assert not self.scheduler.has_work(), "work is left, nothing is in flight and nothing is planned"
 
     def judge(self, preempted):
         """Each must make room for somebody who ranks ahead: who ran and wanted a block, or is of a higher class.

@@ -3,6 +3,7 @@
 import pytest
 
 from holdfast.core.types import Identity
+from holdfast.lm.memory.prices import LARGE, Prices
 from tests.invariants import check_scheduler
 from tests.scheduling import FakeDevice, answer, create_requests, create_scheduler, spans
 
@@ -46,6 +47,19 @@ def test_the_next_turn_swaps_its_conversation_in_with_its_first_step():
     (write,) = plan.table_writes
     assert write.blocks[:5] == tuple(copy.target for copy in plan.swap_in)
     assert scheduler.stats().blocks_swapped_in == 5
+
+
+def test_blocks_that_are_slower_to_copy_than_to_compute_are_computed():
+    scheduler = create_scheduler(block_size=4, blocks=8, host_blocks=32)
+    pool, history = scheduler._queues.pool, tuple(range(20))
+    pool.prices = Prices(lambda position: position / 10, block_size=4, block_bytes=4 * LARGE)
+    run(scheduler, one(history), now=0.0)
+    away(scheduler, 30, now=50.0)
+    away(scheduler, 31, now=60.0)
+    for _ in range(100):
+        pool.host_link.observe(4 * LARGE, 5.0)  # seconds, and computing takes at most 2
+    *_, plan = run(scheduler, one((*history, 99, 98)), now=70.0)
+    assert not plan.swap_in and spans(plan) == [("0", 0, 22)]
 
 
 def dropped_front():

@@ -136,13 +136,14 @@ async def test_a_stopped_answer_stays_in_the_tree_and_the_conversation_can_go_on
 
 async def test_a_turn_tells_its_times_and_what_it_was_asked_with(api: httpx.AsyncClient, client: FakeClient) -> None:
     conversation = await begun(api)
-    client.cached, client.cached_on_host = 7, 3
+    client.cached, client.cached_by_tier = 7, (3, 0, 0)
     await said(api, conversation, "first", instructions="be kind", temperature=0.5, metadata={"sent": "1"})
     (turn,) = (await got(api, f"/conversations/{conversation}/turns"))["turns"]
     assert (turn["instructions"], turn["temperature"], turn["metadata"]) == ("be kind", 0.5, {"sent": "1"})
     assert turn["timings"]["queued_ms"] == 500 and turn["timings"]["first_token_ms"] > 0
     details = turn["usage"]["input_tokens_details"]
-    assert (details["cached_tokens"], details["cached_on_host"]) == (7, 3)
+    assert details["cached_tokens"] == 7
+    assert details["cached_tokens_by_tier"] == {"device": 4, "host": 3, "disk": 0, "remote": 0}
     assert turn["timings"]["tokens_per_second"] == 4, "five tokens, the last four in one second"
 
 

@@ -1,0 +1,64 @@
+"""SimulatedDisk: the jobs of a disk tier on the virtual clock, for the time that their bytes take."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from holdfast.lab.simulator.executor import VirtualClock
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.tiers import Outcome, TierDone, TierJob
+
+DISK_RATE = 3e9
+"""Bytes per second of a local NVMe drive, where nothing else is said."""
+DISK_LATENCY = 2e-4
+"""Seconds from the start of a job to its first byte."""
+DONE: Outcome = "done"
+
+
+class SimulatedDisk:
+    """A disk that does one job after the other, reads before writes. Nothing is lost there."""
+
+    def __init__(self, scheduler: Scheduler, clock: VirtualClock, block_bytes: int, rate: float = DISK_RATE) -> None:
+        """`rate` in bytes per second. Raises ValueError unless it is above 0."""
+        if not rate > 0:
+            raise ValueError(f"the disk's rate is {rate} bytes a second; it must be above 0")
+        self._scheduler, self._clock = scheduler, clock
+        self._block_seconds = block_bytes / rate
+        self._queues: tuple[deque[TierJob], deque[TierJob]] = deque(), deque()
+        self._running: tuple[float, TierJob] | None = None
+        self._free_at = 0.0
+
+    def exchange(self) -> None:
+        """Tell the scheduler what has ended by now, and begin what it wants. The `refresh` of a loop."""
+        now, ended = self._clock(), list[TierDone]()
+        self._queue(now)
+        while self._running is not None and self._running[0] <= now:
+            ends, job = self._running
+            ended.append(TierDone(job.number, (DONE,) * len(job.blocks), self._seconds(job)))
+            self._running, self._free_at = None, ends
+            self._start()
+        if ended:
+            self._scheduler.finish_tier_jobs(ended, now)
+            self._queue(now)
+
+    def wait(self) -> None:
+        """Move the clock to the end of the job in progress, if there is one and a request waits."""
+        self.exchange()
+        if self._running is not None and self._scheduler.awaits_tiers:
+            self._clock.advance_to(self._running[0])
+
+    def _queue(self, now: float) -> None:
+        for job in self._scheduler.tier_jobs(now):
+            self._queues[job.kind == "write"].append(job)
+        if self._running is None:
+            self._free_at = max(self._free_at, now)
+            self._start()
+
+    def _start(self) -> None:
+        reads, writes = self._queues
+        if reads or writes:
+            job = (reads or writes).popleft()
+            self._running = self._free_at + self._seconds(job), job
+
+    def _seconds(self, job: TierJob) -> float:
+        return DISK_LATENCY + len(job.blocks) * self._block_seconds

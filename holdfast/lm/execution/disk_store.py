@@ -1,0 +1,163 @@
+"""DiskStore: blocks of the KV cache in two files of fixed places, which survive the engine and its death."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import threading
+import time
+import zlib
+from pathlib import Path
+
+from holdfast.lm.tiers import Outcome, StoredBlock, TierBlock
+
+FORMAT = 1
+"""Raised whenever the bytes in the files mean something else."""
+ENTRY = struct.Struct("<4sI32s32sd")
+"""Of a place in use: MAGIC, the block's place in its sequence, its digest, the checksum, seconds since the epoch at its
+last use. A CRC-32 of it follows."""
+MAGIC = b"HFKV"
+ENTRY_BYTES = 96
+PAGE = 4096
+LEAST_LEFT = 1 << 30
+"""Bytes of the file system that are left to others."""
+IDENTITY = re.compile(r"kv-[0-9a-f]{32}")
+
+
+class DiskStore:
+    """Blocks by their places, in a directory that is this engine's alone.
+
+        PATH/lock                 held while an engine uses the directory
+        PATH/kv-IDENTITY/about    what the identity stands for, for people
+        PATH/kv-IDENTITY/index    an entry of 96 bytes for each place
+        PATH/kv-IDENTITY/blocks   the blocks, each at a multiple of 4 KiB
+
+    An entry is cleared before its place is written to, and made when the block is complete. It has a SHA-256 of the
+    block and of what identifies it, and each read compares that. So a kill at any moment leaves a place that is empty,
+    or whole. Nothing is synced: what a power failure leaves of unwritten pages is found by the same checksums, at the
+    read that would use them, and costs computing.
+
+    The identity is that of model, types, layout, block size and version. Another one has another subdirectory, and what
+    it left is removed, so the directory stays within its size.
+
+    Places are read and written in several threads; no place is written while another thread uses it.
+    """
+
+    def __init__(self, directory: Path, size: int, block_bytes: int, identity: dict[str, str]) -> None:
+        """At most `size` bytes. Raises ValueError for a directory in use, or that cannot hold so much, and OSError."""
+        self.block_bytes = block_bytes
+        self._stride = -(-block_bytes // PAGE) * PAGE
+        self.num_blocks = size // (self._stride + ENTRY_BYTES)
+        if self.num_blocks < 1:
+            raise ValueError(
+                f"disk_cache_gb is {size / 1e9}, and a block takes {self._stride / 1e9:.6f}; give it room for one"
+            )
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise ValueError(
+                f"disk_cache_dir is {directory}, which another engine uses; give each engine a directory of its own"
+            ) from None
+        try:
+            self._open(directory, size, {**identity, "format": str(FORMAT), "block bytes": str(block_bytes)})
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._sums: list[bytes] = [b""] * self.num_blocks
+        """The checksum of each place in use."""
+        self.closed = threading.Event()
+
+    def _open(self, directory: Path, size: int, identity: dict[str, str]) -> None:
+        about = json.dumps(identity, indent=1, sort_keys=True)
+        own = directory / f"kv-{hashlib.sha256(about.encode()).hexdigest()[:32]}"
+        for other in directory.iterdir():
+            if IDENTITY.fullmatch(other.name) and other != own and not other.is_symlink():
+                shutil.rmtree(other, ignore_errors=True)
+        own.mkdir(exist_ok=True)
+        (own / "about").write_text(about + "\n")
+        there = sum(file.stat().st_blocks * 512 for file in own.iterdir())
+        free = shutil.disk_usage(directory).free + there
+        if size > free - LEAST_LEFT:
+            raise ValueError(
+                f"disk_cache_gb is {size / 1e9}, and of the file system of {directory} {free / 1e9:.1f} GB are free, "
+                f"of which {LEAST_LEFT / 1e9:.1f} stay free; choose less"
+            )
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._index = os.open(own / "index", flags, 0o600)
+        self._blocks = os.open(own / "blocks", flags, 0o600)
+        os.ftruncate(self._index, self.num_blocks * ENTRY_BYTES)
+        os.ftruncate(self._blocks, self.num_blocks * self._stride)
+
+    def stored(self) -> list[StoredBlock]:
+        """What the directory holds, the least recently used first. Reads the index alone."""
+        now, found = time.time(), []
+        with open(self._index, "rb", closefd=False) as file:
+            file.seek(0)
+            index = file.read()
+        for slot in range(len(index) // ENTRY_BYTES):
+            entry = index[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
+            if entry[:4] != MAGIC or entry[ENTRY.size : ENTRY.size + 4] != crc(entry[: ENTRY.size]):
+                continue
+            _, place, digest, checksum, used = ENTRY.unpack_from(entry)
+            self._sums[slot] = checksum
+            found.append(StoredBlock(slot, digest, place, max(0.0, now - used)))
+        return sorted(found, key=lambda block: -block.age)
+
+    def write(self, block: TierBlock, data: memoryview, age: float) -> Outcome:
+        """Write a block to its place. `age` is the seconds since its last use."""
+        try:
+            self.clear(block.slot)
+            checksum = checksum_of(block, data)
+            if os.pwrite(self._blocks, data, block.slot * self._stride) != len(data):
+                return "failed"
+            entry = ENTRY.pack(MAGIC, block.place, block.digest, checksum, time.time() - age)
+            os.pwrite(self._index, (entry + crc(entry)).ljust(ENTRY_BYTES, b"\0"), block.slot * ENTRY_BYTES)
+        except OSError:
+            return "failed"
+        self._sums[block.slot] = checksum
+        return "done"
+
+    def read(self, block: TierBlock, target: memoryview) -> Outcome:
+        """Read a block into `target`. Unless it is `done`, the place is cleared, and `target` holds anything."""
+        try:
+            count = os.preadv(self._blocks, [target], block.slot * self._stride)
+        except OSError:
+            return "failed"
+        if count == len(target) and checksum_of(block, target) == self._sums[block.slot]:
+            return "done"
+        with contextlib.suppress(OSError):
+            self.clear(block.slot)
+        return "corrupt"
+
+    def clear(self, slot: int) -> None:
+        """Empty a place. Raises OSError."""
+        self._sums[slot] = b""
+        os.pwrite(self._index, bytes(ENTRY_BYTES), slot * ENTRY_BYTES)
+
+    def close(self) -> None:
+        """Close the files and let another engine have the directory."""
+        if not self.closed.is_set():
+            self.closed.set()
+            for descriptor in (self._index, self._blocks, self._lock):
+                os.close(descriptor)
+
+
+def checksum_of(block: TierBlock, data: memoryview) -> bytes:
+    """SHA-256 of a block's bytes and of what identifies it."""
+    found = hashlib.sha256(data)
+    found.update(struct.pack("<I", block.place) + block.digest)
+    return found.digest()
+
+
+def crc(data: bytes) -> bytes:
+    """The CRC-32 of an entry, as stored."""
+    return struct.pack("<I", zlib.crc32(data))

@@ -1,0 +1,139 @@
+"""RemoteStore: blocks of the KV cache in a Redis service that several engines share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from holdfast.lm.execution.disk_store import checksum_of
+from holdfast.lm.tiers import Outcome, TierBlock
+
+if TYPE_CHECKING:
+    import redis
+
+LIFETIME = 86_400
+"""Seconds that a block stays in the service unless it is used."""
+CONNECT_SECONDS, ANSWER_SECONDS = 0.2, 2.0
+"""How long the service may take to accept a connection, and to answer."""
+HEAD = struct.Struct("<4s32s")
+"""Before a block's bytes: MAGIC and the checksum."""
+MAGIC = b"HFKV"
+
+
+class RemoteStore:
+    """Blocks by digest, under names that begin with the engine's identity.
+
+    Engines with equal model, types, layout, block size and version share what they write. A digest begins with the
+    tenant (`Identity.root`), so tenants share nothing. The service bounds its size itself: each block has a lifetime,
+    and Redis evicts by its own `maxmemory-policy` (allkeys-lru is right).
+
+    An error of the service is an outcome, never an exception. May be used in several threads.
+    """
+
+    def __init__(self, url: str, block_bytes: int, identity: dict[str, str], *, lifetime: int = LIFETIME) -> None:
+        """Connects at the first use. Raises ValueError for another URL than Redis's, or without the extra."""
+        self._client = client_of(url)
+        self._block_bytes = block_bytes
+        about = json.dumps({**identity, "block bytes": str(block_bytes)}, sort_keys=True)
+        self._prefix = b"holdfast:" + hashlib.sha256(about.encode()).hexdigest()[:32].encode() + b":"
+        self._lifetime = lifetime
+
+    def probe(self, blocks: Sequence[TierBlock]) -> list[Outcome]:
+        """Which of these blocks the service has."""
+        with self._client.pipeline(transaction=False) as pipeline:
+            for block in blocks:
+                pipeline.exists(self._name(block))
+            answers = self._execute(pipeline)
+        if answers is None:
+            return ["failed"] * len(blocks)
+        return ["done" if answer == 1 else "missing" for answer in answers]
+
+    def write(self, blocks: Sequence[TierBlock], data: Sequence[memoryview]) -> list[Outcome]:
+        """Store these blocks. Those that the service has live longer, and are not sent again."""
+        with self._client.pipeline(transaction=False) as pipeline:
+            for block in blocks:
+                pipeline.expire(self._name(block), self._lifetime)
+            there = self._execute(pipeline)
+        if there is None:
+            return ["failed"] * len(blocks)
+        missing = [at for at, answer in enumerate(there) if answer != 1]
+        with self._client.pipeline(transaction=False) as pipeline:
+            for at in missing:
+                value = HEAD.pack(MAGIC, checksum_of(blocks[at], data[at])) + bytes(data[at])
+                pipeline.set(self._name(blocks[at]), value, ex=self._lifetime)
+            answers = self._execute(pipeline) if missing else []
+        if answers is None:
+            return ["failed"] * len(blocks)
+        outcomes: list[Outcome] = ["done"] * len(blocks)
+        for at, answer in zip(missing, answers, strict=True):
+            outcomes[at] = "done" if answer is True else "failed"
+        return outcomes
+
+    def read(self, blocks: Sequence[TierBlock], targets: Sequence[memoryview]) -> list[Outcome]:
+        """Read these blocks into `targets`. Those that are not `done` leave anything there."""
+        with self._client.pipeline(transaction=False) as pipeline:
+            for block in blocks:
+                pipeline.getex(self._name(block), ex=self._lifetime)
+            answers = self._execute(pipeline)
+        if answers is None:
+            return ["failed"] * len(blocks)
+        return [self._take(*each) for each in zip(blocks, answers, targets, strict=True)]
+
+    def _take(self, block: TierBlock, value: object, target: memoryview) -> Outcome:
+        if value is None:
+            return "missing"
+        if not isinstance(value, bytes):
+            return "failed"
+        data = memoryview(value)[HEAD.size :]
+        if len(data) != self._block_bytes or value[: HEAD.size] != HEAD.pack(MAGIC, checksum_of(block, data)):
+            return "corrupt"
+        target[:] = data
+        return "done"
+
+    def _name(self, block: TierBlock) -> bytes:
+        return self._prefix + block.digest
+
+    def _execute(self, pipeline: redis.client.Pipeline) -> list[Any] | None:
+        """The answers, each of which may be an error; None if the service gave none."""
+        import redis
+
+        try:
+            return list(pipeline.execute(raise_on_error=False))
+        except (redis.RedisError, OSError):
+            return None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+def client_of(url: str) -> redis.Redis:
+    """A client of the service at this URL. Raises ValueError."""
+    try:
+        import redis
+    except ImportError:
+        raise ValueError(
+            f"remote_cache is {shown(url)}, and its client is missing: pip install 'holdfast[redis]'"
+        ) from None
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    try:
+        return redis.Redis.from_url(
+            url,
+            socket_connect_timeout=CONNECT_SECONDS,
+            socket_timeout=ANSWER_SECONDS,
+            retry=Retry(NoBackoff(), 0),  # the books leave a service alone that has failed
+        )
+    except ValueError as error:
+        raise ValueError(f"remote_cache is {shown(url)!r}, which is no URL of a Redis service: {error}") from None
+
+
+def shown(url: str) -> str:
+    """A URL without what is secret in it."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"

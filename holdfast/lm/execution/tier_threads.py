@@ -1,0 +1,128 @@
+"""TierThreads: threads that move blocks between the host tier and the tiers behind it, beside the loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from holdfast.lm.execution.disk_store import DiskStore
+from holdfast.lm.execution.remote_store import RemoteStore
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.tiers import Outcome, TierDone, TierJob
+
+DISK_THREADS, REMOTE_THREADS = 4, 2
+
+log = logging.getLogger("holdfast.engine")
+
+
+class TierThreads:
+    """Does the jobs of `LowerTiers`. Reads come before writes that have not begun.
+
+    A job touches only blocks of the host that the books hold or reserve for it, so it needs no lock.
+    """
+
+    def __init__(
+        self, host: KVCache, disk: DiskStore | None, remote: RemoteStore | None, clock: Callable[[], float]
+    ) -> None:
+        """`host` is the host tier, with each block in one piece. `clock` is the engine's."""
+        self._rows = rows_of(host)
+        self._disk, self._remote, self._clock = disk, remote, clock
+        self._ended: deque[TierDone] = deque()
+        self._waiting: dict[str, tuple[deque[TierJob], deque[TierJob]]] = {}
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        for tier, store, threads in (("disk", disk, DISK_THREADS), ("remote", remote, REMOTE_THREADS)):
+            if store is not None:
+                self._pools[tier] = ThreadPoolExecutor(threads, f"holdfast-{tier}")
+                self._waiting[tier] = deque(), deque()
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._closing = False
+        self._told_failure = False
+        self.wake: Callable[[], None] = lambda: None
+        """Called, in any thread, when a job has ended."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job has not ended, or has and was not taken."""
+        return self._under_way > 0 or bool(self._ended)
+
+    def start(self, jobs: Iterable[TierJob]) -> None:
+        """Begin these jobs."""
+        for job in jobs:
+            with self._lock:
+                self._under_way += 1
+                self._waiting[job.tier][job.kind == "write"].append(job)
+            self._pools[job.tier].submit(self._do_next, job.tier)
+
+    def take(self) -> list[TierDone]:
+        """The jobs that have ended since the last call."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def close(self) -> None:
+        """Stop after the jobs that have begun. The host's memory may go then."""
+        self._closing = True
+        for pool in self._pools.values():
+            pool.shutdown(wait=True, cancel_futures=True)
+        for store in (self._disk, self._remote):
+            if store is not None:
+                store.close()
+
+    def _do_next(self, tier: str) -> None:
+        if self._closing:
+            return
+        with self._lock:
+            urgent, others = self._waiting[tier]
+            job = (urgent or others).popleft()
+        began = time.perf_counter()
+        try:
+            outcomes = self._do(job)
+        except Exception:  # the sequence that waits for it must not wait for ever
+            log.exception("holdfast: a job of the %s tier failed", tier)
+            outcomes = ["failed"] * len(job.blocks)
+        if "failed" in outcomes and not self._told_failure:
+            self._told_failure = True
+            log.warning("holdfast: the %s tier could not %s a block; what it lacks is computed", tier, job.kind)
+        if corrupt := outcomes.count("corrupt"):
+            log.warning("holdfast: %d blocks of the %s tier were corrupt and are dropped", corrupt, tier)
+        self._ended.append(TierDone(job.number, tuple(outcomes), time.perf_counter() - began))
+        with self._lock:
+            self._under_way -= 1
+        self.wake()
+
+    def _do(self, job: TierJob) -> list[Outcome]:
+        rows, disk, remote, blocks = self._rows, self._disk, self._remote, job.blocks
+        if job.tier == "disk":
+            assert disk is not None
+            if job.kind == "write":
+                now = self._clock()
+                return [disk.write(block, rows[block.host], max(0.0, now - block.last_use)) for block in blocks]
+            return [disk.read(block, rows[block.host]) for block in blocks]
+        assert remote is not None
+        if job.kind == "probe":
+            return remote.probe(blocks)
+        return (remote.write if job.kind == "write" else remote.read)(blocks, [rows[block.host] for block in blocks])
+
+
+class Rows:
+    """The bytes of each block of a cache, as memory that can be read and written in place."""
+
+    def __init__(self, data: memoryview, size: int) -> None:
+        self._data, self._size = data, size
+
+    def __getitem__(self, block: int) -> memoryview:
+        return self._data[block * self._size : (block + 1) * self._size]
+
+
+def rows_of(cache: KVCache) -> Rows:
+    """The bytes of each block. Raises ValueError for a cache that has its blocks in pieces."""
+    size = cache.data[:, :, 0].nbytes
+    if cache.num_blocks and not cache.data[:, :, 0].is_contiguous():
+        raise ValueError("the host tier has its blocks in pieces")
+    flat = torch.empty(0, dtype=torch.uint8).set_(cache.data.untyped_storage())
+    return Rows(flat.numpy().data, size)

@@ -1,0 +1,442 @@
+"""LowerTiers: the books of the tiers behind the host tier, a local disk and a service that engines share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.host_pool import HostPool
+from holdfast.lm.memory.prices import Link, Prices
+from holdfast.lm.memory.retention import MIN_AGE, Use
+from holdfast.lm.tiers import NO_SLOT, JobKind, LowerShape, TierBlock, TierDone, TierJob, TierName
+
+JOB_BYTES = 1 << 20
+"""Bytes of a job, roughly: enough for a disk's full rate, and a few of them keep several threads busy."""
+WRITE_BYTES = 64 << 20
+"""Bytes that are written to one tier at a time. Their blocks cannot be evicted meanwhile."""
+REMOTE_PAUSE = 10.0
+"""Seconds for which a remote tier that has failed is left alone."""
+REMOTE_KNOWN = 1 << 17
+"""Digests remembered that the remote tier was seen to have: nothing is written there twice in a row."""
+SHORTEST_WAIT, LONGEST_WAIT = 0.25, 10.0
+"""Seconds that a sequence waits for its blocks at least, and at most."""
+UNKNOWN_WAIT = 5.0
+"""The same where nobody knows what computing them again would take."""
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    """The blocks that a waiting sequence gets from the lower tiers."""
+
+    began: float
+    deadline: float
+    """From then on the sequence does not wait any longer."""
+    pending: set[bytes] = field(default_factory=set)
+    """Those still to arrive."""
+    probing: bool = False
+    """Whether the remote tier is being asked what it has."""
+    queued: int = 0
+    """Requests of it that wait for room on the host."""
+    held: list[int] = field(default_factory=list)
+    """Blocks of the host tier that have arrived. They are held until the sequence has started."""
+    came: dict[TierName, int] = field(default_factory=lambda: {"disk": 0, "remote": 0})
+    """How many, by the tier that gave them."""
+    size: dict[TierName, int] = field(default_factory=dict)
+    """Bytes asked of each tier, with those that were asked for before and had not arrived."""
+    open: bool = True
+    """Whether its sequence has neither started nor ended."""
+    over: bool = False
+    """Whether nobody waits for it any more."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more will arrive."""
+        return not (self.pending or self.probing or self.queued)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A block on its way to the host."""
+
+    host: int
+    fetches: list[Fetch]
+
+
+@dataclass(slots=True)
+class JobBook:
+    """A job that has not ended."""
+
+    job: TierJob
+    fetch: Fetch | None = None
+    """Of a probe."""
+    after: int | None = None
+    """The plan whose copies to the device must have ended before the job may write to the host; None: not known yet."""
+    started: bool = False
+
+
+class LowerTiers:
+    """What goes from the host tier to the disk and to the remote tier, and what comes back.
+
+    The disk is a `HostPool` of its own: the same states, the same value. Blocks go down ahead of need: each block that
+    the host gets is written to every tier behind it, as fast as they take it, so a block that the host evicts is
+    mostly there already. A block comes back when a waiting sequence needs it and `Prices` say that computing it again
+    would take longer.
+
+    The jobs are decided here (`jobs`), done by others, and their ends are told at the next boundary of a step (`done`).
+    A block of the host that is written from is held. A block that is filled is reserved, and only filled once no plan
+    can read what it held before (`HostPool.reserve`).
+
+    In each tier free + cached + reserved = total. The remote tier bounds itself, by lifetime and eviction.
+    """
+
+    def __init__(self, pool: BlockPool, shape: LowerShape, prices: Prices, now: float) -> None:
+        """The tiers behind `pool`, which must have a host tier. `now` is when what the disk holds was looked at.
+
+        Raises ValueError without a host tier.
+        """
+        if pool.host is None:
+            raise ValueError("a disk tier and a remote tier lie behind the host tier, and there is none")
+        self.prices = prices
+        self.links: dict[TierName, Link] = {
+            "disk": Link(latency=1e-3, rate=1e9),
+            "remote": Link(latency=3e-3, rate=5e8),
+        }
+        self._pool, self._host = pool, pool.host
+        self._told: list[tuple[bytes, Use | None]] = []
+        self._host.told = self._told
+        self._remote = shape.remote
+        self._remote_from = -inf
+        """When the remote tier may be used again."""
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._tiers: list[TierName] = []
+        self._dirty: dict[TierName, OrderedDict[bytes, None]] = {}
+        """By tier, blocks of the host that it may lack, the first to be written first."""
+        self._writing: dict[TierName, set[bytes]] = {}
+        for name, there in (("disk", shape.disk_blocks > 0), ("remote", shape.remote)):
+            if there:
+                tier: TierName = "disk" if name == "disk" else "remote"
+                self._tiers.append(tier)
+                self._dirty[tier] = OrderedDict()
+                self._writing[tier] = set()
+        self.disk = HostPool(shape.disk_blocks, pool.rule) if shape.disk_blocks else None
+        self._arriving: dict[bytes, Arrival] = {}
+        self._held = 0
+        """Blocks of the host that fetches hold."""
+        self._queue: deque[tuple[Fetch, TierName, dict[int, bytes]]] = deque()
+        """What is to be brought once the host has room: at most half of it is for waiting sequences."""
+        self._books: dict[int, JobBook] = {}
+        self._numbers = 0
+        self._uses = 0
+        self._copying_in = self._copied_in = -1
+        self._batch = max(1, JOB_BYTES // shape.block_bytes)
+        self._most_written = max(1, min(WRITE_BYTES // shape.block_bytes, self._host.num_blocks // 4))
+        self._written: dict[TierName, int] = {"disk": 0, "remote": 0}
+        self._read: dict[TierName, int] = {"disk": 0, "remote": 0}
+        self._corrupt = self._failures = self._given_up = 0
+        pool.kept_below = self.has
+        self._load(shape, now)
+
+    def _load(self, shape: LowerShape, now: float) -> None:
+        """Take over what the disk holds. Of two blocks with one digest the later one stays."""
+        disk = self.disk
+        if disk is None:
+            return
+        blocks = {stored.digest: stored for stored in shape.stored if stored.slot < disk.num_blocks}
+        slots = {stored.slot for stored in blocks.values()}
+        disk.take(slots)
+        for stored in blocks.values():
+            self._uses += 1
+            disk.cache_block(stored.slot, stored.digest, stored.place, (now - stored.age, self._uses))
+
+    @property
+    def backlog(self) -> bool:
+        """Whether so much is still to be written that the host should not be given more."""
+        return max(map(len, self._dirty.values())) + len(self._told) >= max(1, self._host.ready // 4)
+
+    @property
+    def can_flush(self) -> bool:
+        """Whether idle blocks of the device could be copied to the host now, and from there to the tiers behind it."""
+        return self._pool.can_swap_out and self._host.ready > 0 and not self.backlog
+
+    def flush(self, idle: bool) -> None:
+        """Let the next plan copy idle blocks down if there is nothing else to do, `idle`, and these tiers take them."""
+        self._pool.flushing = idle and self.can_flush
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the disk has this block, or the remote tier was seen to have it."""
+        return self.has_on_disk(digest) or digest in self._known
+
+    def has_on_disk(self, digest: bytes) -> bool:
+        """Whether the disk has this block."""
+        return self.disk is not None and self.disk.find(digest) is not None
+
+    def begin_swap_in(self, step: int) -> None:
+        """Plan `step` copies blocks of the host to the device."""
+        self._copying_in = step
+
+    def finish_swap_in(self, step: int) -> None:
+        """The copies to the device of plan `step` and of those before it have ended."""
+        self._copied_in = max(self._copied_in, step)
+
+    def jobs(self, now: float) -> list[TierJob]:
+        """The jobs to begin now."""
+        self._note()
+        while self._queue and (self._room(self._queue[0][2]) or self._queue[0][0].over):
+            fetch, tier, there = self._queue.popleft()
+            fetch.queued -= 1
+            if not fetch.over:
+                fetch.began = now
+                self._ask(tier, there, fetch, now)
+        for tier in self._tiers:
+            self._write(tier, now)
+        begun = []
+        for book in self._books.values():
+            if book.after is None:  # plans that were made with it may copy what its blocks held
+                book.after = self._copying_in if book.job.kind == "read" else -1
+            if not book.started and book.after <= self._copied_in:
+                book.started = True
+                begun.append(book.job)
+        return begun
+
+    def _note(self) -> None:
+        """Look at what the host tells of blocks that it got, or that have been used again."""
+        told, self._told = self._told, []
+        self._host.told = self._told
+        for digest, use in told:
+            if self.disk is not None:
+                if self.disk.find(digest) is None:
+                    self._dirty["disk"][digest] = None
+                elif use is not None:
+                    self.disk.touch(digest, use)
+            if self._remote and digest not in self._known:
+                self._dirty["remote"][digest] = None
+
+    def _write(self, tier: TierName, now: float) -> None:
+        """Begin to write blocks to a tier, as many as may be under way."""
+        dirty, writing, host, disk = self._dirty[tier], self._writing[tier], self._host, self.disk
+        if tier == "remote" and now < self._remote_from:
+            dirty.clear()
+            return
+        victims = disk.victims(now) if disk is not None and dirty else None
+        blocks: list[TierBlock] = []
+        while dirty and len(writing) < self._most_written:
+            digest, _ = dirty.popitem(last=False)
+            there = digest in self._known if disk is None or tier == "remote" else disk.find(digest) is not None
+            if there or digest in writing or (source := host.hold(digest)) is None:
+                continue  # the host has evicted the last: its state is lost
+            slot, index, use = NO_SLOT, host.index_of(source), host.last_use(source)
+            last = now if use is None else use[0]
+            if tier == "disk":
+                assert disk is not None and victims is not None
+                taken, _ = disk.reserve(self._value(index, last, now), victims)
+                if taken is None:
+                    host.release(source)
+                    continue
+                slot = taken
+            writing.add(digest)
+            blocks.append(TierBlock(digest, index, source, slot, last))
+        self._begin(tier, "write", blocks)
+
+    def _value(self, index: int, last: float, now: float) -> float:
+        rule = self._pool.rule
+        return rule.class_cost(rule.cost_class(index)) / max(now - last, MIN_AGE)
+
+    def fetch(self, missing: Mapping[int, bytes], now: float) -> Fetch | None:
+        """Begin to bring back what a sequence lacks: digests by their places. None if nothing is to be brought."""
+        seconds = self.prices.computing([*missing])
+        wait = UNKNOWN_WAIT if seconds is None else min(max(2 * seconds, SHORTEST_WAIT), LONGEST_WAIT)
+        fetch = Fetch(now, now + wait)
+        on_disk, rest = dict[int, bytes](), dict[int, bytes]()
+        for index, digest in missing.items():
+            on_its_way = digest in self._arriving or self.has_on_disk(digest)
+            (on_disk if on_its_way else rest)[index] = digest
+        self._ask("disk", on_disk, fetch, now)
+        if self._remote and now >= self._remote_from and self.prices.worth([*rest], self.links["remote"]):
+            fetch.probing = True
+            self._begin("remote", "probe", [TierBlock(digest, index) for index, digest in rest.items()], fetch)
+        return None if fetch.complete else fetch
+
+    def _ask(self, tier: TierName, there: Mapping[int, bytes], fetch: Fetch, now: float) -> None:
+        """Let a fetch have these blocks of a tier: those that others wait for, too, and those still to be brought."""
+        lacking = {}
+        for index, digest in there.items():
+            if (arrival := self._arriving.get(digest)) is not None:
+                arrival.fetches.append(fetch)
+                fetch.pending.add(digest)
+            elif self._host.find(digest) is None and (tier == "remote" or self.has_on_disk(digest)):
+                lacking[index] = digest
+        if lacking:
+            self._bring(tier, lacking, fetch, now)
+
+    def _bring(self, tier: TierName, there: Mapping[int, bytes], fetch: Fetch, now: float) -> None:
+        """Begin to read those of these blocks that are cheaper to bring than to compute, or queue that for room.
+
+        If half of the host has no room for them all, it is the last ones: they cost most to compute.
+        """
+        host, disk, size = self._host, self.disk, self.prices.block_bytes
+        ahead = size * (len(self._arriving) + sum([len(blocks) for _, _, blocks in self._queue]))
+        chosen = self.prices.worth([*there], self.links[tier], ahead)
+        if not self._room(chosen):
+            fetch.queued += 1
+            self._queue.append((fetch, tier, {index: there[index] for index in chosen}))
+            return
+        victims = host.victims(now)
+        blocks: list[TierBlock] = []
+        for index in sorted(chosen, reverse=True)[: host.ready // 2]:
+            digest = there[index]
+            target, evicted = host.reserve(inf, victims)
+            self._pool.evicted_from_host(evicted)
+            if target is None:
+                break
+            slot = NO_SLOT
+            if tier == "disk":
+                assert disk is not None
+                self._uses += 1
+                disk.touch(digest, (now, self._uses))
+                held = disk.hold(digest)
+                assert held is not None
+                slot = held
+            self._arriving[digest] = Arrival(target, [fetch])
+            fetch.pending.add(digest)
+            blocks.append(TierBlock(digest, index, target, slot))
+        if blocks:
+            fetch.size[tier] = size * len(blocks) + ahead
+        self._begin(tier, "read", blocks)
+
+    def _room(self, blocks: Collection[int]) -> bool:
+        """Whether the host has room for these blocks, or for as many as it may ever have for one sequence."""
+        most = self._host.ready // 2
+        return min(len(blocks), most) <= most - self._held - len(self._arriving)
+
+    def close(self, fetch: Fetch) -> None:
+        """The sequence of a fetch has started, or has ended: nothing is held for it any more."""
+        if not fetch.open:
+            return
+        fetch.open, fetch.over = False, True
+        self._held -= len(fetch.held)
+        for block in fetch.held:
+            self._host.release(block)
+        fetch.held.clear()
+
+    def end_wait(self, fetch: Fetch) -> None:
+        """Note that a sequence does not wait for the rest of its blocks."""
+        self._given_up += 1
+        fetch.over = True
+        fetch.pending.clear()
+        fetch.probing = False
+
+    def done(self, ended: Iterable[TierDone], now: float) -> None:
+        """Take note of jobs that have ended."""
+        for each in ended:
+            book = self._books.pop(each.number)
+            match book.job.kind:
+                case "write":
+                    self._finish_write(book.job, each)
+                case "read":
+                    self._finish_read(book.job, each, now)
+                case "probe":
+                    self._finish_probe(book, each, now)
+            failed = each.outcomes.count("failed")
+            self._failures += failed
+            if failed and book.job.tier == "remote":
+                self._remote_from = now + REMOTE_PAUSE
+
+    def _finish_write(self, job: TierJob, ended: TierDone) -> None:
+        host, disk = self._host, self.disk
+        for block, outcome in zip(job.blocks, ended.outcomes, strict=True):
+            self._writing[job.tier].discard(block.digest)
+            host.release(block.host)
+            if outcome == "done":
+                self._written[job.tier] += 1
+            if job.tier == "remote":
+                if outcome == "done":
+                    self._know(block.digest)
+                continue
+            assert disk is not None
+            if outcome == "done":
+                self._uses += 1
+                disk.cache_block(block.slot, block.digest, block.place, (block.last_use, self._uses))
+            else:
+                disk.free(block.slot)
+
+    def _finish_read(self, job: TierJob, ended: TierDone, now: float) -> None:
+        disk, tier = self.disk, job.tier
+        for block, outcome in zip(job.blocks, ended.outcomes, strict=True):
+            arrival = self._arriving.pop(block.digest)
+            if tier == "disk":
+                assert disk is not None
+                disk.release(block.slot)
+                if outcome != "done":
+                    disk.drop(block.digest)
+            elif outcome == "done":
+                self._know(block.digest)
+            else:
+                self._known.pop(block.digest, None)
+            if outcome == "done":
+                self._read[tier] += 1
+                self._pool.cache_on_host(arrival.host, block.digest, block.place, now)
+            else:
+                self._corrupt += outcome == "corrupt"
+                self._host.free(arrival.host)
+            for fetch in arrival.fetches:
+                self._arrive(fetch, tier, block.digest, outcome == "done", now)
+
+    def _arrive(self, fetch: Fetch, tier: TierName, digest: bytes, came: bool, now: float) -> None:
+        """Tell a fetch of one of its blocks, which may not have come."""
+        if fetch.over or digest not in fetch.pending:
+            return
+        fetch.pending.discard(digest)
+        if came and (block := self._host.hold(digest)) is not None:
+            fetch.held.append(block)
+            fetch.came[tier] += 1
+            self._held += 1
+        if not fetch.pending and len(fetch.size) == 1:
+            self.links[tier].observe(fetch.size.get(tier, 0), now - fetch.began)
+
+    def _finish_probe(self, book: JobBook, ended: TierDone, now: float) -> None:
+        there = {}
+        for block, outcome in zip(book.job.blocks, ended.outcomes, strict=True):
+            if outcome == "done":
+                self._know(block.digest)
+                there[block.place] = block.digest
+            else:
+                self._known.pop(block.digest, None)
+        fetch = book.fetch
+        if fetch is None or not (fetch.open and fetch.probing):
+            return
+        fetch.probing = False
+        self._ask("remote", there, fetch, now)
+
+    def _know(self, digest: bytes) -> None:
+        self._known[digest] = None
+        self._known.move_to_end(digest)
+        if len(self._known) > REMOTE_KNOWN:
+            self._known.popitem(last=False)
+
+    def _begin(self, tier: TierName, kind: JobKind, blocks: Sequence[TierBlock], fetch: Fetch | None = None) -> None:
+        """Queue a job for these blocks, or several where they are many. A probe is always one."""
+        step = max(1, len(blocks)) if kind == "probe" else self._batch
+        for start in range(0, len(blocks), step):
+            job = TierJob(self._numbers, tier, kind, tuple(blocks[start : start + step]))
+            self._books[self._numbers] = JobBook(job, fetch)
+            self._numbers += 1
+
+    def stats(self) -> dict[str, int]:
+        """These tiers so far and now: fields of `SchedulerStats`."""
+        disk, size = self.disk, self.prices.block_bytes
+        return {
+            "disk_blocks_total": disk.num_blocks if disk is not None else 0,
+            "disk_blocks_cached": disk.cached if disk is not None else 0,
+            "disk_bytes_written": self._written["disk"] * size,
+            "disk_bytes_read": self._read["disk"] * size,
+            "disk_blocks_dropped": disk.dropped if disk is not None else 0,
+            "remote_bytes_written": self._written["remote"] * size,
+            "remote_bytes_read": self._read["remote"] * size,
+            "blocks_corrupt": self._corrupt,
+            "tier_failures": self._failures,
+            "blocks_cheaper_computed": self.prices.refused,
+            "fetches_given_up": self._given_up,
+        }

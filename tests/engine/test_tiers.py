@@ -1,0 +1,166 @@
+"""Engines with a disk or a remote tier behind a host tier that is far too small: greedy answers stay the same."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import Identity, Request, SamplingParams
+from holdfast.engine.build import build_engine
+from holdfast.engine.client import EngineClient
+from holdfast.engine.messages import ChunksFound
+from holdfast.lm.memory.digests import block_digests
+
+BLOCK = 2 * 2 * 16 * 2 * 16 * 4
+"""Bytes of a block: layers, keys and values, tokens, heads, head size, bytes of a float32."""
+DRAW = random.Random(4)
+PROMPTS = [tuple(DRAW.randrange(2, 60) for _ in range(100)) for _ in range(6)]
+
+
+@pytest.fixture
+def tiny(small, tmp_path):
+    """Configurations with a device of 12 blocks, a host tier of 16 and a disk tier of 200. Nothing is priced."""
+
+    def make(**changes):
+        block = BLOCK // 4 if changes.get("kv_cache_dtype") == "fp8" else BLOCK
+        sizes = {"cache_gb": 12 * block / 1e9, "host_cache_gb": 16 * block / 1e9, "disk_cache_gb": 200 * BLOCK / 1e9}
+        disk = {"disk_cache_dir": str(tmp_path / "disk"), "eviction": "lru"}
+        return small(**{**sizes, **disk, "max_sequences": 3, **changes})
+
+    return make
+
+
+def answers(engine, prompts=PROMPTS, name="", tenant="", at_once=False):
+    """What an engine says to each of these prompts, and how many tokens of each it had."""
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    tokens, cached, loop = [()] * len(prompts), [0] * len(prompts), engine.loop
+    for number, prompt in enumerate(prompts):
+        arrival = time.monotonic()
+        loop.add(Request(f"{name}-{number}", prompt, params, identity=Identity(tenant=tenant), arrival=arrival))
+        while not at_once or number == len(prompts) - 1:
+            for output in loop.step() or ():
+                place = int(output.request_id.rpartition("-")[2])
+                tokens[place] += output.tokens
+                cached[place] = output.cached_tokens
+            if not (loop.stats().waiting or loop.stats().running):
+                break
+            assert time.monotonic() < arrival + 30
+    return tokens, cached
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_answers_stay_the_same_after_a_drop_to_the_disk_and_after_a_restart(small, tiny, kv_cache_dtype):
+    plain = build_engine(small(prefix_sharing=False, kv_cache_dtype=kv_cache_dtype))
+    expected, _ = answers(plain)
+    plain.loop.close()
+    engine = build_engine(tiny(kv_cache_dtype=kv_cache_dtype))
+    assert answers(engine, at_once=True) == (expected, [0] * 6)
+    engine.tiers.flush(engine.loop, 5)
+    assert engine.loop.stats().disk_blocks_cached >= 36
+    assert answers(engine, name="again") == (expected, [96] * 6)
+    assert engine.loop.stats().prefix_hits_on_disk >= 4 * 96
+    engine.tiers.flush(engine.loop, 5)
+    engine.loop.close()
+    engine = build_engine(tiny(kv_cache_dtype=kv_cache_dtype))
+    chain = block_digests(Identity().root(), PROMPTS[0][:96], 16)
+    assert engine.moves.find(1, chain) == ChunksFound(1, device=0, host=0, lower=96)
+    assert answers(engine, at_once=True) == (expected, [96] * 6), "each waits for its room on the host"
+    stats = engine.loop.stats()
+    assert stats.prefix_hits_on_disk == 6 * 96 and stats.blocks_corrupt == 0
+    assert answers(engine, PROMPTS[:1], "other", tenant="other")[1] == [0], "tenants share nothing"
+    engine.loop.close()
+
+
+def test_corrupt_blocks_are_found_and_computed_again(tiny, tmp_path):
+    engine = build_engine(tiny())
+    expected, _ = answers(engine)
+    engine.tiers.flush(engine.loop, 5)
+    engine.loop.close()
+    (blocks,) = tmp_path.glob("disk/kv-*/blocks")
+    with blocks.open("r+b") as file:
+        for at in range(100, blocks.stat().st_size, 1000):
+            file.seek(at)
+            file.write(b"\x7f")
+    engine = build_engine(tiny())
+    after, cached = answers(engine)
+    assert (after, cached) == (expected, [0] * 6)
+    assert engine.loop.stats().blocks_corrupt >= 36
+    engine.loop.close()
+
+
+def test_another_model_finds_nothing_on_the_disk(tiny, checkpoint, tmp_path):
+    from tests.checkpoints import make
+
+    engine = build_engine(tiny())
+    answers(engine)
+    engine.tiers.flush(engine.loop, 5)
+    engine.loop.close()
+    make(tmp_path / checkpoint.name, "Llama", max_position_embeddings=4096, eos_token_id=1, seed=9)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (tmp_path / checkpoint.name / name).write_bytes((checkpoint / name).read_bytes())
+    engine = build_engine(tiny(model=str(tmp_path / checkpoint.name)))
+    assert answers(engine, PROMPTS[:1])[1] == [0]
+    assert engine.loop.stats().blocks_corrupt == 0
+    engine.loop.close()
+
+
+def test_engines_share_what_one_of_them_has_put_into_the_remote_tier(tiny):
+    fakeredis = pytest.importorskip("fakeredis")
+    server = fakeredis.TcpFakeServer(("127.0.0.1", 0), server_type="redis")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    remote = {"remote_cache": f"redis://127.0.0.1:{server.server_address[1]}/0", "disk_cache_dir": None}
+    config = tiny(**remote, disk_cache_gb=EngineConfig.disk_cache_gb)
+    one = build_engine(config)
+    expected, _ = answers(one)
+    one.tiers.flush(one.loop, 5)
+    one.loop.close()
+    other = build_engine(config)
+    assert answers(other) == (expected, [96] * 6)
+    assert other.loop.stats().prefix_hits_on_remote == 6 * 96
+    server.shutdown()
+    server.server_close()
+    assert answers(other, name="again")[0] == expected, "a service that is gone costs nothing but misses"
+    other.loop.close()
+
+
+async def test_an_engine_process_keeps_conversations_over_its_end(tiny):
+    found = []
+    for _ in range(2):
+        client = await EngineClient.start(tiny())
+        try:
+            deltas = [
+                delta
+                async for delta in client.stream(
+                    PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+                )
+            ]
+            usage = deltas[-1].usage
+            found.append(
+                ((usage.cached_tokens, usage.cached_by_tier), [token for delta in deltas for token in delta.tokens])
+            )
+        finally:
+            await client.close()
+    assert found[0][1] == found[1][1]
+    assert [cached for cached, _ in found] == [(0, (0, 0, 0)), (96, (0, 96, 0))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"tp": 2}, "disk_cache_dir is set and tp is 2"),
+        ({"pp": 2}, "disk_cache_dir is set and pp is 2"),
+        ({"host_cache_gb": 0}, "host_cache_gb is 0"),
+        ({"prefix_sharing": False}, "prefix_sharing is off"),
+        ({"executor": "padded"}, "paged executor"),
+        ({"remote_cache": ""}, "remote_cache is empty"),
+    ],
+)
+def test_what_does_not_go_with_lower_tiers_is_refused_by_name(changes, match):
+    with pytest.raises(ValueError, match=match):
+        EngineConfig(disk_cache_dir="d", **changes)
+    with pytest.raises(ValueError, match="no disk_cache_dir"):
+        EngineConfig(disk_cache_gb=3)

@@ -1,0 +1,167 @@
+"""The disk tier's files: what a kill, a flipped bit, another engine and another model find there."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from holdfast.lm.execution.disk_store import ENTRY_BYTES, DiskStore
+from holdfast.lm.tiers import TierBlock
+
+SIZE = 10_000
+IDENTITY = {"weights": "1"}
+
+
+def open_store(directory, size=1_000_000, identity=IDENTITY):
+    store = DiskStore(directory, size, SIZE, identity)
+    return store, store.stored()
+
+
+def contents(number):
+    return random.Random(number).randbytes(SIZE)
+
+
+def block(number, slot):
+    return TierBlock(bytes([number]) * 32, number, slot=slot)
+
+
+def write(store, number, slot, age=0.0):
+    return store.write(block(number, slot), memoryview(contents(number)), age)
+
+
+def read(store, number, slot):
+    target = bytearray(SIZE)
+    outcome = store.read(block(number, slot), memoryview(target))
+    return outcome, bytes(target) == contents(number)
+
+
+def files_of(directory):
+    (own,) = directory.glob("kv-*")
+    return own
+
+
+def test_blocks_survive_the_engine_with_their_place_and_age(tmp_path):
+    store, _ = open_store(tmp_path)
+    assert write(store, 7, 3, age=50.0) == write(store, 8, 1) == "done"
+    store.close()
+    store, stored = open_store(tmp_path)
+    assert [(each.slot, each.digest[0], each.place) for each in stored] == [(3, 7, 7), (1, 8, 8)], "the oldest first"
+    assert 50 <= stored[0].age < 60 and stored[1].age < 10
+    assert read(store, 7, 3) == read(store, 8, 1) == ("done", True)
+    store.close()
+
+
+def test_a_flipped_bit_is_found_and_its_block_is_forgotten(tmp_path):
+    store, _ = open_store(tmp_path)
+    for number in range(3):
+        write(store, number, number)
+    store.close()
+    with (files_of(tmp_path) / "blocks").open("r+b") as file:
+        at = 1 * 12288 + 5000  # in the second block
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    store, stored = open_store(tmp_path)
+    assert len(stored) == 3
+    assert read(store, 1, 1)[0] == "corrupt"
+    assert read(store, 0, 0) == read(store, 2, 2) == ("done", True)
+    store.close()
+    store, stored = open_store(tmp_path)
+    assert [each.slot for each in stored] == [0, 2]
+    store.close()
+
+
+def test_a_damaged_index_entry_is_an_empty_place(tmp_path):
+    store, _ = open_store(tmp_path)
+    for number in range(3):
+        write(store, number, number)
+    store.close()
+    with (files_of(tmp_path) / "index").open("r+b") as file:
+        file.seek(1 * ENTRY_BYTES + 20)
+        file.write(b"???")
+    store, stored = open_store(tmp_path)
+    assert [each.slot for each in stored] == [0, 2]
+    store.close()
+
+
+def test_a_block_is_not_taken_for_another_whose_place_it_has(tmp_path):
+    store, _ = open_store(tmp_path)
+    write(store, 1, 0)
+    assert read(store, 2, 0)[0] == "corrupt"
+    store.close()
+
+
+def test_blocks_of_another_model_or_version_are_never_read_and_make_room(tmp_path):
+    store, _ = open_store(tmp_path)
+    write(store, 1, 0)
+    store.close()
+    (tmp_path / "mine").mkdir()
+    store, stored = open_store(tmp_path, identity={"weights": "2"})
+    assert not stored
+    store.close()
+    assert len([*tmp_path.glob("kv-*")]) == 1 and (tmp_path / "mine").is_dir()
+    store, stored = open_store(tmp_path)
+    assert not stored
+    store.close()
+
+
+def test_a_second_engine_is_refused_by_name(tmp_path):
+    store, _ = open_store(tmp_path)
+    with pytest.raises(ValueError, match="another engine uses"):
+        open_store(tmp_path)
+    store.close()
+    open_store(tmp_path)[0].close()
+
+
+def test_a_smaller_size_keeps_what_fits(tmp_path):
+    store, _ = open_store(tmp_path)
+    write(store, 1, 0)
+    write(store, 2, store.num_blocks - 1)
+    store.close()
+    store, stored = open_store(tmp_path, size=200_000)
+    assert [each.slot for each in stored] == [0] and read(store, 1, 0) == ("done", True)
+    used = sum(file.stat().st_size for file in files_of(tmp_path).iterdir() if file.name != "about")
+    assert used <= 200_000
+    store.close()
+
+
+@pytest.mark.parametrize(("size", "match"), [(1000, "room for one"), (1 << 60, "are free")])
+def test_a_size_that_cannot_be_is_refused(tmp_path, size, match):
+    with pytest.raises(ValueError, match=match):
+        open_store(tmp_path, size)
+    open_store(tmp_path)[0].close()
+
+
+WRITER = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    from tests.lm.execution.test_disk_store import open_store, write
+    store, stored = open_store(Path(sys.argv[1]))
+    print("ready", flush=True)
+    for turn in range(10**9):
+        write(store, turn % 200, turn * 7 % store.num_blocks)
+""")
+
+
+def test_a_kill_in_mid_write_leaves_no_corrupt_block(tmp_path):
+    draw, whole = random.Random(5), 0
+    for _ in range(4):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        try:
+            writer.wait(draw.uniform(0.01, 0.06))
+        except subprocess.TimeoutExpired:
+            os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        store, stored = open_store(tmp_path)
+        for each in stored:
+            assert read(store, each.digest[0], each.slot) == ("done", True)
+        whole += len(stored)
+        store.close()
+    assert whole > 0

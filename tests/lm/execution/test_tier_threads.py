@@ -1,0 +1,90 @@
+"""The threads that move blocks between the host tier and the disk."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from holdfast.lm.execution.disk_store import DiskStore
+from holdfast.lm.execution.tier_threads import DISK_THREADS, TierThreads, rows_of
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.tiers import TierBlock, TierJob
+
+BLOCKS = 8
+
+
+def host_cache(by_block=True):
+    sizes = dict(layers=2, num_blocks=BLOCKS, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    return KVCache.allocate(**sizes, device="cpu", by_block=by_block)
+
+
+def job(number, kind, *pairs):
+    """A job of (block of the host, place on the disk) pairs. A digest follows from the place."""
+    return TierJob(number, "disk", kind, tuple(TierBlock(bytes([slot]) * 32, 0, host, slot) for host, slot in pairs))
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return DiskStore(tmp_path, 1_000_000, 2 * 2 * 4 * 2 * 8 * 4, {})
+
+
+def wait_for(threads, count):
+    ended, deadline = [], time.monotonic() + 10
+    while len(ended) < count:
+        assert time.monotonic() < deadline
+        ended += threads.take()
+        time.sleep(0.001)
+    return {each.number: each.outcomes for each in ended}
+
+
+def test_blocks_go_to_the_disk_and_back_whole_and_somebody_is_woken(disk):
+    cache, woken = host_cache(), threading.Event()
+    cache.data.copy_(torch.randn(cache.data.shape))
+    threads = TierThreads(cache, disk, None, time.monotonic)
+    threads.wake = woken.set
+    threads.start([job(0, "write", (3, 0), (5, 1))])
+    assert wait_for(threads, 1) == {0: ("done", "done")} and woken.wait(5) and not threads.busy
+    threads.start([job(1, "read", (0, 1)), job(2, "read", (1, 0), (2, 7))])
+    assert wait_for(threads, 2) == {1: ("done",), 2: ("done", "corrupt")}
+    assert torch.equal(cache.data[:, :, 0], cache.data[:, :, 5]) and torch.equal(
+        cache.data[:, :, 1], cache.data[:, :, 3]
+    )
+    threads.close()
+
+
+def test_reads_come_before_writes_that_have_not_begun(disk, monkeypatch):
+    gate, order = threading.Event(), []
+
+    def noted(name, inner):
+        def do(block, *rest):
+            gate.wait(10)
+            order.append((name, block.slot))
+            return inner(block, *rest)
+
+        return do
+
+    monkeypatch.setattr(disk, "write", noted("write", disk.write))
+    monkeypatch.setattr(disk, "read", noted("read", disk.read))
+    threads = TierThreads(host_cache(), disk, None, time.monotonic)
+    threads.start([job(number, "write", (number % BLOCKS, number)) for number in range(DISK_THREADS + 2)])
+    threads.start([job(90, "read", (0, 90)), job(91, "read", (1, 91))])
+    gate.set()
+    wait_for(threads, DISK_THREADS + 4)
+    assert max(order.index(("read", slot)) for slot in (90, 91)) < max(
+        order.index(("write", slot)) for slot in (DISK_THREADS, DISK_THREADS + 1)
+    )
+    threads.close()
+
+
+def test_a_job_that_raises_has_failed_and_others_go_on(disk, monkeypatch):
+    monkeypatch.setattr(disk, "read", lambda *args: 1 / 0)
+    threads = TierThreads(host_cache(), disk, None, time.monotonic)
+    threads.start([job(0, "read", (0, 0)), job(1, "write", (1, 1))])
+    assert wait_for(threads, 2) == {0: ("failed",), 1: ("done",)}
+    threads.close()
+
+
+def test_a_host_tier_in_pieces_is_refused():
+    with pytest.raises(ValueError, match="in pieces"):
+        rows_of(host_cache(by_block=False))

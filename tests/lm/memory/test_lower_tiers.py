@@ -1,0 +1,196 @@
+"""What goes down to the disk and the remote tier, what comes back, and whom that holds up."""
+
+import pytest
+
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.lower_tiers import REMOTE_PAUSE, LowerTiers
+from holdfast.lm.memory.prices import Prices
+from holdfast.lm.memory.retention import RetentionRule
+from holdfast.lm.tiers import LowerShape, StoredBlock, TierDone
+from tests.scheduling import answer, create_requests, create_scheduler, spans
+
+
+def digest(number):
+    return bytes([number]) * 32
+
+
+def tiers_of(disk_blocks=8, host_blocks=8, remote=False, stored=()):
+    """Tiers behind a pool of blocks of one token, whose bytes fill a job each."""
+    rule = RetentionRule(cost=float, chunk_blocks=1, block_size=1)
+    pool = BlockPool(8, 1, rule=rule, host_blocks=host_blocks)
+    shape = LowerShape(1 << 22, disk_blocks, stored, remote)
+    return pool, LowerTiers(pool, shape, Prices(None, block_size=1, block_bytes=1 << 22), 0.0)
+
+
+def put_on_host(pool, *numbers, now=0.0):
+    for place, number in enumerate(numbers):
+        block, _ = pool.host.reserve(1e9, pool.host.victims(now))
+        pool.host.cache_block(block, digest(number), place, (now, number))
+
+
+def end(lower, jobs, outcome="done", now=0.0):
+    lower.done([TierDone(job.number, (outcome,) * len(job.blocks), 0.0) for job in jobs], now)
+
+
+def told(jobs):
+    return sorted((job.tier, job.kind, block.digest[0]) for job in jobs for block in job.blocks)
+
+
+def test_what_the_host_gets_is_written_to_every_tier_once():
+    pool, lower = tiers_of(remote=True)
+    put_on_host(pool, 1, 2)
+    jobs = lower.jobs(0.0) + lower.jobs(0.0)
+    assert told(jobs) == [("disk", "write", 1), ("disk", "write", 2), ("remote", "write", 1), ("remote", "write", 2)]
+    end(lower, jobs)
+    assert lower.has(digest(1)) and not lower.jobs(1.0) and not lower._books
+
+
+def test_a_block_is_not_evicted_from_the_host_while_it_is_written():
+    pool, lower = tiers_of(host_blocks=4)
+    put_on_host(pool, 1)
+    jobs = lower.jobs(0.0)
+    put_on_host(pool, 2, 3, 4, 5, now=1.0)
+    assert pool.host.find(digest(1)) is not None and pool.host.find(digest(2)) is None
+    end(lower, jobs)
+    put_on_host(pool, 6, now=2.0)
+    assert pool.host.find(digest(1)) is None and lower.has(digest(1))
+
+
+def test_the_disk_gives_up_the_lowest_value_and_refuses_less():
+    stored = [StoredBlock(0, digest(1), 0, age=100.0), StoredBlock(1, digest(2), 9, age=1.0)]
+    pool, lower = tiers_of(disk_blocks=2, stored=stored)
+    put_on_host(pool, 3)
+    end(lower, lower.jobs(0.0))
+    assert [lower.has(digest(number)) for number in (1, 2, 3)] == [False, True, True]
+
+
+def test_blocks_of_the_disk_come_back_and_are_held_until_the_sequence_starts():
+    stored = [StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(3)]
+    pool, lower = tiers_of(host_blocks=8, stored=stored)
+    fetch = lower.fetch({0: digest(0), 1: digest(1), 5: digest(9)}, 0.0)
+    jobs = lower.jobs(0.0)
+    assert told(jobs) == [("disk", "read", 0), ("disk", "read", 1)] and not fetch.complete
+    end(lower, jobs, now=0.1)
+    assert fetch.complete and fetch.came == {"disk": 2, "remote": 0} and pool.host.held == 2
+    lower.close(fetch)
+    assert pool.host.held == 0 and pool.host.find(digest(0)) is not None
+    assert not lower.jobs(0.2), "they are on the disk already"
+
+
+def test_two_sequences_wait_for_one_read():
+    pool, lower = tiers_of(stored=[StoredBlock(0, digest(0), 0, age=1.0)])
+    fetches = [lower.fetch({0: digest(0)}, 0.0) for _ in range(2)]
+    jobs = lower.jobs(0.0)
+    assert len(jobs) == 1
+    end(lower, jobs)
+    assert all(fetch.complete for fetch in fetches) and pool.host.held == 1
+    for fetch in fetches:
+        lower.close(fetch)
+    assert pool.host.held == 0
+
+
+@pytest.mark.parametrize("outcome", ["corrupt", "missing", "failed"])
+def test_a_block_that_does_not_come_is_forgotten_and_its_room_is_free(outcome):
+    pool, lower = tiers_of(stored=[StoredBlock(0, digest(0), 0, age=1.0)])
+    fetch = lower.fetch({0: digest(0)}, 0.0)
+    end(lower, lower.jobs(0.0), outcome)
+    assert fetch.complete and not fetch.held and not lower.has(digest(0))
+    assert len(pool.host._free) == 8 and len(lower.disk._free) == 8
+    assert lower.stats()["blocks_corrupt"] == (outcome == "corrupt")
+    assert lower.fetch({0: digest(0)}, 1.0) is None
+
+
+def test_a_block_is_not_filled_before_plans_that_may_read_its_place_have_ended():
+    _, lower = tiers_of(stored=[StoredBlock(0, digest(0), 0, age=1.0)])
+    lower.begin_swap_in(4)
+    lower.fetch({0: digest(0)}, 0.0)
+    assert not lower.jobs(0.0)
+    lower.finish_swap_in(3)
+    assert not lower.jobs(0.0)
+    lower.finish_swap_in(4)
+    assert len(lower.jobs(0.0)) == 1
+
+
+def test_a_fetch_takes_no_more_than_half_of_the_host_and_the_last_blocks_first():
+    _, lower = tiers_of(stored=[StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(6)])
+    lower.fetch({slot: digest(slot) for slot in range(6)}, 0.0)
+    assert [number for *_, number in told(lower.jobs(0.0))] == [2, 3, 4, 5]
+
+
+def test_a_fetch_waits_for_room_until_another_sequence_has_started():
+    _, lower = tiers_of(stored=[StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(6)])
+    first = lower.fetch({slot: digest(slot) for slot in range(4)}, 0.0)
+    second = lower.fetch({4: digest(4), 5: digest(5)}, 0.0)
+    end(lower, lower.jobs(0.0))
+    assert first.complete and not second.complete and not lower.jobs(0.1)
+    lower.close(first)
+    assert told(lower.jobs(0.2)) == [("disk", "read", 4), ("disk", "read", 5)]
+
+
+def test_the_remote_tier_is_asked_first_and_gives_what_it_has():
+    _, lower = tiers_of(disk_blocks=0, remote=True)
+    fetch = lower.fetch({0: digest(0), 1: digest(1)}, 0.0)
+    (probe,) = lower.jobs(0.0)
+    assert probe.kind == "probe"
+    lower.done([TierDone(probe.number, ("missing", "done"), 0.0)], 0.0)
+    jobs = lower.jobs(0.0)
+    assert told(jobs) == [("remote", "read", 1)]
+    end(lower, jobs)
+    assert fetch.complete and fetch.came["remote"] == 1
+
+
+def test_a_remote_tier_that_fails_is_left_alone_for_a_while():
+    pool, lower = tiers_of(disk_blocks=0, remote=True)
+    fetch = lower.fetch({0: digest(0)}, 0.0)
+    end(lower, lower.jobs(0.0), "failed", now=1.0)
+    assert fetch.complete
+    put_on_host(pool, 1)
+    assert not lower.jobs(2.0) and lower.fetch({0: digest(0)}, 2.0) is None
+    assert lower.fetch({0: digest(0)}, 1.0 + REMOTE_PAUSE) is not None
+
+
+# Through a scheduler: blocks of four tokens, of which the disk has the first three of the prompt of request "0".
+
+
+def with_stored_prompt(*prompts):
+    requests = create_requests(*prompts)
+    shape = LowerShape(1 << 22, 8)
+    plain = create_scheduler(host_blocks=16, lower=shape)
+    plain.add(requests[0])
+    cache = plain._entries["0"].cache
+    digests = cache._digests
+    stored = tuple(StoredBlock(slot, each, slot, 1.0) for slot, each in enumerate(digests))
+    scheduler = create_scheduler(host_blocks=16, lower=LowerShape(1 << 22, 8, stored))
+    for request in requests:
+        scheduler.add(request)
+    return scheduler
+
+
+def test_others_run_while_a_sequence_waits_for_its_blocks():
+    scheduler = with_stored_prompt(13, 6)
+    jobs = scheduler.tier_jobs(0.0)
+    plan = scheduler.schedule(0.0)
+    assert spans(plan) == [("1", 0, 6)] and scheduler.awaits_tiers
+    scheduler.update(plan, answer(plan), 0.1)
+    scheduler.finish_tier_jobs([TierDone(job.number, ("done",) * len(job.blocks), 0.0) for job in jobs], 0.1)
+    plan = scheduler.schedule(0.1)
+    assert len(plan.swap_in) == 3 and not scheduler.awaits_tiers
+    scheduler.update(plan, answer(plan), 0.2)
+    assert spans(scheduler.schedule(0.2))[-1] == ("0", 12, 13), "only what no tier had is computed"
+    assert scheduler.stats().prefix_hits_on_disk == 12
+
+
+def test_a_sequence_waits_no_longer_than_its_deadline():
+    scheduler = with_stored_prompt(13)
+    scheduler.tier_jobs(0.0)
+    assert scheduler.schedule(4.9) is None
+    assert spans(scheduler.schedule(5.0)) == [("0", 0, 13)]
+    assert scheduler.stats().fetches_given_up == 1
+
+
+def test_a_sequence_that_is_aborted_while_it_waits_leaves_nothing_behind():
+    scheduler = with_stored_prompt(13)
+    jobs = scheduler.tier_jobs(0.0)
+    scheduler.abort("0")
+    scheduler.finish_tier_jobs([TierDone(job.number, ("done",) * len(job.blocks), 0.0) for job in jobs], 0.1)
+    assert not scheduler.has_work() and scheduler._queues.pool.host.held == 0

@@ -1,0 +1,46 @@
+"""Bringing blocks back against computing them again."""
+
+import pytest
+
+from holdfast.lm.memory.prices import LARGE, Link, Prices
+
+
+def prices(cost=lambda position: position / 1000):
+    """A block of 10 tokens takes 10 ms to compute for each 10 positions before it."""
+    return Prices(cost, block_size=10, block_bytes=1000)
+
+
+def test_blocks_are_brought_where_that_is_faster_and_those_are_the_last_ones():
+    found = prices().worth(range(64), Link(latency=0.0, rate=5000.0))  # 200 ms a block
+    assert found and found == list(range(found[0], 64)) and found[0] > 0
+
+
+def test_nothing_is_brought_if_what_waits_before_it_takes_longer_than_all_that_it_saves():
+    link = Link(latency=0.0, rate=1e6)
+    assert prices().worth(range(10), link)
+    assert not prices().worth(range(10), link, ahead=10_000_000)
+
+
+def test_a_latency_is_worth_it_for_many_blocks_only():
+    assert not prices(lambda position: 0.01).worth(range(2), Link(latency=0.05, rate=1e9))
+    assert len(prices(lambda position: 0.01).worth(range(20), Link(latency=0.05, rate=1e9))) == 20
+
+
+def test_without_a_cost_model_everything_is_brought():
+    assert prices(None).worth(range(5), Link(latency=9.0, rate=1.0)) == [*range(5)]
+
+
+def test_a_link_learns_its_rate_from_large_transfers_and_its_latency_from_small_ones():
+    link = Link(latency=0.5, rate=1e9)
+    for _ in range(60):
+        link.observe(10 * LARGE, 0.01 + 10 * LARGE / 1e8)
+        link.observe(1000, 0.01)
+    assert link.seconds_per_byte == pytest.approx(1e-8, rel=0.1)
+    assert link.latency == pytest.approx(0.01, rel=0.3)
+
+
+def test_a_link_that_was_measured_slow_once_is_tried_again_after_some_refusals():
+    link, asked = Link(latency=0.0, rate=1e9), prices(lambda position: 0.01)
+    link.observe(LARGE, 1e4)
+    assert not asked.worth(range(10), link) and asked.refused == 10
+    assert any(asked.worth(range(10), link) for _ in range(400))

@@ -44,8 +44,8 @@ class ServerConfig:
     )
     tool_call_parser: str | None = option(
         None,
-        "format in which the model calls tools: hermes, llama3_json, mistral or qwen3_coder; default: as its chat "
-        "template shows",
+        "format in which the model calls tools: hermes, llama3_json, mistral, qwen3_coder or openai (GPT-OSS); "
+        "default: as its chat template shows",
     )
     reasoning_parser: str | None = option(
         None,

@@ -53,6 +53,10 @@ DEFAULTED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeti
 """Fields for which a model's files may have a default, with that of the API."""
 
 
+TIERS = {"priority": -1, "flex": 1}
+"""The priority classes of OpenAI's service tiers; that of all others is 0."""
+
+
 class ApiError(Exception):
     """A refusal in OpenAI's shape. Its message goes to the client, so it holds no paths, addresses or traces."""
 
@@ -146,7 +150,6 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "service_tier",
         "guided_decoding_backend",
     )
     route: ClassVar[str]
@@ -174,6 +177,8 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None
+    """priority and flex are classes before and behind other requests; all others are the default."""
     deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: GivenSchema | None = None
@@ -220,6 +225,16 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             return None if wanted is None else of_format(wanted[1], wanted[0])
         except GrammarFault as error:
             raise ApiError(str(error), param=error.param, code="invalid_value") from None
+
+    @property
+    def tier(self) -> str:
+        """The service tier, as answers tell it."""
+        return self.service_tier if self.service_tier in TIERS else "default"
+
+    @property
+    def priority_class(self) -> int:
+        """What `priority` says, and else the service tier."""
+        return self.priority or TIERS.get(self.service_tier or "", 0)
 
     @property
     def n(self) -> int:

@@ -124,6 +124,8 @@ class Shape:
         """`text` spells the tokens whose log probabilities are told. `reading` says how to read the answers."""
         id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.head: Reply = {"id": id, "created": int(time.time()), "model": wanted.model}
+        if wanted.service_tier is not None:
+            self.head["service_tier"] = wanted.tier
         self.text = text
         self.prompt_logprobs = wanted.prompt_logprobs
         no_usage = {"usage": None} if wanted.stream_options.include_usage else {}
@@ -193,7 +195,9 @@ class Shape:
         raise NotImplementedError
 
     def _usage(self, usage: RequestUsage) -> Reply:
-        return usage.reply(None if self.reading.format.reasoning is None else self.reasoning_tokens)
+        format = self.reading.format
+        reasons = format.reasoning is not None or format.calls.channels
+        return usage.reply(self.reasoning_tokens if reasons else None)
 
     def _chunk(self, choice: int, content: Reply, reason: str | None = None, *, tells: bool = True) -> Reply:
         held = self.held.pop(choice, None) if tells else None

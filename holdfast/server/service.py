@@ -13,6 +13,8 @@ from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from msgspec.structs import replace as replace_struct
+
 from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, FinishReason, SamplingParams, TokenLogprobs
@@ -30,6 +32,7 @@ from holdfast.server.truncation import Truncation
 
 log = logging.getLogger("holdfast.server")
 T = TypeVar("T")
+Sampled = TypeVar("Sampled", bound=SampledRequest)
 
 LARGE = 1 << 18
 """Characters or bytes from which work on a text is large. Tokenizing 8 MB can take 10 s and 1.5 GB."""
@@ -188,6 +191,13 @@ class Service:
     def _allowed(self, name: str, tenant: str) -> bool:
         return name not in self.tuned or self.tuned[name][0] == tenant
 
+    def settled(self, wanted: Sampled, lane: Lane | None = None) -> Sampled:
+        """A request with what it leaves to the model and to this server: sampling, and whether tiers count."""
+        wanted = wanted.with_defaults(self.client.generation.sampling)
+        if self.client.config.order == "priority" and (lane or self.lane).priority is None:
+            return wanted
+        return wanted if wanted.service_tier is None else replace_struct(wanted, service_tier="default")
+
     def answer(
         self, wanted: ChatRequest | CompletionRequest, tenant: str, lane: Lane | None = None, name: str | None = None
     ) -> Answer:
@@ -196,7 +206,7 @@ class Service:
         `name` begins the ids of its requests in the engine.
         """
         self.check_model(wanted.model, tenant)
-        wanted = wanted.with_defaults(self.client.generation.sampling)
+        wanted = self.settled(wanted, lane)
         # Prompts are checked now and tokenized after admission, off the event loop.
         text = self.client.text
         most = self.client.info.max_model_len if wanted.truncate_prompt_tokens is None else None
@@ -389,7 +399,7 @@ class Answer:
                 prompt,
                 params,
                 request_id=self._request_id(),
-                priority=wanted.priority if lane.priority is None else lane.priority,
+                priority=wanted.priority_class if lane.priority is None else lane.priority,
                 tenant=self.tenant,
                 adapter=self.service.adapter_of(wanted.model, self.tenant),
                 deadline=own if lane.deadline is None else lane.deadline,

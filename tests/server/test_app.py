@@ -19,6 +19,7 @@ from serving import listening
 from sqlalchemy.exc import DatabaseError
 from tokenizers_made import byte_level
 
+from holdfast.core.config import EngineConfig
 from holdfast.core.version import __version__
 from holdfast.engine.client import Delta
 from holdfast.engine.connection import QueueFull
@@ -294,7 +295,6 @@ async def test_parameters_that_cannot_change_the_answer_are_accepted(http: Http,
         "verbosity": "high",
         "reasoning_effort": "minimal",
         "seed": -1,
-        "service_tier": "flex",
         "parallel_tool_calls": False,
         "metadata": {"any": "thing"},
     }
@@ -302,6 +302,19 @@ async def test_parameters_that_cannot_change_the_answer_are_accepted(http: Http,
         response = await api.post(CHAT, json={**HELLO, **harmless})
     assert response.status_code == 200
     assert client.asked[0].params.seed is None, "-1 stands for no seed"
+
+
+async def test_service_tiers_are_priority_classes_and_told_in_the_answer(http: Http, client: FakeClient) -> None:
+    tiers = {"priority": -1, "flex": 1, "auto": 0}
+    async with http() as api:
+        for path in (CHAT, "/v1/responses"):
+            asked = HELLO if path == CHAT else {"model": "tiny", "input": "hello"}
+            told = [(await api.post(path, json={**asked, "service_tier": tier})).json() for tier in tiers]
+            assert [each["service_tier"] for each in told] == ["priority", "flex", "default"]
+        await api.post(CHAT, json={**HELLO, "service_tier": "flex", "priority": 7})
+        client.config = EngineConfig(order="fcfs")
+        assert (await api.post(CHAT, json={**HELLO, "service_tier": "flex"})).json()["service_tier"] == "default"
+    assert [asked.priority for asked in client.asked[:7]] == [*tiers.values(), *tiers.values(), 7]
 
 
 async def test_sampling_parameters_reach_the_engine(http: Http, client: FakeClient) -> None:

@@ -1,6 +1,6 @@
 """Compaction: what stands for a conversation, as one item that clients carry and do not read.
 
-It holds what the user said and a summary. OpenAI's types have no place for a user's message beside it.
+It holds a summary. The user's messages stand before it as they are, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Compacted(NamedTuple):
 
     summary: str
     said: Sequence[str] = ()
-    """The user's messages."""
+    """The user's messages, in items that earlier versions made."""
 
 
 def encode_compacted(compacted: Compacted) -> str:

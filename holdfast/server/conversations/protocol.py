@@ -270,7 +270,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
         "prompt_cache_key": wanted.prompt_cache_key,
         "reasoning": {"effort": wanted.reasoning.effort, "summary": wanted.reasoning.summary},
         "safety_identifier": wanted.safety_identifier,
-        "service_tier": "default",
+        "service_tier": wanted.tier,
         "store": wanted.store,
         "temperature": wanted.temperature,
         "text": {"format": wanted.text.format, "verbosity": wanted.text.verbosity or "medium"},
@@ -482,15 +482,15 @@ def _in_event(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
-    """The answer to /v1/responses/compact: what the user said in these items and the summary in the response."""
+    """The answer to /v1/responses/compact: the user's messages of these items, then the summary in the response."""
     texts = (part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
-    said = ["\n".join(part["text"] for part in item["content"]) for item in items if item.get("role") == "user"]
-    content = encode_compacted(Compacted("".join(texts), said))
+    content = encode_compacted(Compacted("".join(texts)))
+    said = [item for item in items if item.get("role") == "user"]
     return {
         "id": response["id"],
         "object": "response.compaction",
         "created_at": response["created_at"],
-        "output": [{"id": new_id("cmp"), "type": "compaction", "encrypted_content": content}],
+        "output": [*said, {"id": new_id("cmp"), "type": "compaction", "encrypted_content": content}],
         "usage": response["usage"],
     }
 

@@ -183,7 +183,7 @@ class Writing:
     ) -> None:
         service = responses.service
         service.check_model(wanted.model, tenant)
-        wanted = wanted.with_defaults(service.client.generation.sampling)
+        wanted = service.settled(wanted, lane)
         self.input: list[Item] = wanted.items()
         (lane or service.lane).admission.check(1, tenant)
         self.responses = responses

@@ -41,14 +41,14 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """One answer to a conversation; with `stream`, as it is written."""
-        wanted = await read_request(request, service, ChatRequest)
+        wanted = service.settled(await read_request(request, service, ChatRequest))
         answer = service.answer(wanted, tenant_of(request))
         return await respond(request, answer, ChatShape(wanted, service.client.text, answer.reading))
 
     @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuations of one or several prompts, given as text or token ids."""
-        wanted = await read_request(request, service, CompletionRequest)
+        wanted = service.settled(await read_request(request, service, CompletionRequest))
         answer = service.answer(wanted, tenant_of(request))
         return await respond(request, answer, TextShape(wanted, service.client.text, answer.reading))
 

@@ -61,7 +61,7 @@ def read(served: Serving, kill_at: int | None = None) -> tuple[str, list[float],
 def test_responses_and_conversations_work_through_the_router(served: Serving) -> None:
     client = served.client()
     conversation = client.conversations.create()
-    said = ["my name is Ada", "what is my name?"]
+    said = ["my name is Ada. " * 100, "what is my name?"]
     texts = []
     for text in said:
         turn = client.responses.create(

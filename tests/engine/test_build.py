@@ -89,20 +89,22 @@ def test_blocks_swapped_out_to_the_host_are_found_again(small):
     loop, info = build(small(chunk_size=16, **sizes), on_progress=stages.append)
     assert stages[-1] == "estimating the device's pace"
     assert (info.num_blocks, info.num_host_blocks) == (12, 100)
-    answers = []
+    answers, from_host = [], {}
     for turn in range(2):
         for request in create_requests(*(tuple(range(n, n + 100)) for n in range(6)), temperature=0.0, max_tokens=3):
             loop.add(request)
             tokens = []
             while loop.has_work():
-                tokens += [token for output in loop.step() or () for token in output.tokens]
+                for output in loop.step() or ():
+                    tokens += output.tokens
+                    from_host[turn, output.request_id] = output.cached_on_host
             answers.append(tokens)
         assert turn or loop.stats().blocks_swapped_out >= 24
     assert answers[:6] == answers[6:]
     assert loop.stats().blocks_swapped_in >= 24
     stats = loop.stats()
     assert stats.tokens_recovered == stats.tokens_dropped == 0
-    assert stats.prefix_hits_on_host == 16 * stats.blocks_swapped_in
+    assert stats.prefix_hits_on_host == sum(from_host.values()) == 16 * stats.blocks_swapped_in
 
 
 def test_a_cpu_engine_has_no_host_tier_by_default(small):

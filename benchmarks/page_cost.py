@@ -223,9 +223,8 @@ async def frames(
     """Frames a second over many blocks, while streams run. The server has these cores."""
     size, each = 4, arguments.blocks // arguments.conversations
     gb = 1.2 * arguments.blocks * arguments.block_bytes * size / 16 / 1e9
-    server = Server(
-        ["--threads", "1", "--block-size", str(size), "--cache-gb", f"{gb:.3f}", "--host-cache-gb", "0"], None
-    )
+    memory = ["--block-size", str(size), "--cache-gb", f"{gb:.3f}", "--host-cache-gb", "0"]
+    server = Server(["--threads", str(len(cores)), *memory], cores)
     try:
         gate = asyncio.Semaphore(48)
 

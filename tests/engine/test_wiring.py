@@ -48,8 +48,8 @@ OTHERS = {
     "tuning_progress", "tuning_mirror", "tp", "pp", "speculation", "draft_tokens", "revision", "chat_template",
     "convert", "generation_config", "override_generation_config", "chunk_host", "disk_cache_dir", "disk_cache_gb", "remote_cache",
 }  # fmt: skip
-"""Options with a test of their own below, or in test_tuning, test_many_device, test_hub, test_text, test_generation, test_tiers,
-test_moving or the test of embeddings."""
+"""Options with a test of their own below, or in test_tuning, test_many_device, test_hub, test_text, test_generation,
+test_tiers, test_moving or the test of embeddings."""
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def speculating(model: CostModel, drafter: Drafter | None = None, most: int = 7,
     rows = options.pop("rows", 64)
     target = options.pop("target", float("inf"))
     policy = Speculation(StallFree(512), drafter or SuffixDrafter(), model, most=most, rows=rows, target=target)
-    return create_scheduler(policy=policy, blocks=4000, max_sequences=256, max_model_len=2000, **options)
+    return create_scheduler(policy=policy, blocks=1100, max_sequences=256, max_model_len=2000, **options)
 
 
 class Device:
@@ -102,7 +102,7 @@ def random_text(name: str, position: int) -> int:
 def pace(batch: int, source: Source, model: CostModel, drafter: Drafter | None = None, tokens: int = 200) -> float:
     """How many times as many tokens a second as without drafts."""
     requests = create_requests(*[8] * batch, max_tokens=tokens)
-    plain = create_scheduler(policy=StallFree(512), blocks=4000, max_sequences=256, max_model_len=2000)
+    plain = create_scheduler(policy=StallFree(512), blocks=1100, max_sequences=256, max_model_len=2000)
     before = Device(plain, model, source)
     seconds = before.run(*requests)
     device = Device(speculating(model, drafter), model, source)

@@ -8,7 +8,9 @@ list is scrolled, while a long conversation is scrolled, and while an answer str
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -88,7 +90,8 @@ def measure(store: Path, count: int) -> dict[str, Any]:
     try:
         assert process.stdout is not None
         url = next(line.split()[1].rstrip("/") for line in process.stdout if line.split()[:1] == ["page"])
-        figures: dict[str, Any] = {"machine": f"{platform.machine()}, {platform.system()}", "conversations": count}
+        machine = f"{platform.machine()}, {platform.system()}, {os.cpu_count()} CPUs"
+        figures: dict[str, Any] = {"machine": machine, "load": os.getloadavg()[0], "conversations": count}
         figures["list_ms"] = timed(f"{url}/v1/conversations?limit=100")
         figures["search_ms"] = timed(f"{url}/v1/conversations?limit=100&search=nothing+like+it")
         turns = [
@@ -124,15 +127,41 @@ def measure(store: Path, count: int) -> dict[str, Any]:
 
 
 def frames(page: Page, scroll: str, pixels: int, *, rows: int | None, ms: int) -> dict[str, float]:
-    """Frames a second and the longest frames, while an element is scrolled by so many pixels a frame."""
+    """Frames a second and the longest frames, while an element is scrolled by so many pixels a frame.
+
+    `cpu_ms` is the processor time of all the browser's processes for each frame, whatever else the machine does.
+    """
+    before = browser_seconds()
     times = page.evaluate(FRAMES, {"scroll": scroll, "pixels": pixels, "rows": rows, "ms": ms})
+    used = browser_seconds() - before
     ranked = sorted(times)
     return {
         "frames": len(times),
         "per_second": round(1000 * len(times) / sum(times), 1),
         "p99_ms": round(ranked[int(0.99 * (len(ranked) - 1))], 1),
         "longest_ms": round(ranked[-1], 1),
+        "cpu_ms": round(1000 * used / len(times), 1),
     }
+
+
+def browser_seconds() -> float:
+    """Processor time of the browsers on this machine that this process has started, in seconds."""
+    stats = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+            fields = rest.split()
+            stats[int(path.parent.name)] = (name, int(fields[1]), int(fields[11]) + int(fields[12]))
+
+    def ours(pid: int) -> bool:
+        while pid in stats:
+            pid = stats[pid][1]
+            if pid == os.getpid():
+                return True
+        return False
+
+    ticks = sum(ticks for pid, (name, _, ticks) in stats.items() if name.startswith("chrom") and ours(pid))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def timed(url: str) -> float:

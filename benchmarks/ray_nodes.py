@@ -4,8 +4,8 @@ usage: python benchmarks/ray_nodes.py [--kills 3] [--json FILE]
 
 Needs holdfast[ray]. A Ray cluster with a head and two nodes runs in processes of this machine; `holdfast serve --ray`
 runs the built-in model there. Each kill ends the node that runs a streamed answer, with SIGKILL and at about a third of
-the answer. Told are the gap in the stream, whether the text is that of an unbroken answer, whether the next turn of the
-conversation is answered, when /health names the replica, and, after a node is added, when all replicas serve again.
+the answer. Told are the gap in the stream, whether the text is that of an unbroken answer, whether a new request
+after it is answered, when /health names the replica, and, after a node is added, when all replicas serve again.
 Then one replica, of at most two, gets 32 requests at once: told is when the second one serves and when it is gone.
 """
 
@@ -102,8 +102,8 @@ def kill_in_a_stream(url: str, nodes: Nodes, number: int) -> dict[str, Any]:
     nodes.add()
     back = seconds_until(lambda: all(each["state"] == "ready" for each in replicas(url)), added)
     return dict(
-        gap_seconds=round(gap, 2), same_text=text == whole, named_within_seconds=told.result(), next_turn_answered=True,
-        back_seconds_after_new_node=back,
+        gap_seconds=round(gap, 2), same_text=text == whole, named_within_seconds=told.result(),
+        request_after_answered=True, back_seconds_after_new_node=back,
     )  # fmt: skip
 
 

@@ -54,11 +54,12 @@ class LocalSpawner:
         process, self._process = self._process, None
         if process is None:
             process = EngineProcess(self.config.device, environment=self.environment(number))
-        config = self.config
-        if config.trace and number:
-            config = replace(config, trace=f"{config.trace}.{number}")
         return await EngineClient.start(
-            config, on_progress=on_progress, process=process, priced=number == 0, chunk_secret=self._secret
+            with_own_files(self.config, number),
+            on_progress=on_progress,
+            process=process,
+            priced=number == 0,
+            chunk_secret=self._secret,
         )
 
     async def stop(self, number: int, engine: EngineClient) -> None:
@@ -74,6 +75,15 @@ class LocalSpawner:
 
     def _gpus_of(self, number: int) -> list[str]:
         return self._gpus[number * self._each : (number + 1) * self._each]
+
+
+def with_own_files(config: EngineConfig, number: int) -> EngineConfig:
+    """The configuration of a replica, with files and directories that no other replica writes."""
+    if config.trace and number:
+        config = replace(config, trace=f"{config.trace}.{number}")
+    if config.disk_cache_dir is not None:
+        config = replace(config, disk_cache_dir=str(Path(config.disk_cache_dir) / str(number)))
+    return config
 
 
 def share(config: EngineConfig, engines: int, *, on_gpus: bool) -> EngineConfig:

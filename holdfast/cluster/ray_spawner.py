@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.cluster.local_spawner import CPU_CACHE_GB, CPU_HOST_TIER_GB, HOST_TIER_GB
+from holdfast.cluster.local_spawner import CPU_CACHE_GB, CPU_HOST_TIER_GB, HOST_TIER_GB, with_own_files
 from holdfast.core.config import EngineConfig
 from holdfast.engine.client import EngineClient
 from holdfast.engine.connection import EngineStartError
@@ -115,7 +115,7 @@ class RaySpawner:
         self._places[number] = about.place
         process = RayProcess(actor, about, self._reach, began)
         client = await EngineClient.start(
-            self._share(about),
+            with_own_files(self._share(about), number),
             on_progress=on_progress,
             process=process,
             priced=number == 0,

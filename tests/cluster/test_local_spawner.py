@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.cluster import local_spawner
-from holdfast.cluster.local_spawner import LocalSpawner, share, visible_gpus
+from holdfast.cluster.local_spawner import LocalSpawner, share, visible_gpus, with_own_files
 from holdfast.core.config import EngineConfig
 from holdfast.engine.connection import EngineStartError
 
@@ -45,3 +45,11 @@ def test_sizes_that_are_given_are_those_of_each_engine() -> None:
 def test_a_pytorch_without_cuda_has_no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setattr(local_spawner.importlib.util, "find_spec", lambda name: None)
     assert visible_gpus() == []
+
+
+def test_each_replica_writes_files_of_its_own() -> None:
+    config = EngineConfig(trace="steps.jsonl", disk_cache_dir="/kv", host_cache_gb=1.0)
+    own = [with_own_files(config, number) for number in range(2)]
+    assert [each.trace for each in own] == ["steps.jsonl", "steps.jsonl.1"]
+    assert [each.disk_cache_dir for each in own] == ["/kv/0", "/kv/1"]
+    assert with_own_files(EngineConfig(), 1) == EngineConfig()

@@ -21,6 +21,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, SequenceOutput
 from holdfast.engine.client import AdapterError, Delta, EngineClient, Stream
 from holdfast.engine.connection import EngineDead, EngineStartError, QueueFull
+from holdfast.engine.generation import GenerationDefaults
 from holdfast.engine.pooling import NONE
 from holdfast.engine.text import TokenIds
 from holdfast.lm.types import SchedulerStats
@@ -42,6 +43,7 @@ class Scripted(EngineClient):
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.generation = GenerationDefaults()
         self.config, self.pooling, self.info = EngineConfig(), NONE, engine_info(vocab_size=1 << 20, block_size=16)
         self.text = TokenIds()
         self._closes_text = False

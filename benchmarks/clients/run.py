@@ -275,7 +275,7 @@ REASONS = (
     (r"Prompts API", "stored prompts are not supported"),
     (r"Use 'client\.|Conversation 'conv_0+' not found", "expects an error in llama-stack's own words"),
     (r"'max_output_tokens' == 'length'", "expects a reason that OpenAI's types do not have"),
-    (r"== '(priority|flex)'", "expects a service tier that did not serve it"),
+    (r"truncation_auto_error", "expects that truncation: auto is refused; OpenAI's API takes it"),
     (r"405 - /v1/conversations does not take GET", "OpenAI's API does not list conversations"),
     (r"auto_creates|continue_conv|items_populated|conversation_preserved", "expects a conversation for every response"),
     (r"conversation_item_delete", "expects the item; OpenAI's types return the conversation"),

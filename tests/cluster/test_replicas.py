@@ -78,7 +78,7 @@ class Scripted(EngineClient):
             if self.dead.is_set():
                 raise EngineDead(self.reason)
             last = FinishReason.LENGTH if place == request.params.max_tokens - 1 else None
-            stream.take(SequenceOutput(request.id, (1000 + place,), last, 0, 0.0), 0.0)
+            stream.take(SequenceOutput(request.id, (1000 + place,), last, 0, 0.0), 0.0, 0.0)
             yield await stream.next()
             await asyncio.sleep(0)
 

@@ -27,6 +27,7 @@ from holdfast.lab.load_client import Ask, LoadClient, ask_server
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.run import context_length, simulate
+from holdfast.lab.simulator.tiers import DISK_RATE
 from holdfast.lab.workloads import PromptTokens, Workload, num_requests
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -124,7 +125,7 @@ def simulated_engine(
     pipeline: Pipeline | None,
     host_seconds: float,
     concurrency: int | None,
-    disk_rate: float,
+    disk_rate: float = DISK_RATE,
 ) -> Target:
     """A simulated engine: the real loop, scheduler and memory on a virtual clock."""
 

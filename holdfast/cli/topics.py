@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from holdfast.core.config import EngineConfig
 
 COMMON: Mapping[str, Sequence[str]] = {
+    "ClusterConfig": ("replicas",),
     "EngineConfig": (
         "device", "dtype", "quantization", "max_model_len", "max_sequences", "cache_gb", "tbt_target", "adapter",
     ),

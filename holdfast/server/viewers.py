@@ -39,7 +39,7 @@ class Viewers:
     """
 
     def __init__(self, client: EngineClient) -> None:
-        self._client = client
+        self.client = client
         self._viewers: set[_Viewer] = set()
         self._lease: asyncio.Task[None] | None = None
         self._known = _Known()
@@ -71,7 +71,7 @@ class Viewers:
 
     def about(self) -> dict[str, Any]:
         """What a view needs to know of the engine beside what it tells."""
-        info, config = self._client.info, self._client.config
+        info, config = self.client.info, self.client.config
         return {
             "version": __version__,
             "model": info.model,
@@ -87,8 +87,8 @@ class Viewers:
 
     def _begin(self) -> None:
         self._known = _Known()
-        self._client.on_activity = self._take
-        self._client.watch(LEASE_SECONDS)
+        self.client.on_activity = self._take
+        self.client.watch(LEASE_SECONDS)
         self._lease = asyncio.create_task(self._renew())
 
     def _end(self) -> None:
@@ -96,14 +96,14 @@ class Viewers:
             self._lease.cancel()
             self._lease = None
         with contextlib.suppress(EngineDead):
-            self._client.watch(0)
+            self.client.watch(0)
 
     async def _renew(self) -> None:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._client.dead.wait(), LEASE_SECONDS / 3)
-                self._client.watch(LEASE_SECONDS)
+                    await asyncio.wait_for(self.client.dead.wait(), LEASE_SECONDS / 3)
+                self.client.watch(LEASE_SECONDS)
         except EngineDead as error:
             for viewer in self._viewers:
                 viewer.end(event("error", {"message": str(error)}))

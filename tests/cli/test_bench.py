@@ -204,7 +204,7 @@ def test_a_model_runs_here_and_its_steps_are_traced(checkpoint, tmp_path):
     figures = json.loads(out.read_text())
     assert (figures["completed"], figures["total_output_tokens"], figures["model_id"]) == (3, 12, "bytes")
     assert figures["median_queued_ms"] <= figures["median_ttft_ms"]
-    assert {event["pid"] for event in json.loads(trace.read_text())} == {0, 1, 2}
+    assert {event["pid"] for event in json.loads(trace.read_text())} == {0, 1, 2, 3}
 
 
 def test_engine_options_apply_to_a_simulation_and_its_steps_are_traced(profile, tmp_path):

@@ -28,7 +28,7 @@ from holdfast.server.config import ServerConfig
 def announced(engine: EngineConfig, server: ServerConfig, host_blocks: int = 0) -> str:
     out = io.StringIO()
     info = engine_info(num_host_blocks=host_blocks)
-    announce(Console(file=out, width=160), engine, server, info, "http://127.0.0.1:8000")
+    announce(Console(file=out, width=160), engine, server, info, "http://127.0.0.1:8000", "")
     return out.getvalue()
 
 
@@ -68,7 +68,7 @@ def test_the_announcement_shows_the_tbt_target_beside_the_token_budget() -> None
 def test_the_announcement_says_which_executor_runs_and_counts_its_memory_in_positions() -> None:
     out = io.StringIO()
     info = engine_info(executor="padded", executor_reason="M never swaps; whole prompts", block_size=1)
-    announce(Console(file=out, width=200), EngineConfig(), ServerConfig(), info, "http://127.0.0.1:8000")
+    announce(Console(file=out, width=200), EngineConfig(), ServerConfig(), info, "http://127.0.0.1:8000", "")
     for part in ("padded, because M never swaps; whole prompts", "100 positions, of which each row", "a row at a time"):
         assert part in out.getvalue()
     assert "blocks" not in out.getvalue()

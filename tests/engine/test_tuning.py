@@ -60,7 +60,7 @@ class Bench:
 
     def __init__(self, config: EngineConfig) -> None:
         self.engine = build_engine(config)
-        self.loop, self.info, self.desk, self.tuning, self.grammars, _ = self.engine
+        self.loop, self.info, self.desk, self.tuning, self.grammars, *_ = self.engine
         self.sent: list[messages.FromEngine] = []
         self.tokens: dict[str, list[int]] = {}
         self.ended: set[str] = set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 from fastapi import FastAPI, Request, Response
 
 from holdfast.cluster.replicas import Replicas
@@ -21,7 +19,7 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "via")
 
 def add_activity_routes(app: FastAPI, service: Service, config: ServerConfig) -> None:
     """GET /v1/engine/events."""
-    known: WeakKeyDictionary[EngineClient, Viewers] = WeakKeyDictionary()
+    known: dict[str, Viewers] = {}
 
     @app.get("/v1/engine/events")
     async def events(request: Request, replica: str = "") -> Response:
@@ -30,23 +28,25 @@ def add_activity_routes(app: FastAPI, service: Service, config: ServerConfig) ->
         Of several replicas, the one that is named, or the first one that serves.
         """
         named = check_operator(request, config)
-        engine = engine_of(service.client, replica)
-        viewers = known.setdefault(engine, Viewers(engine))
+        name, engine = engine_of(service.client, replica)
+        if name not in known or known[name].client is not engine:  # it has been started again
+            known[name] = Viewers(engine)
+        viewers = known[name]
         return await start_stream(
             request, viewers.events(named=named), lambda error: event("error", {"message": str(error)})
         )
 
 
-def engine_of(client: EngineClient | Replicas, name: str) -> EngineClient:
-    """The engine of a replica, by default of the first one that serves. Raises ApiError 404 if there is none."""
-    if isinstance(client, EngineClient):
-        if name:
-            raise ApiError(f"there is no replica {name[:64]}: one engine serves", status=404, code="replica_not_found")
-        return client
-    for each in client.members:
-        if each.engine is not None and each.serves and name in ("", each.name):
-            return each.engine
-    raise ApiError(f"no replica {name[:64]} serves", status=404, code="replica_not_found")
+def engine_of(client: EngineClient | Replicas, name: str) -> tuple[str, EngineClient]:
+    """A replica's name and engine, by default of the first one that serves. Raises ApiError 404 if there is none."""
+    if isinstance(client, Replicas):
+        for each in client.members:
+            if each.engine is not None and each.serves and name in ("", each.name):
+                return each.name, each.engine
+        raise ApiError(f"no replica {name[:64]} serves", status=404, code="replica_not_found")
+    if name:
+        raise ApiError(f"there is no replica {name[:64]}: one engine serves", status=404, code="replica_not_found")
+    return "", client
 
 
 def check_operator(request: Request, config: ServerConfig) -> bool:

@@ -207,6 +207,7 @@ REPLIES: Mapping[str, Reply] = {
     "DELETE /v1/responses/{response_id}": Reply("Deleted"),
     "POST /v1/responses/{response_id}/cancel": Reply("Response"),
     "GET /v1/responses/{response_id}/input_items": Reply("Items"),
+    "GET /v1/engine/events": Reply(events="Any"),
     "GET /v1/conversations": Reply("Conversations"),
     "POST /v1/conversations": Reply("Conversation"),
     "POST /v1/conversations/copies": Reply("Conversation"),

@@ -51,7 +51,7 @@ class FakeTiers:
 
     def end(self, job, before):
         for at, block in enumerate(job.blocks):
-            bad = self.choose.random() < 0.2
+            bad = self.choose.random() < (0.5 if job.kind == "read" else 0.2)
             self.seen[job.tier, job.kind] += 1
             if job.kind == "probe":
                 yield "done" if block.digest in self.remote else "missing"

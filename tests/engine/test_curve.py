@@ -198,7 +198,15 @@ async def test_an_engine_that_cannot_reach_its_client_ends_and_says_so(tmp_path)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]  # nobody listens
-        command = [sys.executable, "-P", "-m", "holdfast.engine.serve", str(os.getpid()), "cpu", "holdfast.engine.build"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "holdfast.engine.serve",
+            str(os.getpid()),
+            "cpu",
+            "holdfast.engine.build",
+        ]
         key = zmq.curve_keypair()
         link = Link(f"tcp://127.0.0.1:{port}", key[0].decode(), key[0].decode(), key[1].decode())
         done = await asyncio.to_thread(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ def digest_number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-class CountingRouter:
+class CountingRouter(ABC):
     """Knows how many requests each replica has under way."""
 
     name: RouterName
@@ -36,9 +37,9 @@ class CountingRouter:
         """As `Router.choose`."""
         return Choice(self.pick(turn, ready(replicas)))
 
+    @abstractmethod
     def pick(self, turn: Turn, replicas: Sequence[ReplicaView]) -> str:
         """The name of one of these replicas, all of which are ready."""
-        raise NotImplementedError
 
     def least(self, replicas: Sequence[ReplicaView]) -> str:
         """The replica with the fewest requests; the first of several."""
@@ -51,7 +52,7 @@ class CountingRouter:
         self._at[request] = choice.replica
         self._count[choice.replica] = self._count.get(choice.replica, 0) + 1
 
-    def started(self, request: str, now: float) -> None:
+    def started(self, request: str, now: float) -> None:  # noqa: B027, it counts requests, not steps
         """As `Router.started`."""
 
     def ended(self, request: str, now: float, chain: Sequence[bytes] = ()) -> None:
@@ -60,7 +61,7 @@ class CountingRouter:
         if replica is not None:
             self._count[replica] -= 1
 
-    def moved(self, move: Move, tokens: int, now: float) -> None:
+    def moved(self, move: Move, tokens: int, now: float) -> None:  # noqa: B027, it moves none
         """As `Router.moved`."""
 
     def lost(self, replica: str) -> None:

@@ -14,8 +14,9 @@ from math import exp
 
 from holdfast.cluster.baselines import ready
 from holdfast.cluster.books import PrefixMap, Requests, Underway
-from holdfast.cluster.turns import Choice, Found, FoundAt, Move, Price, ReplicaState, ReplicaView, RouterName, Turn
+from holdfast.cluster.turns import Choice, FoundAt, Move, Price, ReplicaState, ReplicaView, RouterName, Turn
 from holdfast.core.cost import CostModel
+from holdfast.core.types import Found
 
 DIGEST = 32
 """Bytes of a digest."""

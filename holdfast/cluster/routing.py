@@ -13,7 +13,6 @@ from holdfast.cluster.baselines import LeastLoaded, PowerOfTwo, PrefixTree, Roun
 from holdfast.cluster.priced import PricedRouter, RoutingRules
 from holdfast.cluster.turns import (
     Choice,
-    Found,
     FoundAt,
     Move,
     Price,
@@ -24,6 +23,7 @@ from holdfast.cluster.turns import (
     Turn,
 )
 from holdfast.core.cost import CostModel
+from holdfast.core.types import Found
 
 __all__ = [
     "POLICIES", "Choice", "Found", "FoundAt", "Move", "Price", "ReplicaState", "ReplicaView", "Router", "RouterName",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
+
+from holdfast.core.types import Found
 
 RouterName = Literal["priced", "round-robin", "least-loaded", "session-hash", "prefix-tree", "power-of-two"]
 """Policies of routing."""
@@ -17,20 +19,6 @@ class ReplicaState(enum.StrEnum):
     READY = "ready"
     DRAINING = "draining"
     """It finishes what it has, gets no new turn, and its conversations move away."""
-
-
-class Found(NamedTuple):
-    """Tokens of a prompt whose KV a replica holds, by the fastest tier that has them."""
-
-    device: int = 0
-    host: int = 0
-    lower: int = 0
-    """On disk or in a remote tier."""
-
-    @property
-    def tokens(self) -> int:
-        """In any tier."""
-        return self.device + self.host + self.lower
 
 
 @dataclass(frozen=True, slots=True)

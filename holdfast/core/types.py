@@ -213,6 +213,20 @@ class TokenLogprobs(NamedTuple):
     """Theirs."""
 
 
+class Found(NamedTuple):
+    """Tokens of a prompt whose KV an engine holds, by the fastest tier that has them."""
+
+    device: int = 0
+    host: int = 0
+    lower: int = 0
+    """On disk or in a remote tier."""
+
+    @property
+    def tokens(self) -> int:
+        """In any tier."""
+        return self.device + self.host + self.lower
+
+
 class SequenceOutput(NamedTuple):
     """The tokens that one step added to one sequence."""
 

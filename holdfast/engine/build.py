@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import secrets
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,11 +18,8 @@ from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.core.training_cost import MICRO_BATCHES
 from holdfast.core.types import AdapterInfo
-from holdfast.core.version import __version__
 from holdfast.engine.adapter_desk import AdapterDesk
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.chunk_service import ChunkService
-from holdfast.engine.chunk_wire import Terms
 from holdfast.engine.grammar_desk import GrammarDesk
 from holdfast.engine.in_service import in_service
 from holdfast.engine.many_device import ManyDevice
@@ -35,15 +29,13 @@ from holdfast.engine.paged import check_layout, make_paged_device, make_rank, th
 from holdfast.engine.profiles import CostProfile, cached_profile_path
 from holdfast.engine.rank_messages import Loaded, StartRank
 from holdfast.engine.ranks import Ranks
+from holdfast.engine.state_beyond import begin_moves, open_tiers
 from holdfast.engine.text import read_tokenizer
 from holdfast.engine.tier_desk import TierDesk
 from holdfast.engine.trace import TracedExecutor, about_engine
 from holdfast.engine.tuning_desk import TuningDesk, TuningRules
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
-from holdfast.lm.execution.disk_store import DiskStore
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
-from holdfast.lm.execution.remote_store import RemoteStore
-from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.models.base import UnsupportedCheckpoint
@@ -56,7 +48,6 @@ from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.scheduler.tuner import Tuner
-from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types import (
     DEFAULT_TOKEN_BUDGET,
     EngineShape,
@@ -83,8 +74,6 @@ else:
 clock = time.monotonic
 log = logging.getLogger("holdfast.engine")
 
-SAMPLES, SAMPLE_BYTES = 64, 1 << 14
-"""Of each file of weights, what tells models of one name apart."""
 HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
 """Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
 
@@ -242,7 +231,7 @@ def put_together(
         scheduler, executor, steps_in_flight(config, config.pp), clock, grow, keep, device.executor.prepare
     )
     moves = MoveDesk(scheduler, clock)
-    unmoved = begin_moves(config, checkpoint, device, shape, moves, chunk_secret)
+    unmoved = moves_of(config, checkpoint, device, shape, moves, chunk_secret)
     info = EngineInfo(
         model=shape.model,
         precision=shape.precision,
@@ -272,44 +261,22 @@ def put_together(
     return Engine(loop, info, desk, tuning, grammars, ranks, moves, tiers)
 
 
-def open_tiers(
-    config: EngineConfig, checkpoint: Checkpoint, device: PagedDevice, shape: EngineShape
-) -> tuple[TierThreads, EngineShape]:
-    """The threads of the tiers behind the host tier, and the engine's shape with them. Raises ValueError, OSError."""
-    host = device.memory.host_cache
-    if host is None:
-        raise ValueError("a disk or remote cache lies behind the host tier, and there is none; set host_cache_gb")
-    if not isinstance(device.model, Decoder):
-        name = device.model.spec.architecture
-        raise ValueError(f"a disk or remote cache needs a native decoder, and {name} runs by Transformers' code")
-    identity = {
-        "version": __version__,
-        "weights": digest_of_model(device.model),
-        "files": files_of(checkpoint) if config.quantization != "none" else "",
-        "precision": shape.precision,
-        "layout": repr(tuple(host.data.shape[:2]) + tuple(host.data.shape[3:])),
-        "dtype": str(host.data.dtype),
-        "byte order": sys.byteorder,
-    }
-    disk = remote = None
-    if config.remote_cache is not None:
-        remote = RemoteStore(config.remote_cache, device.block_bytes, identity)
-    if config.disk_cache_dir is not None:
-        directory = Path(config.disk_cache_dir).expanduser()
-        disk = DiskStore(directory, int(config.disk_cache_gb * 1e9), device.block_bytes, identity)
-    lower = LowerShape(
-        device.block_bytes,
-        disk_blocks=0 if disk is None else disk.num_blocks,
-        stored=() if disk is None else tuple(disk.stored()),
-        remote=remote is not None,
-    )
-    return TierThreads(host, disk, remote, clock), replace(shape, lower=lower)
-
-
-def files_of(checkpoint: Checkpoint) -> str:
-    """What tells a checkpoint's weights from others that `digest_of_model` does not read."""
-    files = sorted(checkpoint.directory.glob("*.safetensors"))
-    return repr([(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files])
+def moves_of(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: PagedDevice | PaddedDevice | ManyDevice,
+    shape: EngineShape,
+    moves: MoveDesk,
+    secret: bytes,
+) -> str:
+    """Let KV blocks move between engines where the configuration and the device allow it; why none can, else empty."""
+    if not config.chunk_host:
+        return "chunk_host is not set"
+    if isinstance(device, PaddedDevice):
+        return "padded rows hold no blocks that could move"
+    if isinstance(device, ManyDevice):
+        return f"tp is {config.tp} and pp is {config.pp}: blocks of several devices cannot move yet"
+    return begin_moves(config, checkpoint, device, shape, moves, secret)
 
 
 def both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[], None]:
@@ -322,53 +289,6 @@ def both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[]
             then()
 
     return do
-
-
-def begin_moves(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    device: PagedDevice | PaddedDevice | ManyDevice,
-    shape: EngineShape,
-    moves: MoveDesk,
-    secret: bytes,
-) -> str:
-    """Let KV blocks move between this engine and others, if it is configured; why none can, else empty.
-
-    Raises ValueError for an address that cannot be listened at.
-    """
-    if not config.chunk_host:
-        return "chunk_host is not set"
-    if isinstance(device, PaddedDevice):
-        return "padded rows hold no blocks that could move"
-    if isinstance(device, ManyDevice):
-        return f"tp is {config.tp} and pp is {config.pp}: blocks of several devices cannot move yet"
-    chunks = device.host_bytes
-    if chunks is None:
-        return "there is no host tier, through which blocks move"
-    cache = device.memory.cache
-    block = tuple(cache.data[:, :, 0].shape)
-    layout = f"{shape.model}, {shape.precision}, {cache.data.dtype}, {block}, {fingerprint(config, checkpoint)}"
-    terms = Terms(secret or secrets.token_bytes(32), layout, device.block_bytes)
-    try:
-        moves.service = ChunkService(moves, terms, lambda block: memoryview(chunks[block]), config.chunk_host)
-    except OSError as error:
-        raise ValueError(f"chunk_host is {config.chunk_host}: {error.strerror or error}") from None
-    return ""
-
-
-def fingerprint(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """A digest of what a model's KV depends on: its configuration, and samples of its weights' files."""
-    found = hashlib.sha256(f"{config.load_format} {config.quantization} {config.max_model_len}".encode())
-    found.update((checkpoint.directory / "config.json").read_bytes())
-    for path in sorted(checkpoint.directory.iterdir()):
-        if path.suffix in (".safetensors", ".bin", ".pt", ".pth") and config.load_format != "random":
-            size = path.stat().st_size
-            found.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                for part in range(SAMPLES):
-                    file.seek(size * part // SAMPLES)
-                    found.update(file.read(SAMPLE_BYTES))
-    return found.hexdigest()
 
 
 def make_grammars(

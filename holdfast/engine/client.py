@@ -10,12 +10,12 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from holdfast.core.config import EngineConfig, check_adapter_name
 from holdfast.core.types import (
     AdapterInfo,
     FinishReason,
+    Found,
     Identity,
     Request,
     SamplingParams,
@@ -38,14 +38,6 @@ REMEMBERED_BLOCKS = 1 << 16
 """Blocks whose digests a client remembers, about 100 bytes each, so that it hashes only what is new in a prompt."""
 
 log = logging.getLogger("holdfast.engine")
-
-
-class Found(NamedTuple):
-    """Tokens of a chain of digests that an engine has, by the first tier that has them."""
-
-    device: int
-    host: int
-    lower: int
 
 
 @dataclass(frozen=True, slots=True)

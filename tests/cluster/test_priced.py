@@ -8,17 +8,8 @@ import pytest
 
 from holdfast.cluster.priced import Pricing
 from holdfast.cluster.routing import Found, Move, ReplicaState, ReplicaView, RoutingRules, Turn, make_router
-from holdfast.core.cost import CostModel
+from tests.lab.simulator.simulation import COST
 
-COST = CostModel(
-    model="m",
-    device="d",
-    linear_tokens=(1, 64, 1024),
-    linear_seconds=(0.004, 0.005, 0.020),
-    attention_queries=(1, 1024),
-    attention_contexts=(64, 1024),
-    attention_seconds=((0.00001, 0.0001), (0.0005, 0.008)),
-)
 BLOCK = 16
 RULES = RoutingRules(block_size=BLOCK, step_tokens=1024, fair_ms=300.0, settle=5.0, patience=0.0, thrift=0.5)
 PRICING = Pricing(COST, RULES.step_tokens)

@@ -171,7 +171,7 @@ def put_together(
         shape = replace(shape, block_bytes=device.block_bytes)
         if config.lower_tiers:
             with stages.stage("tiers"):
-                threads, shape = open_tiers(config, checkpoint, device, shape)
+                threads, shape = open_tiers(config, checkpoint, device, shape, weights_of(device))
     pace = pace_of(config, device.kind, memory.device, shape.executor)
     path = cached_profile_path(checkpoint.directory, device.precision, pace)
     profile = None
@@ -277,6 +277,14 @@ def moves_of(
     if isinstance(device, ManyDevice):
         return f"tp is {config.tp} and pp is {config.pp}: blocks of several devices cannot move yet"
     return begin_moves(config, checkpoint, device, shape, moves, secret)
+
+
+def weights_of(device: PagedDevice) -> str:
+    """A digest of the model's weights, by which state of other weights is told apart. Raises ValueError."""
+    if not isinstance(device.model, Decoder):
+        name = device.model.spec.architecture
+        raise ValueError(f"a disk or remote cache needs a native decoder, and {name} runs by Transformers' code")
+    return digest_of_model(device.model)
 
 
 def both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[], None]:

@@ -19,28 +19,26 @@ from holdfast.lm.execution.disk_store import DiskStore
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.tier_threads import TierThreads
-from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types import EngineShape
-from holdfast.training.base import digest_of_model
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 """Of each file of weights, what tells models of one name apart."""
 
 
 def open_tiers(
-    config: EngineConfig, checkpoint: Checkpoint, device: PagedDevice, shape: EngineShape
+    config: EngineConfig, checkpoint: Checkpoint, device: PagedDevice, shape: EngineShape, weights: str
 ) -> tuple[TierThreads, EngineShape]:
-    """The threads of the tiers behind the host tier, and the engine's shape with them. Raises ValueError, OSError."""
+    """The threads of the tiers behind the host tier, and the engine's shape with them.
+
+    `weights` is a digest of the model's weights: state of others is never read. Raises ValueError and OSError.
+    """
     host = device.memory.host_cache
     if host is None:
         raise ValueError("a disk or remote cache lies behind the host tier, and there is none; set host_cache_gb")
-    if not isinstance(device.model, Decoder):
-        name = device.model.spec.architecture
-        raise ValueError(f"a disk or remote cache needs a native decoder, and {name} runs by Transformers' code")
     identity = {
         "version": __version__,
-        "weights": digest_of_model(device.model),
+        "weights": weights,
         "files": versions_of_files(checkpoint) if config.quantization != "none" else "",
         "precision": shape.precision,
         "layout": repr(tuple(host.data.shape[:2]) + tuple(host.data.shape[3:])),

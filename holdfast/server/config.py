@@ -52,6 +52,11 @@ class ServerConfig:
         "format of the model's reasoning: qwen3, deepseek_r1 or mistral, or none to leave it in the text; default: as "
         "its chat template shows",
     )
+    web_search: str | None = option(
+        None,
+        "SearXNG server that is asked when the model uses the web_search tool of Responses, as http://localhost:8888; "
+        "its settings must allow JSON; default: the tool is refused",
+    )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(
         0.5,
@@ -122,6 +127,8 @@ class ServerConfig:
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
         check_names(self.tool_call_parser, self.reasoning_parser)
+        if self.web_search is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", self.web_search):
+            raise ValueError(f"web_search is {self.web_search}; it must look like http://localhost:8888")
         if self.otlp_traces_endpoint is not None:
             check_endpoint(self.otlp_traces_endpoint)
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):

@@ -274,6 +274,8 @@ class Answer:
         """The prompts as the client gave them, for an answer that echoes them."""
         self.usage = RequestUsage(wanted=wanted)
         """Token counts so far."""
+        self.goes_on = False
+        """Whether another answer to the same HTTP request follows."""
         self.conversation = ""
         """The stored conversation that the request is a turn of, if it is of one."""
         self.prompts: Sequence[Sequence[int]] = ()
@@ -292,7 +294,8 @@ class Answer:
                 async with aclosing(side_by_side(choices)) as merged:
                     async for choice, delta in merged:
                         yield choice, delta
-                self.ended("ok")
+                if not self.goes_on:
+                    self.ended("ok")
             except (asyncio.CancelledError, GeneratorExit):
                 self.ended("left")
                 raise

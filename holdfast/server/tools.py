@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from holdfast.server.formats.toolset import Tool, Toolset
 from holdfast.server.protocol import ApiError, ChatRequest, refuse_extra, shown
+from holdfast.server.search import RESULTS, SEARCH_KINDS, SEARCH_TOOL
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
@@ -58,8 +59,11 @@ def _read_tool(tool: Any, name: str, api: Api) -> Tool:
     if not isinstance(tool, Mapping):
         raise _invalid(f"{name} must be an object", name)
     kind = tool.get("type")
+    if kind in SEARCH_KINDS and api == "responses":
+        return _read_search(tool, name)
     if kind != "function":
-        reason = f"{name}.type is {shown(kind)}; only functions are supported, which the client runs"
+        others = ", and web_search" if api == "responses" else ""
+        reason = f"{name}.type is {shown(kind)}; supported: functions, which the client runs{others}"
         raise ApiError(reason, param=f"{name}.type", code="unsupported_parameter")
     if api == "responses":
         return read_function(tool, name)
@@ -68,6 +72,25 @@ def _read_tool(tool: Any, name: str, api: Api) -> Tool:
     if not isinstance(function, Mapping):
         raise _invalid(f"{path} must be an object", path)
     return read_function(function, path)
+
+
+def _read_search(tool: Mapping[str, Any], name: str) -> Tool:
+    refuse_extra(tool, ("type", "search_context_size", "user_location"), name)
+    size, place = tool.get("search_context_size"), tool.get("user_location")
+    if size is not None and size not in RESULTS:
+        reason = f"{name}.search_context_size is {shown(size)}; it must be one of {', '.join(RESULTS)}"
+        raise _invalid(reason, f"{name}.search_context_size")
+    if not isinstance(place, Mapping | None):
+        raise _invalid(f"{name}.user_location must be an object", f"{name}.user_location")
+    return SEARCH_TOOL
+
+
+def search_results(tools: Sequence[Any]) -> int:
+    """Most results of each web search; 0 if these tools, which have been read, have none."""
+    for tool in tools:
+        if tool["type"] in SEARCH_KINDS:
+            return RESULTS[tool.get("search_context_size") or "medium"]
+    return 0
 
 
 def read_function(function: Mapping[str, Any], path: str) -> Tool:
@@ -101,6 +124,8 @@ def _read_choice(
             return "required", frozenset([name])
         case {"type": "function", "name": str(name)} if api == "responses":
             return "required", frozenset([name])
+        case {"type": str(kind)} if kind in SEARCH_KINDS and api == "responses":
+            return "required", frozenset([SEARCH_TOOL.name])
         case {"type": "allowed_tools"}:
             return _read_allowed(choice, param, api)
         case {"type": str(kind)}:
@@ -117,7 +142,8 @@ def _read_allowed(
     names = []
     for tool in tools if isinstance(tools, list) else ():
         inner = tool.get("function") if isinstance(tool, Mapping) and api == "chat" else tool
-        names.append(inner.get("name") if isinstance(inner, Mapping) else None)
+        search = isinstance(inner, Mapping) and api == "responses" and inner.get("type") in SEARCH_KINDS
+        names.append(SEARCH_TOOL.name if search else inner.get("name") if isinstance(inner, Mapping) else None)
     if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
         raise _invalid(
             f'{param} of allowed_tools needs a mode, "auto" or "required", and tools with their names', param

@@ -18,10 +18,12 @@ from holdfast.server.protocol import (
     shown,
     text_parts,
 )  # fmt: skip
+from holdfast.server.search import FAILED, SEARCH_TOOL, Result, told_results
 
 TEXT_KINDS = ("input_text", "output_text", "text")
 ITEM_FIELDS = ("type", "id", "status", "role", "content", "phase")
 CALL_FIELDS = ("type", "id", "status", "call_id", "name", "arguments", "namespace")
+SEARCH_FIELDS = ("type", "id", "status", "action", "results")
 RESULT_FIELDS = ("type", "id", "status", "call_id", "output")
 REASONING_FIELDS = ("type", "id", "status", "summary", "content", "encrypted_content")
 
@@ -47,6 +49,23 @@ def call_item(name: str, call_id: str, arguments: str = "") -> Item:
     return {
         "id": new_id("fc"), "type": "function_call", "status": "completed", "call_id": call_id, "name": name,
         "arguments": arguments,
+    }  # fmt: skip
+
+
+def search_item() -> Item:
+    """A web search that the model asks for."""
+    return {
+        "id": new_id("ws"), "type": "web_search_call", "status": "in_progress",
+        "action": {"type": "search", "query": "", "sources": []}, "results": [],
+    }  # fmt: skip
+
+
+def searched_item(item: Item, query: str, results: list[Result] | None) -> Item:
+    """The search as it has ended: None are the results of one that failed."""
+    sources = [{"type": "url", "url": page["url"]} for page in results or ()]
+    return item | {
+        "status": "failed" if results is None else "completed",
+        "action": {"type": "search", "query": query, "sources": sources}, "results": results or [],
     }  # fmt: skip
 
 
@@ -81,7 +100,8 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
             return new_item(role, *text_parts(item.get("content"), f"{name}.content", TEXT_KINDS))
         case "function_call":
             refuse_extra(item, CALL_FIELDS, name)
-            return call_item(*(_string(item, field, name) for field in ("name", "call_id", "arguments")))
+            called, call_id = (_string(item, field, name) for field in ("name", "call_id"))
+            return call_item(called, call_id, _string(item, "arguments", name, empty=True))
         case "function_call_output":
             refuse_extra(item, RESULT_FIELDS, name)
             output = text_parts(item.get("output"), f"{name}.output", TEXT_KINDS)
@@ -89,21 +109,47 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
                 "id": new_id("fco"), "type": "function_call_output", "status": "completed",
                 "call_id": _string(item, "call_id", name), "output": "\n".join(output),
             }  # fmt: skip
+        case "web_search_call":
+            refuse_extra(item, SEARCH_FIELDS, name)
+            return _read_search(item, name)
         case "reasoning":
             refuse_extra(item, REASONING_FIELDS, name)
             content = item.get("content")
             return reasoning_item(*(text_parts(content, f"{name}.content", ("reasoning_text",)) if content else ()))
         case kind:
             reason = (
-                f"{name}.type is {shown(kind)}; supported: message, function_call, function_call_output, reasoning, "
-                "compaction"
+                f"{name}.type is {shown(kind)}; supported: message, function_call, function_call_output, "
+                "web_search_call, reasoning, compaction"
             )
             raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
 
 
-def _string(item: Mapping[str, Any], field: str, name: str) -> str:
+def _search_call(item: Item) -> dict[str, Any]:
+    """A search as the model asked for it."""
+    arguments = {"query": item["action"]["query"]}
+    return {"id": item["id"], "type": "function", "function": {"name": SEARCH_TOOL.name, "arguments": arguments}}
+
+
+def _read_search(item: Mapping[str, Any], name: str) -> Item:
+    """A search with what it found, as an answer of this server has it."""
+    action, found = item.get("action"), item.get("results")
+    query = action.get("query") if isinstance(action, Mapping) else None
+    if not isinstance(query, str):
+        path = f"{name}.action.query"
+        raise ApiError(f"{path} must be a string", param=path, code="invalid_value")
+    results: list[Result] = []
+    for index, page in enumerate(found if isinstance(found, list) else ()):
+        path = f"{name}.results[{index}]"
+        if not isinstance(page, Mapping):
+            raise ApiError(f"{path} must be an object", param=path, code="invalid_value")
+        refuse_extra(page, ("title", "url", "text"), path)
+        results.append({field: _string(page, field, path, empty=True) for field in ("title", "url", "text")})
+    return searched_item(search_item(), query, None if item.get("status") == "failed" else results)
+
+
+def _string(item: Mapping[str, Any], field: str, name: str, *, empty: bool = False) -> str:
     value = item.get(field)
-    if not isinstance(value, str) or (not value and field != "arguments"):
+    if not isinstance(value, str) or not (value or empty):
         path = f"{name}.{field}"
         raise ApiError(f"{path} must be a string", param=path, code="invalid_value")
     return value
@@ -137,13 +183,20 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
                 thought = "\n".join(part["text"] for part in item["content"])
                 answering = {"role": "assistant", "reasoning_content": thought}
                 said.append(answering)
-            case "function_call":
+            case "function_call" | "web_search_call" as kind:
                 if answering is None:
                     answering = {"role": "assistant"}
                     said.append(answering)
-                call = past_call(item["call_id"], item["name"], item["arguments"])
+                searched = kind == "web_search_call"
+                call = _search_call(item) if searched else past_call(item["call_id"], item["name"], item["arguments"])
                 answering.setdefault("tool_calls", []).append(call)
-                names[item["call_id"]] = item["name"]
+                if searched:
+                    found = told_results(item["results"]) if item["status"] == "completed" else FAILED
+                    said.append({"role": "tool", "content": found, "tool_call_id": item["id"]})
+                    said[-1]["name"] = SEARCH_TOOL.name
+                    answering = None
+                else:
+                    names[item["call_id"]] = item["name"]
     for message in said:
         message.setdefault("content", "")
     return [message for message in said if message.keys() != {"role", "content", "reasoning_content"}

@@ -17,6 +17,7 @@ from holdfast.server.conversations.items import (
     new_item,
     read_items,
     reasoning_item,
+    search_item,
 )  # fmt: skip
 from holdfast.server.conversations.values import Context, Item, Turn
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said
@@ -33,7 +34,8 @@ from holdfast.server.protocol import (
     template_options,
 )
 from holdfast.server.replies import RequestUsage, encode
-from holdfast.server.tools import read_toolset
+from holdfast.server.search import SEARCH_KINDS, SEARCH_TOOL
+from holdfast.server.tools import read_toolset, search_results
 
 MAX_NEW_ITEMS = 20
 """Most items that one call may add to a conversation, as in OpenAI's API."""
@@ -42,6 +44,12 @@ Id = Annotated[str, Meta(min_length=1, max_length=64)]
 Label = Annotated[str, Meta(max_length=1024)]
 NewItems = Annotated[list[dict[str, Any]], Meta(max_length=MAX_NEW_ITEMS)]
 
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 Event = dict[str, Any]
 Response = dict[str, Any]
 
@@ -89,16 +97,17 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     max_output_tokens: Count | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
     """Whether the oldest turns leave a prompt that exceeds the context. The conversation keeps them."""
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = field(default_factory=list)
-    """The log probabilities of the answer's tokens. Reasoning is told openly, so none of it is encrypted."""
+    include: list[Included] = field(default_factory=list)
+    """The log probabilities of the answer's tokens. All else is told in any case, and openly."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
     metadata: Metadata = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
-    # Told in the answer, and without effect on it: OpenAI's limit of calls is for tools that the server runs.
     max_tool_calls: Count | None = None
+    """Most calls of tools that the server runs: web searches."""
+    # Told in the answer, and without effect on it.
     prompt_cache_key: Label | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     safety_identifier: Label | None = None
@@ -109,6 +118,11 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     def toolset(self) -> Toolset | None:
         """The tools that the model may call. Raises ApiError."""
         return read_toolset(self.tools, self.tool_choice, parallel=self.parallel_tool_calls, api="responses")
+
+    @property
+    def search_results(self) -> int:
+        """Most results of each web search; 0 if the model may not search."""
+        return 0 if self.toolset is None else search_results(self.tools)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -287,6 +301,8 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
 
 def _told_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool as its response tells it: with all fields."""
+    if tool.get("type") != "function":
+        return dict(tool)
     return {"description": None, "parameters": None, "strict": False, **tool}
 
 
@@ -301,6 +317,8 @@ class ResponseShape:
         """`reading` says how the answer is read, which need not be known of one that is told again."""
         self.response = response
         self.reading = reading
+        self.searches: dict[int, str] = {}
+        """The arguments of web searches that have not ended, by their places in the output."""
         self.output: list[Item] = []
         """The items so far. All but the last are complete."""
         self.opened = 0
@@ -336,12 +354,33 @@ class ResponseShape:
                     yield from self._add(reasoning_item(""))
                 self.output[-1]["content"][0]["text"] += text
                 yield self._part("response.reasoning_text.delta", delta=text)
+            case CallBegin(name) if name == SEARCH_TOOL.name and self._has_search():
+                yield from self._add(search_item())
+                self.searches[len(self.output) - 1] = ""
+                yield self._of_item("response.web_search_call.in_progress")
             case CallBegin(name):
                 assert self.reading is not None
                 yield from self._add(call_item(name, self.reading.format.calls.new_id()))
+            case Arguments(text) if kind == "web_search_call":
+                self.searches[len(self.output) - 1] += text
             case Arguments(text):
                 self.output[-1]["arguments"] += text
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
+
+    def searching(self, at: int) -> Event:
+        """A web search begins, which is at this place of the output."""
+        return self._of_item("response.web_search_call.searching", at)
+
+    def searched(self, at: int, item: Item) -> Iterator[Event]:
+        """It has ended so."""
+        del self.searches[at]
+        self.output[at] = item
+        if item["status"] == "completed":
+            yield self._of_item("response.web_search_call.completed", at)
+        yield self._event("response.output_item.done", output_index=at, item=item)
+
+    def _has_search(self) -> bool:
+        return any(tool["type"] in SEARCH_KINDS for tool in self.response["tools"])
 
     def tell(self, logprobs: Sequence[dict[str, Any]]) -> None:
         """Add the records of further tokens to the message, if there is one."""
@@ -354,6 +393,12 @@ class ResponseShape:
         match item["type"]:
             case "function_call":
                 yield self._of_item("response.function_call_arguments.delta", delta=item["arguments"])
+            case "web_search_call":
+                at = len(self.output) - 1
+                self.searches[at] = ""
+                yield self._of_item("response.web_search_call.in_progress")
+                yield self.searching(at)
+                yield from self.searched(at, item)
             case "reasoning":
                 yield self._part("response.reasoning_text.delta", delta=item["content"][0]["text"])
             case _:
@@ -420,6 +465,10 @@ class ResponseShape:
         item = self.output[-1]
         self.opened = len(self.output)
         empty = item | {"status": "in_progress"}
+        if item["type"] == "web_search_call":
+            empty = search_item() | {"id": item["id"]}
+            yield self._event("response.output_item.added", output_index=self.opened - 1, item=empty)
+            return
         if item["type"] == "function_call":
             yield self._event(
                 "response.output_item.added", output_index=self.opened - 1, item=empty | {"arguments": ""}
@@ -432,9 +481,11 @@ class ResponseShape:
         yield self._part("response.content_part.added", part=part)
 
     def _close(self) -> Iterator[Event]:
-        """The events that end the last item."""
+        """The events that end the last item. Those of a web search come when it has ended."""
         item = self.output[-1]
         match item["type"]:
+            case "web_search_call":
+                return
             case "function_call":
                 yield self._of_item(
                     "response.function_call_arguments.done", name=item["name"], arguments=item["arguments"]
@@ -453,15 +504,17 @@ class ResponseShape:
         """The items at the end of the answer: an empty message if the model said nothing at all."""
         if not self.output:
             self.output.append(new_item("assistant", ""))
-        return [*self.output[:-1], self.output[-1] | {"status": status}]
+        if self.output[-1]["type"] != "web_search_call":
+            self.output[-1] |= {"status": status}
+        return [item | {"status": "failed"} if at in self.searches else item for at, item in enumerate(self.output)]
 
     def _event(self, kind: str, **fields: Any) -> Event:
         if kind.startswith("response.content_part."):  # more than OpenAI's types have: llama-stack's clients read it
             fields["response_id"] = self.response["id"]
         return {"type": kind, "sequence_number": next(self.numbers), **fields}
 
-    def _of_item(self, kind: str, **fields: Any) -> Event:
-        at = len(self.output) - 1
+    def _of_item(self, kind: str, at: int = -1, **fields: Any) -> Event:
+        at = at % len(self.output)
         return self._event(kind, item_id=self.output[at]["id"], output_index=at, **fields)
 
     def _part(self, kind: str, **fields: Any) -> Event:

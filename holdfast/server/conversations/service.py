@@ -1,44 +1,34 @@
-"""Responses: from a request to its stored turn, while the client waits or in the background."""
+"""Responses: the stateful API, whose answers are written while the client waits or in the background."""
 
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace as replace_struct
 
-from holdfast.core.types import FinishReason
-from holdfast.engine.client import Delta
-from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.compaction import MOST_TOKENS, SUMMARIZE
-from holdfast.server.conversations.items import messages, new_item
-from holdfast.server.conversations.prompt import Prompt, compose
+from holdfast.server.conversations.items import new_item
 from holdfast.server.conversations.protocol import (
     CompactRequest,
     Event,
     InputTokensRequest,
     Response,
     ResponseRequest,
-    ResponseShape,
     compacted,
     ended,
-    new_response,
     replay,
 )  # fmt: skip
 from holdfast.server.conversations.store import AsyncStore
-from holdfast.server.conversations.values import GOOD, Context, Item, Turn
-from holdfast.server.formats.parts import Part, Said
-from holdfast.server.formats.reader import AnswerReader
-from holdfast.server.formats.registry import Reading
-from holdfast.server.logprobs import records, told_tokens
+from holdfast.server.conversations.values import RUNNING
+from holdfast.server.conversations.writing import Writing
 from holdfast.server.protocol import ApiError
-from holdfast.server.service import Answer, Lane, Service, check_length, internal, refused
+from holdfast.server.search import WebSearch
+from holdfast.server.service import Lane, Service, internal
 
-RUNNING = ("queued", "in_progress")
 KEPT_EVENTS = 1 << 16
 """Most events of background responses that have ended which are kept for readers that come back."""
 
@@ -49,6 +39,8 @@ class Responses:
     def __init__(self, service: Service, store: AsyncStore) -> None:
         self.service = service
         self.store = store
+        url = service.config.web_search
+        self.search = None if url is None else WebSearch(url)
         self._locked: set[tuple[str, str]] = set()
         self._background: dict[str, Background] = {}
         self._ended: dict[str, list[Event]] = {}
@@ -172,180 +164,9 @@ class Responses:
         """Stop the background responses and close the store."""
         for background in list(self._background.values()):
             await background.stop()
+        if self.search is not None:
+            await self.search.close()
         await asyncio.to_thread(self.store.close)
-
-
-class Writing:
-    """One response in progress. It is stored at its end, so a client that leaves earlier leaves no trace."""
-
-    def __init__(
-        self, responses: Responses, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None
-    ) -> None:
-        service = responses.service
-        service.check_model(wanted.model, tenant)
-        wanted = service.settled(wanted, lane)
-        self.input: list[Item] = wanted.items()
-        (lane or service.lane).admission.check(1, tenant)
-        self.responses = responses
-        self.wanted = wanted
-        self.tenant = tenant
-        self.reading = Reading(service.format, wanted.toolset, wanted.template_options)
-        self.shape = ResponseShape(new_response(wanted, wanted.model), self.reading)
-        self.context = Context()
-        self.prompt = Prompt("", array("I"), 0)
-        self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, name)
-        self.prepared = asyncio.Event()
-        """Set once the response is sure to be served."""
-        self.begun = False
-        """Whether its beginning is stored, for clients that poll a background response."""
-        self.settled = False
-        """Whether the store was asked to keep its end; this cannot be undone."""
-
-    @property
-    def id(self) -> str:
-        """The response's id."""
-        return str(self.shape.response["id"])
-
-    async def events(self) -> AsyncGenerator[Event, None]:
-        """The response's events as it is written. The last one has the whole response. Raises ApiError."""
-        with self.responses.lock(self.tenant, self.wanted.conversation_id):
-            reader: AnswerReader | None = None
-            tokens: list[int] = []
-            texts: list[str] = []
-            reasoning = 0
-            told: list[dict[str, Any]] = []
-            reason: FinishReason | None = None
-            if self.wanted.background:
-                for event in self.shape.queued():
-                    yield event
-            async with aclosing(self.answer.deltas()) as deltas:
-                async for _, delta in deltas:
-                    if reader is None:
-                        reader = self.reading.reader()
-                        for event in self.shape.opening():
-                            yield event
-                    tokens += delta.tokens
-                    texts.append(delta.text)
-                    reason = delta.finish_reason or reason
-                    if delta.logprobs:
-                        told += records(self.responses.service.client.text, told_tokens(delta))
-                    thought = reader.thinking
-                    for part in self._parts(reader, delta):
-                        for event in self.shape.part(part, told):
-                            yield event
-                        told = [] if isinstance(part, Said) else told
-                    if thought or reader.thinking:
-                        reasoning += len(delta.tokens)
-            assert reason is not None
-            self.shape.tell(told)
-            whole = self.shape.whole(reason, self.answer.usage, reasoning)
-            await self._commit(whole, "".join(texts), tokens, reason)
-            self.shape.response = whole
-            for event in self.shape.closing():
-                yield event
-
-    def _parts(self, reader: AnswerReader, delta: Delta) -> Sequence[Part]:
-        if self.reading.plain:
-            return [Said(delta.text)] if delta.text else []
-        return reader.push(delta.text, last=delta.finish_reason is not None)
-
-    async def whole(self) -> Response:
-        """The response at its end. Raises ApiError."""
-        async with aclosing(self.events()) as events:
-            async for _ in events:
-                pass
-        return self.shape.response
-
-    def failed(self, error: ApiError) -> Event:
-        """The event that ends the stream after an error. Counts the request as failed."""
-        self.answer.ended("failed")
-        return self.shape.failed(error)
-
-    async def compose(self, most: int | None) -> Prompt:
-        """Find the context that the response builds on, and compose its prompt, of `most` tokens. Raises ApiError."""
-        service = self.responses.service
-        self.context = await self._find_context()
-        self.answer.conversation = self.context.thread or self.wanted.conversation_id or ""
-        said = messages(self.wanted.instructions, [*self.context.items, *self.input])
-        if not said:
-            raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
-        try:
-            text, wanted = service.client.text, self.wanted
-            size = sum(len(message["content"]) for message in said)
-
-            def build(kept: Sequence[dict[str, Any]]) -> Prompt:
-                return compose(text, self.reading.render(text, kept), self.context, most)
-
-            def work() -> Prompt:
-                if wanted.truncation == "auto":
-                    return service.truncation.compose(said, wanted.most_tokens, build, self.reading.toolset)
-                return build(said)
-
-            return await service.off_loop(size, work, renders=True, lane=self.answer.lane)
-        except RequestRefused as error:
-            raise refused(error, self.wanted, service.client) from None
-        except ValueError as error:  # the chat template refuses these messages
-            raise ApiError(str(error), param="input", code="invalid_value") from None
-
-    async def _prepare(self) -> list[Sequence[int]]:
-        """Compose the prompt, and store the beginning of a background response. Returns the prompt's tokens."""
-        service = self.responses.service
-        self.prompt = await self.compose(service.client.info.max_model_len)
-        check_length(len(self.prompt.tokens), service.client, self.wanted)
-        if self.wanted.background:
-            await self._keep(self._turn(self.shape.response))
-            self.begun = True
-        self.prepared.set()
-        return [self.prompt.tokens]
-
-    async def _find_context(self) -> Context:
-        store, tenant = self.responses.store, self.tenant
-        previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
-        if conversation is not None:
-            return await store.read(lambda store: store.conversations.context(tenant, conversation), "conversation")
-        if previous is None:
-            return Context()
-        context = await store.read(lambda store: store.turns.context(tenant, previous), "previous_response_id")
-        if context.status not in GOOD:
-            lost = context.status in RUNNING and self.responses.running(tenant, previous) is None
-            status = "failed" if lost else context.status
-            reason = f"the previous response is {status}; go on from one that is completed or incomplete"
-            raise ApiError(reason, param="previous_response_id", code="invalid_value")
-        return context
-
-    def _turn(self, response: Response) -> Turn:
-        return Turn(
-            response=response, tenant=self.tenant, input=self.input, context=self.context,
-            conversation=self.wanted.conversation_id, visible=self.wanted.store,
-        )  # fmt: skip
-
-    async def _commit(self, whole: Response, answer: str, tokens: list[int], reason: FinishReason) -> None:
-        """Store the whole turn: response, items and raw tokens in one transaction.
-
-        The tokens of an answer of several parts are not known any more when the template writes it again.
-        """
-        if not self.wanted.store and self.wanted.conversation is None:
-            return
-        said = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "message"]
-        known = self.prompt.answered(
-            self.responses.service.client.text, answer, tokens if said == [answer] else [], reason
-        )
-        self.settled = True
-        turn = replace(
-            self._turn(whole),
-            tokens=known.tokens, known=self.prompt.known, characters=known.characters, digest=known.digest,
-        )  # fmt: skip
-        await self._keep(turn)
-
-    async def _keep(self, turn: Turn) -> None:
-        await self.responses.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
-
-    async def end(self, response: Response) -> None:
-        """Store the end of a background response that failed or was cancelled."""
-        self.shape.response = response
-        self.settled = True
-        with suppress(ApiError):  # deleted meanwhile
-            await self._keep(self._turn(response))
 
 
 @dataclass(frozen=True, slots=True)

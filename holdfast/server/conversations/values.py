@@ -11,6 +11,8 @@ Item = dict[str, Any]
 
 GOOD = ("completed", "incomplete")
 """Statuses of turns that others may build on."""
+RUNNING = ("queued", "in_progress")
+"""Those of turns that are still written."""
 
 
 class StoreError(Exception):

@@ -53,6 +53,12 @@ class Toolset:
         """Whether a grammar must see to the calls."""
         return self.mode == "required" or self.allowed is not None or any(tool.strict for tool in self.tools)
 
+    def behind(self, spent: Tool | None) -> Toolset | None:
+        """What the model may do behind a call that it had to write: anything, but for a tool that is `spent`."""
+        tools = tuple(tool for tool in self.tools if tool != spent)
+        allowed = self.allowed if self.mode == "auto" else None
+        return replace(self, tools=tools, mode="auto", allowed=allowed) if tools else None
+
     def free(self) -> Toolset:
         """The same tools, with arguments that need not follow their schemas unless they are strict."""
         anything = {"type": "object"}

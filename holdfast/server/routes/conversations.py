@@ -15,8 +15,8 @@ from holdfast.server.conversations.protocol import (
     ItemsRequest,
     item_list,
 )  # fmt: skip
-from holdfast.server.conversations.service import RUNNING, Responses
-from holdfast.server.conversations.values import Turn
+from holdfast.server.conversations.service import Responses
+from holdfast.server.conversations.values import RUNNING, Turn
 from holdfast.server.protocol import ApiError, parse
 from holdfast.server.routes.http import JSON, described, page_query, read_body, tenant_of
 

@@ -701,7 +701,10 @@ class TestTenants:
     ("changes", "param", "code"),
     [
         ({"input": []}, "input", "invalid_value"),
-        ({"input": [{"type": "web_search_call", "output": "x"}]}, "input[0].type", "unsupported_content"),
+        ({"input": [{"type": "file_search_call", "output": "x"}]}, "input[0].type", "unsupported_content"),
+        ({"input": [{"type": "web_search_call", "action": {}}]}, "input[0].action.query", "invalid_value"),
+        ({"input": [{"type": "web_search_call", "action": {"query": "x"}, "results": [{"url": 3}]}]},
+         "input[0].results[0].title", "invalid_value"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "invalid_value"),
         ({"input": [{"role": "pirate", "content": "x"}]}, "input[0].role", "invalid_value"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type",

@@ -1,0 +1,294 @@
+"""Writing: one response of the Responses API, from its prompt to its stored turn."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace as replace_struct
+
+from holdfast.core.types import FinishReason
+from holdfast.engine.client import Delta
+from holdfast.lm.limits import RequestRefused
+from holdfast.server.conversations.items import messages, searched_item
+from holdfast.server.conversations.prompt import Prompt, compose
+from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, new_response
+from holdfast.server.conversations.values import GOOD, RUNNING, Context, Item, Turn
+from holdfast.server.formats.parts import Part, Said
+from holdfast.server.formats.reader import AnswerReader
+from holdfast.server.formats.registry import Reading
+from holdfast.server.logprobs import records, told_tokens
+from holdfast.server.protocol import ApiError
+from holdfast.server.search import MOST_SEARCHES, SEARCH_KINDS, SEARCH_TOOL, SearchFailed, read_query
+from holdfast.server.service import Answer, Lane, check_length, refused
+
+if TYPE_CHECKING:
+    from holdfast.server.conversations.service import Responses
+
+
+@dataclass(slots=True)
+class Written:
+    """One answer of the model: all of a response, unless it searches the web."""
+
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    reasoning: int = 0
+    """Tokens of its reasoning."""
+    reason: FinishReason = FinishReason.STOP
+
+
+class Writing:
+    """One response in progress. It is stored at its end, so a client that leaves earlier leaves no trace."""
+
+    def __init__(
+        self, responses: Responses, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None
+    ) -> None:
+        service = responses.service
+        service.check_model(wanted.model, tenant)
+        wanted = service.settled(wanted, lane)
+        self.input: list[Item] = wanted.items()
+        (lane or service.lane).admission.check(1, tenant)
+        self.responses = responses
+        self.wanted = wanted
+        self.tenant = tenant
+        self.reading = Reading(service.format, wanted.toolset, wanted.template_options)
+        if wanted.search_results and responses.search is None:
+            place = next(f"tools[{at}].type" for at, tool in enumerate(wanted.tools) if tool["type"] in SEARCH_KINDS)
+            reason = f"{place} is web_search, and this server has no search engine (see --web-search)"
+            raise ApiError(reason, param=place, code="unsupported_parameter")
+        self.searched = 0
+        """Web searches so far."""
+        self.shape = ResponseShape(new_response(wanted, wanted.model), self.reading)
+        self.context = Context()
+        self.prompt = Prompt("", array("I"), 0)
+        self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, name)
+        self.known = 0
+        """The prompt's leading tokens that came from the store: those of the first round are in all of them."""
+        self.name = name
+        self.prepared = asyncio.Event()
+        """Set once the response is sure to be served."""
+        self.begun = False
+        """Whether its beginning is stored, for clients that poll a background response."""
+        self.settled = False
+        """Whether the store was asked to keep its end; this cannot be undone."""
+
+    @property
+    def id(self) -> str:
+        """The response's id."""
+        return str(self.shape.response["id"])
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """The response's events as it is written. The last one has the whole response. Raises ApiError."""
+        with self.responses.lock(self.tenant, self.wanted.conversation_id):
+            if self.wanted.background:
+                for event in self.shape.queued():
+                    yield event
+            reasoning = 0
+            while True:
+                written = Written()
+                async with aclosing(self._round(written)) as events:
+                    async for event in events:
+                        yield event
+                reasoning += written.reasoning
+                async with aclosing(self._search(written.reason)) as events:
+                    async for event in events:
+                        yield event
+                if not self.answer.goes_on:
+                    break
+                if not self._next_round():
+                    written.reason = FinishReason.LENGTH
+                    break
+            whole = self.shape.whole(written.reason, self.answer.usage, reasoning)
+            await self._commit(whole, "".join(written.texts), written.tokens, written.reason)
+            self.shape.response = whole
+            for event in self.shape.closing():
+                yield event
+
+    async def _round(self, written: Written) -> AsyncGenerator[Event, None]:
+        """The events of one answer of the model, which is noted. A response that searches the web has several."""
+        reader: AnswerReader | None = None
+        told: list[dict[str, Any]] = []
+        before = len(self.shape.output)
+        async with aclosing(self.answer.deltas()) as deltas:
+            async for _, delta in deltas:
+                if reader is None:
+                    reader = self.reading.reader()
+                    for event in self.shape.opening() if not before else ():
+                        yield event
+                written.tokens += delta.tokens
+                written.texts.append(delta.text)
+                if delta.logprobs:
+                    told += records(self.responses.service.client.text, told_tokens(delta))
+                thought = reader.thinking
+                for part in self._parts(reader, delta):
+                    for event in self.shape.part(part, told):
+                        yield event
+                    told = [] if isinstance(part, Said) else told
+                if thought or reader.thinking:
+                    written.reasoning += len(delta.tokens)
+                if delta.finish_reason is not None:
+                    written.reason = delta.finish_reason
+                    calls = any(item["type"] == "function_call" for item in self.shape.output[before:])
+                    searched = bool(self.shape.searches) and delta.finish_reason is FinishReason.STOP
+                    self.answer.goes_on = searched and not calls
+        self.shape.tell(told)
+
+    async def _search(self, reason: FinishReason) -> AsyncGenerator[Event, None]:
+        """Do the web searches of a round that ended so, as far as they are whole and may be done."""
+        for at, arguments in list(self.shape.searches.items()):
+            query, results = "", None
+            with suppress(SearchFailed):
+                if reason is FinishReason.STOP and self._may_search:
+                    self.searched += 1
+                    query = read_query(arguments)
+                    yield self.shape.searching(at)
+                    assert self.responses.search is not None
+                    results = await self.responses.search.ask(query, self.wanted.search_results)
+            for event in self.shape.searched(at, searched_item(self.shape.output[at], query, results)):
+                yield event
+
+    def _next_round(self) -> bool:
+        """Let the model go on behind what was found. Returns whether it may write anything more."""
+        wanted, last = self.wanted, self.answer
+        most = wanted.max_output_tokens
+        left = None if most is None else most - last.usage.completion_tokens
+        if left is not None and left <= 0:
+            return False
+        toolset = self.reading.toolset
+        assert toolset is not None
+        toolset = toolset.behind(None if self._may_search else SEARCH_TOOL)
+        reading = Reading(last.service.format, toolset, self.reading.options)
+        name = self.name and f"{self.name}/{len(self.shape.output)}"
+        self.wanted = replace_struct(wanted, max_output_tokens=left)
+        self.reading = self.shape.reading = reading
+        self.answer = Answer(last.service, self.wanted, self.tenant, self._go_on, reading, 1, last.lane, name)
+        self.answer.usage, self.answer.conversation = last.usage, last.conversation
+        return True
+
+    @property
+    def _may_search(self) -> bool:
+        return self.searched < min(MOST_SEARCHES, self.wanted.max_tool_calls or MOST_SEARCHES)
+
+    def _parts(self, reader: AnswerReader, delta: Delta) -> Sequence[Part]:
+        if self.reading.plain:
+            return [Said(delta.text)] if delta.text else []
+        return reader.push(delta.text, last=delta.finish_reason is not None)
+
+    async def whole(self) -> Response:
+        """The response at its end. Raises ApiError."""
+        async with aclosing(self.events()) as events:
+            async for _ in events:
+                pass
+        return self.shape.response
+
+    def failed(self, error: ApiError) -> Event:
+        """The event that ends the stream after an error. Counts the request as failed."""
+        self.answer.ended("failed")
+        return self.shape.failed(error)
+
+    async def compose(self, most: int | None) -> Prompt:
+        """Find the context that the response builds on, and compose its prompt, of `most` tokens. Raises ApiError."""
+        self.context = await self._find_context()
+        self.answer.conversation = self.context.thread or self.wanted.conversation_id or ""
+        return await self._compose(self.context, most)
+
+    async def _compose(self, known: Context, most: int | None) -> Prompt:
+        """The prompt of what was said so far, in this response too. The tokens of its beginning may be known."""
+        service = self.responses.service
+        said = messages(self.wanted.instructions, [*self.context.items, *self.input, *self.shape.output])
+        if not said:
+            raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
+        try:
+            text, wanted = service.client.text, self.wanted
+            size = sum(len(message["content"]) for message in said)
+
+            def build(kept: Sequence[dict[str, Any]]) -> Prompt:
+                return compose(text, self.reading.render(text, kept), known, most)
+
+            def work() -> Prompt:
+                if wanted.truncation == "auto":
+                    return service.truncation.compose(said, wanted.most_tokens, build, self.reading.toolset)
+                return build(said)
+
+            return await service.off_loop(size, work, renders=True, lane=self.answer.lane)
+        except RequestRefused as error:
+            raise refused(error, self.wanted, service.client) from None
+        except ValueError as error:  # the chat template refuses these messages
+            raise ApiError(str(error), param="input", code="invalid_value") from None
+
+    async def _prepare(self) -> list[Sequence[int]]:
+        """Compose the prompt, and store the beginning of a background response. Returns the prompt's tokens."""
+        service = self.responses.service
+        self.prompt = await self.compose(service.client.info.max_model_len)
+        self.known = self.prompt.known
+        check_length(len(self.prompt.tokens), service.client, self.wanted)
+        if self.wanted.background:
+            await self._keep(self._turn(self.shape.response))
+            self.begun = True
+        self.prepared.set()
+        return [self.prompt.tokens]
+
+    async def _go_on(self) -> list[Sequence[int]]:
+        """The tokens of the prompt behind what was found. Those of the prompt before it are known."""
+        service = self.responses.service
+        known = self.prompt.answered(service.client.text, "", (), FinishReason.LENGTH)
+        context = replace(
+            self.context, tokens=known.tokens, characters=known.characters, digest=known.digest
+        )  # fmt: skip
+        self.prompt = await self._compose(context, service.client.info.max_model_len)
+        self.known = min(self.known, self.prompt.known)
+        check_length(len(self.prompt.tokens), service.client, self.wanted)
+        return [self.prompt.tokens]
+
+    async def _find_context(self) -> Context:
+        store, tenant = self.responses.store, self.tenant
+        previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
+        if conversation is not None:
+            return await store.read(lambda store: store.conversations.context(tenant, conversation), "conversation")
+        if previous is None:
+            return Context()
+        context = await store.read(lambda store: store.turns.context(tenant, previous), "previous_response_id")
+        if context.status not in GOOD:
+            lost = context.status in RUNNING and self.responses.running(tenant, previous) is None
+            status = "failed" if lost else context.status
+            reason = f"the previous response is {status}; go on from one that is completed or incomplete"
+            raise ApiError(reason, param="previous_response_id", code="invalid_value")
+        return context
+
+    def _turn(self, response: Response) -> Turn:
+        return Turn(
+            response=response, tenant=self.tenant, input=self.input, context=self.context,
+            conversation=self.wanted.conversation_id, visible=self.wanted.store,
+        )  # fmt: skip
+
+    async def _commit(self, whole: Response, answer: str, tokens: list[int], reason: FinishReason) -> None:
+        """Store the whole turn: response, items and raw tokens in one transaction.
+
+        The tokens of an answer of several parts are not known any more when the template writes it again.
+        """
+        if not self.wanted.store and self.wanted.conversation is None:
+            return
+        said = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "message"]
+        known = self.prompt.answered(
+            self.responses.service.client.text, answer, tokens if said == [answer] else [], reason
+        )
+        self.settled = True
+        turn = replace(
+            self._turn(whole),
+            tokens=known.tokens, known=self.known, characters=known.characters, digest=known.digest,
+        )  # fmt: skip
+        await self._keep(turn)
+
+    async def _keep(self, turn: Turn) -> None:
+        await self.responses.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
+
+    async def end(self, response: Response) -> None:
+        """Store the end of a background response that failed or was cancelled."""
+        self.shape.response = response
+        self.settled = True
+        with suppress(ApiError):  # deleted meanwhile
+            await self._keep(self._turn(response))

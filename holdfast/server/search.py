@@ -1,0 +1,117 @@
+"""WebSearch: the search engine that the server asks for the model, by SearXNG's JSON interface."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+
+from holdfast.server.formats.toolset import Tool
+
+log = logging.getLogger("holdfast.server")
+
+SEARCH_KINDS = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
+"""Types of the tool in the Responses API."""
+RESULTS = {"low": 3, "medium": 5, "high": 10}
+"""Most results of a search, by its `search_context_size`."""
+MOST_SEARCHES = 8
+"""Of one response. The model gets no further ones."""
+MOST_QUERY, MOST_TITLE, MOST_URL, MOST_TEXT = 512, 200, 2000, 800
+"""Characters."""
+MOST_BYTES = 4 << 20
+"""Of the search engine's reply."""
+SECONDS = 10.0
+"""For the search engine's reply."""
+
+SEARCH_TOOL = Tool(
+    "web_search",
+    "Search the web. Returns titles, addresses and extracts of the pages that were found.",
+    {
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": "What to search for.", "maxLength": MOST_QUERY}},
+        "required": ["query"],
+        "additionalProperties": False,
+    },
+)
+"""The tool as the model sees it."""
+
+NOTHING, FAILED = "Nothing was found.", "The search failed."
+"""What the model reads in place of results."""
+
+Result = dict[str, str]
+"""Keys: title, url, text."""
+
+
+class SearchFailed(Exception):
+    """There are no results; the message says why."""
+
+
+class _Found(msgspec.Struct):
+    url: str
+    title: str = ""
+    content: str | None = None
+
+
+class _Reply(msgspec.Struct):
+    results: list[_Found]
+
+
+class WebSearch:
+    """A SearXNG server. One for each server that has one."""
+
+    def __init__(self, url: str) -> None:
+        """`url` is its address; its settings must allow the JSON format. Nothing is asked yet."""
+        self._url = f"{url.rstrip('/')}/search"
+        self._http = httpx.AsyncClient(timeout=SECONDS)
+
+    async def ask(self, query: str, most: int) -> list[Result]:
+        """The first results, at most so many, shortened. Raises SearchFailed."""
+        params = {"q": query[:MOST_QUERY], "format": "json"}
+        try:
+            body = await self._get(params)
+            found = msgspec.json.decode(body, type=_Reply).results
+        except (httpx.HTTPError, msgspec.MsgspecError, UnicodeError) as error:
+            log.warning("a web search failed: %s", f"{error}" or type(error).__name__)
+            raise SearchFailed("the search engine cannot be used now") from None
+        return [
+            {"title": page.title[:MOST_TITLE], "url": page.url, "text": (page.content or "")[:MOST_TEXT]}
+            for page in found
+            if len(page.url) <= MOST_URL
+        ][:most]
+
+    async def _get(self, params: Mapping[str, str]) -> bytes:
+        async with self._http.stream("GET", self._url, params=params) as response:
+            response.raise_for_status()
+            body = b""
+            async for piece in response.aiter_bytes():
+                body += piece
+                if len(body) > MOST_BYTES:
+                    raise httpx.DecodingError(f"the reply has more than {MOST_BYTES} bytes")
+            return body
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.aclose()
+
+
+def read_query(arguments: str) -> str:
+    """What a call asks for, from its arguments as JSON text. Raises SearchFailed."""
+    try:
+        given: Any = msgspec.json.decode(arguments)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        given = None
+    query = given.get("query") if isinstance(given, dict) else None
+    if not isinstance(query, str) or not query.strip():
+        raise SearchFailed("the arguments have no query")
+    return query[:MOST_QUERY]
+
+
+def told_results(results: Sequence[Result]) -> str:
+    """Results as the model reads them."""
+    if not results:
+        return NOTHING
+    pages = (f"{number}. {page['title']}\n{page['url']}\n{page['text']}" for number, page in enumerate(results, 1))
+    return "\n\n".join(pages)

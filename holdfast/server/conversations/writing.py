@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from msgspec.structs import replace as replace_struct
 
@@ -17,17 +17,29 @@ from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.items import messages, searched_item
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, new_response
+from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import GOOD, RUNNING, Context, Item, Turn
 from holdfast.server.formats.parts import Part, Said
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
 from holdfast.server.logprobs import records, told_tokens
 from holdfast.server.protocol import ApiError
-from holdfast.server.search import MOST_SEARCHES, SEARCH_KINDS, SEARCH_TOOL, SearchFailed, read_query
-from holdfast.server.service import Answer, Lane, check_length, refused
+from holdfast.server.search import MOST_SEARCHES, SEARCH_KINDS, SEARCH_TOOL, SearchFailed, WebSearch, read_query
+from holdfast.server.service import Answer, Lane, Service, check_length, refused
 
-if TYPE_CHECKING:
-    from holdfast.server.conversations.service import Responses
+
+class Server(Protocol):
+    """What a response needs of the stateful API that it is a part of."""
+
+    service: Service
+    store: AsyncStore
+    search: WebSearch | None
+
+    def lock(self, tenant: str, conversation: str | None) -> AbstractContextManager[None]:
+        """Lock a conversation against other changes. Raises ApiError if it is locked already."""
+
+    def running(self, tenant: str, response: str) -> object | None:
+        """A background response that this process is writing."""
 
 
 @dataclass(slots=True)
@@ -45,18 +57,18 @@ class Writing:
     """One response in progress. It is stored at its end, so a client that leaves earlier leaves no trace."""
 
     def __init__(
-        self, responses: Responses, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None
+        self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None
     ) -> None:
-        service = responses.service
+        service = server.service
         service.check_model(wanted.model, tenant)
         wanted = service.settled(wanted, lane)
         self.input: list[Item] = wanted.items()
         (lane or service.lane).admission.check(1, tenant)
-        self.responses = responses
+        self.server = server
         self.wanted = wanted
         self.tenant = tenant
         self.reading = Reading(service.format, wanted.toolset, wanted.template_options)
-        if wanted.search_results and responses.search is None:
+        if wanted.search_results and server.search is None:
             place = next(f"tools[{at}].type" for at, tool in enumerate(wanted.tools) if tool["type"] in SEARCH_KINDS)
             reason = f"{place} is web_search, and this server has no search engine (see --web-search)"
             raise ApiError(reason, param=place, code="unsupported_parameter")
@@ -83,7 +95,7 @@ class Writing:
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """The response's events as it is written. The last one has the whole response. Raises ApiError."""
-        with self.responses.lock(self.tenant, self.wanted.conversation_id):
+        with self.server.lock(self.tenant, self.wanted.conversation_id):
             if self.wanted.background:
                 for event in self.shape.queued():
                     yield event
@@ -122,7 +134,7 @@ class Writing:
                 written.tokens += delta.tokens
                 written.texts.append(delta.text)
                 if delta.logprobs:
-                    told += records(self.responses.service.client.text, told_tokens(delta))
+                    told += records(self.server.service.client.text, told_tokens(delta))
                 thought = reader.thinking
                 for part in self._parts(reader, delta):
                     for event in self.shape.part(part, told):
@@ -146,8 +158,8 @@ class Writing:
                     self.searched += 1
                     query = read_query(arguments)
                     yield self.shape.searching(at)
-                    assert self.responses.search is not None
-                    results = await self.responses.search.ask(query, self.wanted.search_results)
+                    assert self.server.search is not None
+                    results = await self.server.search.ask(query, self.wanted.search_results)
             for event in self.shape.searched(at, searched_item(self.shape.output[at], query, results)):
                 yield event
 
@@ -198,7 +210,7 @@ class Writing:
 
     async def _compose(self, known: Context, most: int | None) -> Prompt:
         """The prompt of what was said so far, in this response too. The tokens of its beginning may be known."""
-        service = self.responses.service
+        service = self.server.service
         said = messages(self.wanted.instructions, [*self.context.items, *self.input, *self.shape.output])
         if not said:
             raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
@@ -222,7 +234,7 @@ class Writing:
 
     async def _prepare(self) -> list[Sequence[int]]:
         """Compose the prompt, and store the beginning of a background response. Returns the prompt's tokens."""
-        service = self.responses.service
+        service = self.server.service
         self.prompt = await self.compose(service.client.info.max_model_len)
         self.known = self.prompt.known
         check_length(len(self.prompt.tokens), service.client, self.wanted)
@@ -234,7 +246,7 @@ class Writing:
 
     async def _go_on(self) -> list[Sequence[int]]:
         """The tokens of the prompt behind what was found. Those of the prompt before it are known."""
-        service = self.responses.service
+        service = self.server.service
         known = self.prompt.answered(service.client.text, "", (), FinishReason.LENGTH)
         context = replace(
             self.context, tokens=known.tokens, characters=known.characters, digest=known.digest
@@ -245,7 +257,7 @@ class Writing:
         return [self.prompt.tokens]
 
     async def _find_context(self) -> Context:
-        store, tenant = self.responses.store, self.tenant
+        store, tenant = self.server.store, self.tenant
         previous, conversation = self.wanted.previous_response_id, self.wanted.conversation_id
         if conversation is not None:
             return await store.read(lambda store: store.conversations.context(tenant, conversation), "conversation")
@@ -253,7 +265,7 @@ class Writing:
             return Context()
         context = await store.read(lambda store: store.turns.context(tenant, previous), "previous_response_id")
         if context.status not in GOOD:
-            lost = context.status in RUNNING and self.responses.running(tenant, previous) is None
+            lost = context.status in RUNNING and self.server.running(tenant, previous) is None
             status = "failed" if lost else context.status
             reason = f"the previous response is {status}; go on from one that is completed or incomplete"
             raise ApiError(reason, param="previous_response_id", code="invalid_value")
@@ -274,7 +286,7 @@ class Writing:
             return
         said = [item["content"][0]["text"] for item in whole["output"] if item["type"] == "message"]
         known = self.prompt.answered(
-            self.responses.service.client.text, answer, tokens if said == [answer] else [], reason
+            self.server.service.client.text, answer, tokens if said == [answer] else [], reason
         )
         self.settled = True
         turn = replace(
@@ -284,7 +296,7 @@ class Writing:
         await self._keep(turn)
 
     async def _keep(self, turn: Turn) -> None:
-        await self.responses.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
+        await self.server.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
 
     async def end(self, response: Response) -> None:
         """Store the end of a background response that failed or was cancelled."""

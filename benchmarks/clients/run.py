@@ -397,6 +397,7 @@ def measure(suite: Suite, directory: Path, source: Path | None) -> dict[str, Any
     print(f"{suite.name}: {dict(counts)}, {time.monotonic() - began:.0f} s", flush=True)
     return {
         "name": suite.name,
+        "date": provenance()["date"],
         "versions": versions(suite, directory, source),
         "passed": counts["passed"],
         "failed": counts["failed"],
@@ -406,27 +407,27 @@ def measure(suite: Suite, directory: Path, source: Path | None) -> dict[str, Any
     }
 
 
-def page(results: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
+def page(results: Sequence[dict[str, Any]]) -> str:
     """The documentation page, in Markdown."""
     lines = [
         "# Clients",
         "",
         "Clients and compliance suites that people use, run against `holdfast serve` with the built-in model, each in",
         "an environment of its own. The model is tiny: it knows sums and what it is told, and nothing of the world.",
-        f"Written on {about['date'][:10]} by",
+        "Written by",
         "",
         "```sh",
         "python benchmarks/clients/run.py     # its head says which checkouts some suites need",
         "```",
         "",
-        "| suite | what runs | version | passed | failed | skipped |",
-        "|---|---|---|---|---|---|",
+        "| suite | what runs | version | run on | passed | failed | skipped |",
+        "|---|---|---|---|---|---|---|",
     ]
     known = {suite.name: suite for suite in SUITES}
     for result in results:
         passed = f"{result['passed']} of {result['passed'] + result['failed']}"
-        row = (known[result["name"]].about, result["versions"], passed, str(result["failed"]), str(result["skipped"]))
-        lines.append(f"| {result['name']} | {' | '.join(row)} |")
+        row = (known[result["name"]].about, result["versions"], result["date"][:10], passed)
+        lines.append(f"| {result['name']} | {' | '.join(row)} | {result['failed']} | {result['skipped']} |")
     lines += ["", "A skipped case was skipped by the suite itself.", ""]
     for result in results:
         grouped: dict[tuple[str, str], list[str]] = {}
@@ -446,7 +447,7 @@ def write(results: Sequence[dict[str, Any]], file: Path, document: Path) -> None
     """Write the results as JSON, and the page. After each suite, so that an interruption loses one at most."""
     about = provenance() | {"command": "python benchmarks/clients/run.py"}
     file.write_text(json.dumps(about | {"suites": results}, indent=1) + "\n")
-    document.write_text(page(results, about))
+    document.write_text(page(results))
 
 
 def main() -> int:

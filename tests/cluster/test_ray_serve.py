@@ -44,6 +44,7 @@ def test_without_ray_serve_the_import_says_how_to_install_it(monkeypatch: pytest
 
 @needs_serve
 @pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")  # Ray Serve's own, at its import
 @pytest.mark.parametrize(
     ("args", "said"),
     [

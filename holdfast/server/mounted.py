@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -39,6 +40,8 @@ class Mounted:
         self.engine, self.config, self.apps, self.cluster, self.threads = engine, config, apps, cluster, threads
         self._engines = Engines(None)
         self._app: Any = None
+        self._open = False
+        """Whether there is anything to close."""
         self._held = contextlib.ExitStack()
 
     async def start(self) -> None:
@@ -54,8 +57,10 @@ class Mounted:
             )
             self._app = create_app(self._engines.model, self.config, store, self._engines.apps)
         except BaseException:
+            await asyncio.gather(*(client.close() for client in self._engines.all))
             self._held.close()
             raise
+        self._open = True
         await start_jobs(self._app.state.jobs)
 
     async def __call__(
@@ -88,9 +93,10 @@ class Mounted:
 
     async def close(self) -> None:
         """End it all. Requests in progress end with an error. May be called in any state, and more than once."""
-        if self._app is None:
+        if not self._open:
             return
-        state, self._app = self._app.state, None
+        self._open = False
+        state = self._app.state
         await end_work(state.admissions, state.jobs, self._engines)
         await close_books(state.responses, state.tracing)
         self._held.close()

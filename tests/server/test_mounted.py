@@ -26,7 +26,7 @@ async def served(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
         return Engines(client)  # type: ignore[arg-type]
 
     monkeypatch.setattr(mounted, "start", start)
-    served = Mounted(EngineConfig(), ServerConfig(store="memory", operator_key=()), AppConfig(), ClusterConfig())
+    served = Mounted(EngineConfig(), ServerConfig(store="memory"), AppConfig(), ClusterConfig())
     await served.start()
     yield served
     await served.close()
@@ -59,11 +59,13 @@ async def test_it_is_unwell_once_its_engine_has_died(served: Mounted, client: Fa
         await served.check_health()
 
 
-async def test_the_end_closes_engine_and_store_once(served: Mounted, client: FakeClient) -> None:
+async def test_after_the_end_its_engine_is_closed_and_requests_are_refused(served: Mounted, client: FakeClient) -> None:
+    asked = {"model": "tiny", "input": "hello"}
     async with http(served) as api:
-        answers = [await api.post("/v1/responses", json={"model": "tiny", "input": "hello"}) for _ in range(2)]
-    assert [answer.status_code for answer in answers] == [200, 200]
-    await asyncio.gather(served.close(), served.close())
+        answers = [(await api.post("/v1/responses", json=asked)).status_code for _ in range(2)]
+        await asyncio.gather(served.close(), served.close())
+        answers.append((await api.post("/v1/responses", json=asked)).status_code)
+    assert answers == [200, 200, 503]
     assert client.dead.is_set()
 
 

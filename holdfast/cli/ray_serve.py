@@ -6,7 +6,6 @@ Its arguments, there or under `args` in a file for `serve deploy`, are the optio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,12 +36,12 @@ def build(args: dict[str, Any]) -> Any:
     try:
         options = checked(args, (EngineConfig, AppConfig, ClusterConfig, ServerConfig), from_text=True)
         refuse(options)
-        served = serve_configs(Asked(options, {}, ()))
+        served = serve_configs(Asked({**options, "ray": AUTO}, {}, ()))
     except UsageError as error:
         raise OptionError(str(error)) from None
     config = served.server
     return application(
-        partial(Mounted, served.engine, config, served.apps, replace(served.cluster, ray=AUTO), threads=served.threads),
+        partial(Mounted, served.engine, config, served.apps, served.cluster, threads=served.threads),
         drain_seconds=config.drain_seconds,
         health_seconds=config.health_seconds,
         most_requests=config.max_connections,

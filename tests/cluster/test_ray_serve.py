@@ -53,7 +53,7 @@ def test_without_ray_serve_the_import_says_how_to_install_it(monkeypatch: pytest
         ({"num_replicas": 2}, "unknown option num_replicas; the nearest is max_replicas"),
         ({"port": 80}, "port is 80, and Ray Serve's proxy listens here"),
         ({"ray": "10.0.0.7:6379"}, "ray is 10.0.0.7:6379; engines run in the cluster of Ray Serve"),
-        ({"replicas": 2, "tuning": True}, "replicas is 2, and tuning is on"),
+        ({"tuning": True}, "replicas is 1, and tuning is on"),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused_with_its_value(args: dict[str, Any], said: str) -> None:

@@ -1,10 +1,11 @@
-"""What Ray Serve's proxy costs a stream: the same ASGI application behind it, and on uvicorn alone.
+"""What Ray Serve's proxies cost a stream: the same ASGI application behind either of them, and on uvicorn alone.
 
 usage: python benchmarks/ray_ingress.py [--streams 8] [--chunks 200] [--pace 0.02] [--json FILE]
 
-Needs ray[serve]. The application streams events at a steady pace, as an engine does tokens, each with the time at which
-it was made. The delay of a chunk is the time until a client on the same machine has read it. `cpu` is the processor
-time of all processes involved but the client, for 1,000 chunks.
+Needs ray[serve] 2.56 or newer, for its second proxy, HAProxy (RAY_SERVE_ENABLE_HA_PROXY=1).
+The application streams events at a steady pace, as an engine does tokens, each with the time at which it was made. The
+delay of a chunk is the time until a client on the same machine has read it. `cpu` is the processor time of all
+processes involved but the client, for 1,000 chunks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -26,6 +28,9 @@ import httpx
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from invocation import provenance
+
+INVOLVED = re.compile(r"ray::(ServeReplica|ProxyActor|HAProxyManager)|[^\0]*/haproxy\0")
+"""Command lines of the processes that requests pass through."""
 
 app = FastAPI()
 
@@ -108,6 +113,7 @@ def wait(url: str) -> None:
 
 
 def behind_serve(args: argparse.Namespace) -> dict[str, float]:
+    """Behind the proxy that the environment names when Ray Serve is imported."""
     import ray
     from ray import serve
 
@@ -124,14 +130,13 @@ def behind_serve(args: argparse.Namespace) -> dict[str, float]:
     serve.run(Ingress.bind())
     url = f"http://127.0.0.1:{port}"
     wait(url)
-    names = ("ray::ServeReplica", "ray::ProxyActor")
-    pids = [
-        int(each.name)
-        for each in Path("/proc").iterdir()
-        if each.name.isdigit() and (each / "cmdline").exists()
-        and (each / "cmdline").read_bytes().decode(errors="replace").startswith(names)
-    ]  # fmt: skip
     try:
+        pids = [
+            int(each.name)
+            for each in Path("/proc").iterdir()
+            if each.name.isdigit() and (each / "cmdline").exists()
+            and INVOLVED.match((each / "cmdline").read_bytes().decode(errors="replace"))
+        ]  # fmt: skip
         return dict(measure(url, pids, args), processes=len(pids))
     finally:
         serve.shutdown()
@@ -143,14 +148,22 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--chunks", type=int, default=200)
     parser.add_argument("--pace", type=float, default=0.02, help="seconds between two chunks of a stream")
+    parser.add_argument("--behind-serve", action="store_true", help="measure that alone, with the environment's proxy")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.behind_serve:
+        print(json.dumps(behind_serve(args)))
+        return
     import ray
 
     result: dict[str, Any] = dict(provenance(), ray=ray.__version__, cores=os.cpu_count())
     result |= dict(streams=args.streams, chunks=args.chunks, pace=args.pace)
     result["uvicorn"] = alone(args)
-    result["ray_serve"] = behind_serve(args)
+    for name, enabled in (("ray_serve", "0"), ("ray_serve_haproxy", "1")):
+        environment = {**os.environ, "RAY_SERVE_ENABLE_HA_PROXY": enabled}
+        command = [sys.executable, *sys.argv, "--behind-serve"]
+        told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
+        result[name] = json.loads(told.splitlines()[-1])
     result["load_average"] = os.getloadavg()[0]
     text = json.dumps(result, indent=2)
     print(text)

@@ -13,13 +13,17 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.cli.completion import SCRIPTS, SHELLS, options_of
 from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
 from holdfast.cli.topics import common, titled
 from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, OPERATOR_VARIABLE, AppConfig, EngineConfig
 from holdfast.core.version import __version__
+
+if TYPE_CHECKING:
+    from holdfast.cluster.config import ClusterConfig
+    from holdfast.server.config import ServerConfig
 
 EXAMPLES = """\
 examples:
@@ -237,20 +241,7 @@ def serve_command() -> Command:
     from holdfast.server.config import ServerConfig
 
     def run(asked: Asked) -> int:
-        keys = environment_keys()
-        if KEY_VARIABLE in os.environ and not keys:
-            raise UsageError(f"{KEY_VARIABLE} is set but holds no key; set a key, or unset it to serve without one")
-        operators = environment_keys(OPERATOR_VARIABLE)
-        given = {"api_key": keys, "operator_key": operators}
-        server = asked.config(ServerConfig, {name: each for name, each in given.items() if each})
-        engine, apps, cluster = asked.config(EngineConfig), asked.config(AppConfig), asked.config(ClusterConfig)
-        alone = bool(apps.app) and asked.model is None
-        if alone:
-            refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one beside --app", but=("threads",))
-        elif not apps.app:
-            for field in fields(AppConfig):
-                if field.name in asked.flags:
-                    raise UsageError(f"{flag_of(field.name)} is for applications; name one with --app")
+        server, engine, apps, cluster, threads = serve_configs(asked)
         # Not for the help, which needs the options alone.
         from holdfast.engine.checkpoint import Checkpoint, settled
         from holdfast.engine.spawn import EngineProcess
@@ -260,20 +251,15 @@ def serve_command() -> Command:
             check_tls(server)
         with listen(server) as listener, ExitStack() as held:
             process = None
-            if not alone:
+            if engine is not None:
                 with value_errors_as_usage():
-                    cluster.check(engine)
                     found = Checkpoint.of(engine)
                 if cluster.ray is None:
                     engine = settled(engine, found)
                     process = held.enter_context(EngineProcess(engine.device))
             from holdfast.cli import serve  # takes half a second, while the engine loads PyTorch
 
-            return run_in_loop(
-                serve.run(
-                    None if alone else engine, server, apps, listener, process, cluster=cluster, threads=engine.threads
-                )
-            )
+            return run_in_loop(serve.run(engine, server, apps, listener, process, cluster=cluster, threads=threads))
 
     return Command(
         run=run,
@@ -286,6 +272,43 @@ def serve_command() -> Command:
             AppConfig: "applications of cells",
         },
     )
+
+
+class ServeConfigs(NamedTuple):
+    """What `holdfast serve` is asked to serve, and how."""
+
+    server: ServerConfig
+    engine: EngineConfig | None
+    """None if applications are served alone."""
+    apps: AppConfig
+    cluster: ClusterConfig
+    threads: int | None
+    """Of each application's engine."""
+
+
+def serve_configs(asked: Asked) -> ServeConfigs:
+    """The configs of `holdfast serve`, with the environment's keys. Raises UsageError."""
+    from holdfast.cluster.config import ClusterConfig
+    from holdfast.server.config import ServerConfig
+
+    keys = environment_keys()
+    if KEY_VARIABLE in os.environ and not keys:
+        raise UsageError(f"{KEY_VARIABLE} is set but holds no key; set a key, or unset it to serve without one")
+    operators = environment_keys(OPERATOR_VARIABLE)
+    given = {"api_key": keys, "operator_key": operators}
+    server = asked.config(ServerConfig, {name: each for name, each in given.items() if each})
+    engine, apps, cluster = asked.config(EngineConfig), asked.config(AppConfig), asked.config(ClusterConfig)
+    alone = bool(apps.app) and asked.model is None
+    if alone:
+        refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one beside --app", but=("threads",))
+    else:
+        with value_errors_as_usage():
+            cluster.check(engine)
+    if not apps.app:
+        for field in fields(AppConfig):
+            if field.name in asked.flags:
+                raise UsageError(f"{flag_of(field.name)} is for applications; name one with --app")
+    return ServeConfigs(server, None if alone else engine, apps, cluster, engine.threads)
 
 
 def chat_command() -> Command:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -23,7 +22,7 @@ from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
-from holdfast.server.run import Engines
+from holdfast.server.run import Engines, log_as
 from holdfast.server.run import run as run_server
 
 GB = 1e9
@@ -45,9 +44,7 @@ async def run(
     `process` is the language model's first one, `cluster` says how many there are, `threads` is the number of CPU
     threads of each application's engine. Raises EngineStartError, StoreError.
     """
-    verbose = server.log_level in ("debug", "info")
-    logging.basicConfig(format=f"{'%(asctime)s ' * verbose}holdfast: %(message)s", level=logging.WARNING)
-    logging.getLogger("holdfast").setLevel(server.log_level.upper())
+    log_as(server)
     console = Console(highlight=False)
 
     def ready(engines: Engines, url: str) -> None:

@@ -1,8 +1,7 @@
 """RaySpawner: engines on the nodes of a Ray cluster, in an actor each. Ray finds the room; all else is Replicas' work.
 
-The API process is a driver of the cluster, and no deployment of Ray Serve. Its router must see every request, and
-chooses the replica by what each holds; so there is one ingress in any case. A stream's chunks come straight from the
-engine's process, where Serve's proxy and its calls between actors would stand between for each of them.
+The API process is a driver of the cluster, or the one replica of a deployment of Ray Serve (`ray_serve`). Its router
+must see every request, and chooses the engine by what each holds; so there is one API process in any case.
 """
 
 from __future__ import annotations
@@ -46,13 +45,15 @@ CALLS = 4
 
 
 class RaySpawner:
-    """As `Spawner`, for a Ray cluster. There is one of them in a process, which then belongs to the cluster."""
+    """As `Spawner`, for a Ray cluster. There is one of them in a process, which belongs to the cluster."""
 
     kind = "ray"
     most: int | None = None  # Ray may add nodes for the replicas that wait for one
 
     def __init__(self, config: EngineConfig, address: str, cpus: float) -> None:
         """For the cluster at `address`, host:port, or "auto": the one that runs on this host, else a new one.
+
+        If this process belongs to a cluster already, it is that one, and goes on when the engines have ended.
 
         Each engine gets `cpus` CPUs, and a GPU for each of its ranks if the cluster has any. Raises EngineStartError.
         """
@@ -61,18 +62,14 @@ class RaySpawner:
         self._places: dict[int, str] = {}
         self._secret = secrets.token_bytes(32)
         self._kept = tempfile.TemporaryDirectory(prefix="holdfast-profiles-")
-        if address != "auto":
-            check_reachable(address)
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
-        try:
-            ray.init(address=None if address == "auto" else address, namespace=NAMESPACE, logging_level=logging.WARNING)
-        except (OSError, ValueError, RuntimeError, RayError) as error:
-            raise EngineStartError(f"there is no Ray cluster at {address}: {one_line(error)}") from error
+        self._joined = not ray.is_initialized()
+        if self._joined:
+            join(address)
         self._reach: str = ray.util.get_node_ip_address()
         gpus = ray.cluster_resources().get("GPU", 0)
         self._gpus = config.layout.ranks if gpus and config.device != "cpu" else 0
         if config.device == "cuda" and not gpus:
-            ray.shutdown()
+            self._leave()
             raise EngineStartError("device is cuda, and no node of the Ray cluster has a GPU")
 
     def place(self, number: int) -> str:
@@ -138,8 +135,12 @@ class RaySpawner:
 
     async def close(self) -> None:
         """As `Spawner.close`. A cluster that was started here ends."""
-        await asyncio.to_thread(ray.shutdown)
+        await asyncio.to_thread(self._leave)
         self._kept.cleanup()
+
+    def _leave(self) -> None:
+        if self._joined:
+            ray.shutdown()
 
     def _share(self, about: About) -> EngineConfig:
         """The configuration of an engine on this node: its share of the cores and of the free memory."""
@@ -198,6 +199,17 @@ class RayProcess:
         self._killed.set()
         with suppress(RayError, RuntimeError):
             ray.kill(self._actor)
+
+
+def join(address: str) -> None:
+    """Let this process belong to the cluster, as `RaySpawner` has it. Raises EngineStartError."""
+    if address != "auto":
+        check_reachable(address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+    try:
+        ray.init(address=None if address == "auto" else address, namespace=NAMESPACE, logging_level=logging.WARNING)
+    except (OSError, ValueError, RuntimeError, RayError) as error:
+        raise EngineStartError(f"there is no Ray cluster at {address}: {one_line(error)}") from error
 
 
 def check_reachable(address: str) -> None:

@@ -97,7 +97,10 @@ def beat(socket: zmq.Socket[Any]) -> None:
 
 
 def _end_when_lost(monitor: zmq.Socket[bytes], link: Link) -> None:
-    event = recv_monitor_message(monitor)["event"]
+    try:
+        event = recv_monitor_message(monitor)["event"]
+    except zmq.ContextTerminated:  # as at an end that `leave` tells of, which it may overtake
+        event = zmq.EVENT_MONITOR_STOPPED
     monitor.close(0)
     if event == zmq.EVENT_MONITOR_STOPPED:
         return

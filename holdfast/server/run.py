@@ -36,6 +36,7 @@ from holdfast.server.jobs.tables import STEPS as JOB_STEPS
 from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.protocol import ApiError
 from holdfast.server.service import Admission
+from holdfast.server.tracing import Tracing
 
 CUT_SECONDS = 2.0
 """Time for streams to send their error event after the engine has ended."""
@@ -134,6 +135,13 @@ def tell(on_progress: Callable[[str], None], app: str, stage: str) -> None:
     on_progress(f"{app}: {stage}")
 
 
+def log_as(config: ServerConfig) -> None:
+    """Let this process log on standard error, as configured."""
+    verbose = config.log_level in ("debug", "info")
+    logging.basicConfig(format=f"{'%(asctime)s ' * verbose}holdfast: %(message)s", level=logging.WARNING)
+    logging.getLogger("holdfast").setLevel(config.log_level.upper())
+
+
 def open_store(config: ServerConfig) -> Store:
     """Open the configured store. Raises StoreError."""
     bounds = Bounds(
@@ -175,11 +183,7 @@ async def serve(
             await asyncio.sleep(0.005)
         gc.collect()
         gc.freeze()  # a full collection over all modules would stop every stream for 50 to 100 ms
-        for each in jobs:
-            try:
-                await each.start()
-            except ApiError as error:  # tried again every few seconds
-                log.error("batches and tuning jobs of an earlier start cannot go on yet: %s", error.message)
+        await start_jobs(jobs)
         on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         if died.done():
@@ -189,22 +193,41 @@ async def serve(
             for each in jobs:
                 await each.close()
             code = await drain(admissions, config.drain_seconds, died, received)
-        for admission in admissions:
-            admission.draining = True
-        for each in jobs:
-            await each.close()
-        await asyncio.gather(*(each.close() for each in engines.all))  # streams that still run end with an error event
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(all_idle(admissions), CUT_SECONDS)
+        await end_work(admissions, jobs, engines)
         server.should_exit = True
         for task in (died, stop):
             task.cancel()
         await asyncio.gather(serving, died, stop, return_exceptions=True)
-        if responses is not None:
-            await responses.close()
-        if app.state.tracing is not None:
-            await asyncio.to_thread(app.state.tracing.close)
+        await close_books(responses, app.state.tracing)
     return code
+
+
+async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
+    """Go on with the batches and tuning jobs of an earlier start."""
+    for each in jobs:
+        try:
+            await each.start()
+        except ApiError as error:  # tried again every few seconds
+            log.error("batches and tuning jobs of an earlier start cannot go on yet: %s", error.message)
+
+
+async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batches], engines: Engines) -> None:
+    """End the jobs and the engines. Streams that still run end with an error event, for which they have a moment."""
+    for admission in admissions:
+        admission.draining = True
+    for each in jobs:
+        await each.close()
+    await asyncio.gather(*(each.close() for each in engines.all))
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(all_idle(admissions), CUT_SECONDS)
+
+
+async def close_books(responses: Responses | None, tracing: Tracing | None) -> None:
+    """Write down what is not written yet, once no request is in progress."""
+    if responses is not None:
+        await responses.close()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
 
 
 async def first_death(clients: Sequence[EngineConnection[Any, Any] | Replicas]) -> str:

@@ -214,3 +214,21 @@ async def test_an_engine_that_cannot_reach_its_client_ends_and_says_so(tmp_path)
         )
     assert done.returncode == curve.LOST
     assert f"the API process at tcp://127.0.0.1:{port} cannot be reached".encode() in done.stderr
+
+
+def test_the_watch_over_a_link_ends_quietly_with_the_link():
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        for _ in range(20):
+            context = zmq.Context()
+            link = context.socket(zmq.DEALER)
+            curve.connect(link, Link(f"tcp://127.0.0.1:{listener.getsockname()[1]}", public, public, secret))
+            curve.leave(link)
+            link.close(0)
+            context.term()
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-link":
+            thread.join(10)  # an exception in it fails the test
+            assert not thread.is_alive()

@@ -1,0 +1,102 @@
+"""Mounted: the HTTP application within a server that is not ours, such as Ray Serve's, and all that runs behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from holdfast.cluster.config import ClusterConfig
+from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.engine.connection import EngineDead
+from holdfast.server.app import create_app
+from holdfast.server.config import ServerConfig
+from holdfast.server.run import Engines, close_books, end_work, log_as, open_store, start, start_jobs
+from holdfast.server.service import trouble
+
+Scope = MutableMapping[str, Any]
+
+log = logging.getLogger("holdfast.server")
+
+
+class Mounted:
+    """An ASGI application between `start` and `close`: engines, store and jobs come and go with it.
+
+    It is to be used on one event loop. Connections, and time limits on them, are the other server's.
+    """
+
+    def __init__(
+        self,
+        engine: EngineConfig | None,
+        config: ServerConfig,
+        apps: AppConfig,
+        cluster: ClusterConfig,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        """As `run.run`, of which this is the part behind the address. Starts nothing yet."""
+        self.engine, self.config, self.apps, self.cluster, self.threads = engine, config, apps, cluster, threads
+        self._engines = Engines(None)
+        self._app: Any = None
+        self._open = False
+        """Whether there is anything to close."""
+        self._held = contextlib.ExitStack()
+
+    async def start(self) -> None:
+        """Start the engines, and go on with jobs. If one cannot start, none runs. Raises EngineStartError, StoreError.
+
+        From then on requests are taken.
+        """
+        log_as(self.config)
+        store = None if self.engine is None else self._held.enter_context(contextlib.closing(open_store(self.config)))
+        try:
+            self._engines = await start(
+                self.engine, self.apps, None, self.cluster, threads=self.threads, on_progress=log.info
+            )
+            self._app = create_app(self._engines.model, self.config, store, self._engines.apps)
+        except BaseException:
+            await asyncio.gather(*(client.close() for client in self._engines.all))
+            self._held.close()
+            raise
+        self._open = True
+        await start_jobs(self._app.state.jobs)
+
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Callable[[], Awaitable[Scope]],
+        send: Callable[[Scope], Awaitable[None]],
+    ) -> None:
+        """As ASGI defines it. Where the application is mounted below a path, its routes begin after that.
+
+        Nobody counts as a program on this machine, who may be an operator without a key: whoever speaks to the other
+        server may be anywhere.
+        """
+        if scope["type"] == "http":
+            root: str = scope.get("root_path", "")
+            path = scope["path"].removeprefix(root) or "/"
+            scope = {**scope, "path": path, "root_path": "", "client": None}
+        await self._app(scope, receive, send)
+
+    async def check_health(self) -> None:
+        """Raises EngineDead if this will not serve again, so that a new one is to be started in its place.
+
+        While replicas of the model start anew, requests wait, and /health says so: that is not such a case.
+        """
+        for client in self._engines.all:
+            if client.dead.is_set():
+                raise EngineDead(client.reason)
+        if (reason := await trouble([], self._engines.apps, self.config.health_seconds)) is not None:
+            raise EngineDead(reason)
+
+    async def close(self) -> None:
+        """End it all. Requests in progress end with an error. May be called in any state, and more than once."""
+        if not self._open:
+            return
+        self._open = False
+        state = self._app.state
+        await end_work(state.admissions, state.jobs, self._engines)
+        await close_books(state.responses, state.tracing)
+        self._held.close()

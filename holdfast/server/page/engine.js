@@ -5,7 +5,7 @@ import { el, toast } from './dom.js';
 import { REASONS, Recording, TIERS, firstFrom, readTrace, traceOf } from './engine_data.js';
 import { Lanes, Span } from './engine_lanes.js';
 import { BlockMap } from './engine_map.js';
-import { duration, number, plural, sentence, shortId, table, whereabouts } from './engine_words.js';
+import { bytes, duration, number, plural, sentence, shortId, table, whereabouts } from './engine_words.js';
 
 const EVENTS = '/v1/engine/events';
 const FRAME = 25; // milliseconds between two frames while time passes, at least: 30 a second on a screen of 60
@@ -54,10 +54,11 @@ class Panel {
     this.running = el('tbody');
     this.queueTitle = el('h3', {}, 'Queue');
     this.mapTitle = el('h3', {}, 'Blocks');
+    this.legend = el('ul', { class: 'e-legend' });
     this.stepRows = el('tbody');
-    this.steps = el('details', { class: 'e-more' }, el('summary', {}, 'The latest steps as a table'), grid(['step', 'took', 'decodes', 'prompt tokens', 'blocks in', 'blocks out'], this.stepRows));
+    this.steps = el('details', { class: 'e-more' }, el('summary', {}, 'The latest steps as a table'), grid('The latest steps', ['step', 'took', 'decodes', 'prompt tokens', 'blocks in', 'blocks out'], this.stepRows));
     this.rowRows = el('tbody');
-    this.rows = el('details', { class: 'e-more' }, el('summary', {}, 'Conversations as a table'), grid(['conversation', 'state', 'idle for', 'value', 'where its blocks lie, from its beginning'], this.rowRows));
+    this.rows = el('details', { class: 'e-more' }, el('summary', {}, 'Conversations as a table'), grid('Conversations', ['conversation', 'state', 'idle for', 'value', 'where its blocks lie, from its beginning'], this.rowRows));
     for (const each of [this.steps, this.rows]) each.addEventListener('toggle', () => this.rewrite());
     this.name = el('h2', { class: 'e-name' });
     this.element = el(
@@ -70,14 +71,14 @@ class Panel {
       el(
         'div',
         { class: 'e-columns' },
-        el('div', { class: 'e-blocks' }, this.mapTitle, legend(), el('div', { class: 'e-frame' }, blocks, this.blockTip), this.rows),
+        el('div', { class: 'e-blocks' }, this.mapTitle, this.legend, el('div', { class: 'e-frame' }, blocks, this.blockTip), this.rows),
         el(
           'div',
           { class: 'e-queues' },
           this.queueTitle,
-          grid(['request', 'waits for', 'tokens', 'since'], this.waiting),
+          grid('Waiting requests', ['request', 'waits for', 'tokens', 'since'], this.waiting),
           el('h3', {}, 'Running'),
-          grid(['request', 'does', 'tokens'], this.running),
+          grid('Running requests', ['request', 'does', 'tokens'], this.running),
         ),
       ),
     );
@@ -180,9 +181,19 @@ class Panel {
         this.figure('host blocks', `${number(stats.host_blocks_cached)} of ${number(stats.host_blocks_total)}`);
         this.figure('copied a second', `${number(rates.inward)} in, ${number(rates.outward)} out`);
       }
-      if (stats.prefix_queries) this.figure('prompt tokens found', `${Math.round((100 * stats.prefix_hits) / stats.prefix_queries)}%`);
+      if (stats.disk_blocks_total) this.figure('disk blocks', `${number(stats.disk_blocks_cached)} of ${number(stats.disk_blocks_total)}`);
+      if (stats.disk_bytes_written) this.figure('disk', `${bytes(stats.disk_bytes_written)} written, ${bytes(stats.disk_bytes_read)} read`);
+      if (stats.remote_bytes_written || stats.remote_bytes_read) this.figure('remote tier', `${bytes(stats.remote_bytes_written)} written, ${bytes(stats.remote_bytes_read)} read`);
+      if (stats.prefix_queries) {
+        const share = (hits) => Math.round((100 * (hits ?? 0)) / stats.prefix_queries);
+        const lower = (stats.prefix_hits_on_disk ?? 0) + (stats.prefix_hits_on_remote ?? 0);
+        const below = [['host', stats.prefix_hits_on_host - lower], ['disk', stats.prefix_hits_on_disk], ['remote', stats.prefix_hits_on_remote]];
+        const told = below.filter(([, hits]) => hits > 0).map(([tier, hits]) => `${share(hits)}% ${tier}`).join(', ');
+        this.figure('prompt tokens found', `${share(stats.prefix_hits)}%${told && ` (${told})`}`);
+      }
       this.mapTitle.textContent = `Blocks of ${plural(recording.rows.size, 'conversation')}`;
     }
+    if (this.legend.children.length !== recording.letters.size) this.legend.replaceChildren(...legend(recording.letters));
     if (look) this.queues(look, to);
     if (this.steps.open) this.listSteps(to);
     if (this.rows.open) this.listRows(to);
@@ -292,8 +303,6 @@ class EngineView {
       this.dirty = true;
     };
     this.readColors();
-    this.darkness = window.matchMedia('(prefers-color-scheme: dark)');
-    this.darkness.addEventListener('change', this.readColors);
     document.addEventListener('themechange', this.readColors);
     this.resized = new ResizeObserver(() => (this.dirty = true));
     this.resized.observe(this.root);
@@ -320,7 +329,6 @@ class EngineView {
     cancelAnimationFrame(this.animation);
     this.stream?.abort();
     this.resized.disconnect();
-    this.darkness.removeEventListener('change', this.readColors);
     document.removeEventListener('themechange', this.readColors);
   }
 
@@ -542,12 +550,15 @@ class EngineView {
   }
 }
 
-function grid(names, body) {
-  return el('div', { class: 'e-scroll' }, el('table', { class: 'e-table' }, el('thead', {}, el('tr', {}, names.map((name) => el('th', { scope: 'col' }, name)))), body));
+/** A table that scrolls, by keys too. */
+function grid(label, names, body) {
+  return el('div', { class: 'e-scroll', tabindex: '0', role: 'region', 'aria-label': label }, el('table', { class: 'e-table' }, el('thead', {}, el('tr', {}, names.map((name) => el('th', { scope: 'col' }, name)))), body));
 }
 
-function legend() {
-  return el('ul', { class: 'e-legend' }, Object.entries(TIERS).map(([letter, { name, text }]) => el('li', { title: text }, el('span', { class: `e-key e-key-${letter === '-' ? 'dropped' : letter === '?' ? 'unknown' : letter}`, 'aria-hidden': 'true' }), name)));
+/** What the colours of the block map mean, for these letters. */
+function legend(letters) {
+  return Object.entries(TIERS).filter(([letter]) => letters.has(letter)).map(([letter, { name, text }]) =>
+    el('li', { title: text }, el('span', { class: `e-key e-key-${{ '-': 'dropped', '?': 'unknown' }[letter] ?? letter}`, 'aria-hidden': 'true' }), name));
 }
 
 /** The colours of the theme, by what they are for. */
@@ -556,9 +567,9 @@ function colorsOf(element) {
   const value = (name) => style.getPropertyValue(`--${name}`).trim();
   const colors = { requests: [] };
   for (const name of ['bg', 'panel', 'line', 'text', 'muted']) colors[name] = value(name);
-  for (const name of ['step', 'over', 'expected', 'target', 'decode', 'waiting', 'training', 'lower']) colors[name] = value(`e-${name}`);
+  for (const name of ['step', 'over', 'expected', 'target', 'decode', 'waiting', 'training']) colors[name] = value(`e-${name}`);
   for (let at = 0; at < 6; at++) colors.requests.push(value(`e-request-${at}`));
-  for (const letter of 'uidboh') colors[letter] = value(`e-${letter}`);
+  for (const letter of 'uidbohfkr') colors[letter] = value(`e-${letter}`);
   colors['-'] = value('e-dropped');
   colors['?'] = value('e-unknown');
   return colors;

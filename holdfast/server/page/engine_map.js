@@ -97,7 +97,7 @@ export class BlockMap {
     for (const [key, list] of byColor) {
       const letter = key[0];
       paint.globalAlpha = [1, 0.75, 0.55][Number(key[1])];
-      paint.fillStyle = colors[letter] ?? colors.lower;
+      paint.fillStyle = colors[letter] ?? colors['?'];
       const hollow = (letter === '-' || letter === '?') && this.size > 3;
       for (let at = 0; at < list.length; at += 4) {
         if (hollow) paint.fillRect(list[at], list[at + 1] + this.size / 2 - 1, list[at + 2], 2);

@@ -361,30 +361,37 @@ def test_the_page_is_worked_by_keys_alone(opened: Any) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_axe_finds_nothing_serious(opened: Any, server: Any, scheme: str, width: int) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
+def test_axe_finds_nothing_serious(opened: Any, server: Any, axe: Any, scheme: str, width: int) -> None:
     page = opened("one", color_scheme=scheme, viewport={"width": width, "height": 800})
     server.client.words = ("# Title\n\nText with `code` and a [link](https://example.org).\n\n",
                            "```python\ndef f(x: int) -> str:\n    # why\n    return 'a'\n```\n")  # fmt: skip
     say(page, "hello")
     page.locator(".turn").hover()
-    found = checked(page, Axe)
+    found = axe(page)
     page.get_by_label("Settings", exact=True).click()
-    found += checked(page, Axe)
+    found += axe(page)
     page.keyboard.press("Escape")
     page.get_by_label("Show or hide the conversations").click()
-    found += checked(page, Axe)
+    found += axe(page)
     assert found == []
 
 
-def checked(page: Any, axe: Any) -> list[str]:
-    """What axe finds that is serious or critical, in words."""
-    return [
-        f"{each['id']}: {each['nodes'][0]['html']} {each['nodes'][0]['failureSummary']}"
-        for each in axe().run(page).response["violations"]
-        if each["impact"] in ("serious", "critical")
-    ]
+def test_the_theme_is_the_systems_until_one_is_chosen(opened: Any) -> None:
+    page = opened("one", color_scheme="dark")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.emulate_media(color_scheme="light")
+    light = page.evaluate(ground)
+    assert dark != light
+    page.get_by_label("Theme: as the system").click()
+    page.get_by_label("Theme: light").click()
+    assert page.evaluate(ground) == dark
+    page.reload()
+    assert page.evaluate(ground) == dark, "the choice is kept"
+    page.get_by_label("Theme: dark").click()
+    assert page.evaluate(ground) == light
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(ground) == dark
 
 
 def test_other_tenants_keys_do_not_open_the_stored_turns_by_the_api(server: Any) -> None:

@@ -39,7 +39,7 @@ def page(browser: Any, serving: Serving) -> Iterator[Any]:
 
 
 def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": 1200, "height": 900}, **options)
+    context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
     page = context.new_page()
     errors: list[str] = []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
@@ -190,6 +190,35 @@ def test_two_traces_are_played_side_by_side_with_one_clock(page: Any, traces: li
     assert steps and int(steps[0][0]) >= 0
     page.get_by_role("button", name="Back to live").click()
     page.wait_for_selector(".e-status.on")
+
+
+LOOKS = [(scheme, width) for width in (1280, 390) for scheme in ("light", "dark")]
+
+
+def test_axe_finds_nothing_serious_live_and_side_by_side(
+    page: Any, serving: Serving, traces: list[Path], axe: Any
+) -> None:
+    def check() -> None:
+        for scheme, width in LOOKS:
+            page.emulate_media(color_scheme=scheme)
+            page.set_viewport_size({"width": width, "height": 800})
+            page.wait_for_timeout(50)
+            assert axe(page) == [], (scheme, width)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (scheme, width)
+
+    streams = begin(*((serving.url, f"Wait {number}, and tell of mountains. " * 9, 12) for number in range(20)))
+    until(page, "document.querySelectorAll('.e-queues tbody')[0].rows.length > 0")
+    page.focus(".e-frame")
+    page.keyboard.press("ArrowLeft")
+    for summary in ("The latest steps as a table", "Conversations as a table"):
+        assert table(page, summary)
+    check()
+    page.set_input_files("input[type=file]", [str(path) for path in traces])
+    until(page, "document.querySelectorAll('.e-panel').length === 2")
+    page.locator("input[type=range]").fill("0.3")
+    check()
+    for stream in streams:
+        stream.join()
 
 
 def test_a_trace_of_the_running_engine_opens_although_it_is_cut_off(

@@ -60,10 +60,11 @@ class BlockMap:
     """Follows the conversations whose blocks are in a pool, from when it is made.
 
     A request continues a conversation if its prompt begins with all full blocks of it; otherwise it begins another one.
-    Blocks that were idle before are grouped by their last use, as one request frees its blocks together. Those that only
-    the disk has are looked through last, beside the others' first rounds: a disk may hold far more than both tiers above.
+    Blocks that were idle before are grouped by their last use, as one request frees its blocks together. Those that
+    only the disk has come last, beside the first rounds of the others: a disk may hold far more than the tiers above.
 
-    It reads the pool and the tiers behind it and changes nothing. Each call of `advance` looks at a bounded number of blocks.
+    It reads the pool and the tiers behind it, and changes nothing. Each call of `advance` looks at a bounded number of
+    blocks.
     """
 
     def __init__(self, pool: BlockPool, lower: LowerTiers | None = None) -> None:
@@ -183,7 +184,7 @@ class BlockMap:
         self._found.clear()
 
     def _seed_from_disk(self, most: int) -> int:
-        """The same for about `most` blocks of the disk, which have no more in common than their time. How many it were."""
+        """The same for about `most` blocks of the disk, which share no more than a time. How many it were."""
         assert self._disk is not None
         looked = 0
         if self._disk_left:

@@ -180,7 +180,7 @@ class LowerTiers:
         return self.disk is not None and self.disk.find(digest) is not None
 
     def tiers(self, digests: Iterable[bytes]) -> str:
-        """Where the state of each of these digests lies behind the host: a letter of TIERS for each, or - for nowhere."""
+        """Where the state of each digest lies behind the host: a letter of TIERS for each, or - for nowhere."""
         arriving, remote = self._arriving, self._known
         on_disk: Mapping[bytes, int] = {} if self.disk is None else self.disk.by_digest
         return "".join(

@@ -34,7 +34,7 @@ const GAP = 6;
 export class Lanes {
   constructor(canvas, { onSelect, onZoom, onPan, onHover }) {
     this.canvas = canvas;
-    this.context = canvas.getContext('2d');
+    this.context = canvas.getContext('2d', { alpha: false });
     this.handlers = { onSelect, onZoom, onPan, onHover };
     this.hover = null;
     this.pointers = new Map();

@@ -24,8 +24,8 @@ from holdfast.lab.workloads import Conversation, Turn
 from scripts.demo import MODEL, server
 from scripts.page_pictures import SIZES, save
 
-OPTIONS = ("--cache-gb", "0.025", "--host-cache-gb", "0.025", "--max-sequences", "10", "--threads", "1",
-           "--tbt-target", "60")  # fmt: skip
+OPTIONS = ("--cache-gb", "0.025", "--host-cache-gb", "0.02", "--disk-cache-gb", "0.05", "--max-sequences", "10",
+           "--threads", "1", "--tbt-target", "60")  # fmt: skip
 STORY = "Tell me about number {} of the ships that sailed from the north in winter, and about its crew. "
 
 
@@ -35,7 +35,11 @@ def main() -> int:
     if program is None:
         print("there is no Chromium; on Debian: apt-get install chromium", file=sys.stderr)
         return 1
-    with server(Console(), MODEL, *OPTIONS) as url, sync_playwright() as playwright:
+    with (
+        tempfile.TemporaryDirectory() as disk,
+        server(Console(), MODEL, *OPTIONS, "--disk-cache-dir", disk) as url,
+        sync_playwright() as playwright,
+    ):
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
         pages = {}
         for device, size in SIZES.items():

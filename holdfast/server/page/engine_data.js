@@ -141,11 +141,6 @@ export class Recording {
     return this.looks[firstFrom(this.looks, at + 1e-9) - 1] ?? this.looks[0] ?? null;
   }
 
-  /** The step that runs at a time, or the last one that ended before. */
-  stepAt(at) {
-    return this.steps[firstFrom(this.steps, at + 1e-9) - 1] ?? null;
-  }
-
   /** Rates over [from, to], each in units a second, and the share of it in which the device computed. */
   rates(from, to) {
     const seconds = Math.max(to - from, 1e-3);

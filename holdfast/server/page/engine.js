@@ -265,7 +265,8 @@ class EngineView {
     this.paused = null; // the time at which the live view stands still
     this.buffered = [];
     this.lag = null;
-    this.dirty = true;
+    this.dirty = true; // draw with the next chance, and not only when a frame is due
+    this.fading = false; // marks of changes are still to be seen
     this.frames = 0;
     this.status = el('p', { class: 'e-status', role: 'status' }, 'Connecting…');
     this.pauseButton = el('button', { type: 'button', class: 'button', onclick: () => this.pause() }, 'Pause');
@@ -277,6 +278,8 @@ class EngineView {
     this.time = el('output', {}, '0 s');
     this.speedChoice = el('select', { 'aria-label': 'Speed', onchange: () => (this.speed = Number(this.speedChoice.value)) }, SPEEDS.map((each) => el('option', { value: String(each), selected: each === 1 }, `${each}×`)));
     this.player = el('div', { class: 'e-player', hidden: true }, this.scrub, this.time, this.speedChoice);
+    this.replica = '';
+    this.replicaChoice = el('select', { 'aria-label': 'Replica', class: 'e-choice', hidden: true, onchange: () => this.follow(this.replicaChoice.value) });
     this.gate = el('div', { class: 'e-gate', hidden: true });
     this.place = el('div', { class: 'e-panels' });
     this.bar = el(
@@ -286,6 +289,7 @@ class EngineView {
       el(
         'div',
         { class: 'e-tools' },
+        this.replicaChoice,
         this.pauseButton,
         el('button', { type: 'button', class: 'button', 'aria-label': 'Show less time', title: 'Show less time (+)', onclick: () => this.zoom(0.6, 1) }, '+'),
         el('button', { type: 'button', class: 'button', 'aria-label': 'Show more time', title: 'Show more time (−)', onclick: () => this.zoom(1 / 0.6, 1) }, '−'),
@@ -345,21 +349,36 @@ class EngineView {
     this.gate.hidden = true;
     for (let wait = 500; !stream.signal.aborted; wait = Math.min(wait * 2, 8000)) {
       try {
-        for await (const { event, data } of this.api.events(EVENTS, { signal: stream.signal })) {
+        for await (const { event, data } of this.api.events(this.replica ? `${EVENTS}?replica=${encodeURIComponent(this.replica)}` : EVENTS, { signal: stream.signal })) {
           if (stream.signal.aborted) return;
           wait = 500;
-          if (event === 'engine') this.live.about = data;
+          if (event === 'engine') this.about(data);
           else if (event === 'activity') this.take(data);
           else if (event === 'error') throw new Error(data.message);
         }
         this.say('The stream ended. Connecting again…', 'off');
       } catch (error) {
         if (stream.signal.aborted) return;
-        if ([401, 403, 404].includes(error.status)) return this.refused(error);
+        if (error.status === 404 && this.replica) this.replica = ''; // it has gone: follow another one
+        else if ([401, 403, 404].includes(error.status)) return this.refused(error);
         this.say(`${error.message || 'The connection was lost'}. Connecting again…`, 'off');
       }
       await new Promise((resolve) => setTimeout(resolve, wait));
     }
+  }
+
+  /** The stream has begun: note what engine it tells of, and which others there are. */
+  about(engine) {
+    this.live.about = engine;
+    const names = engine.replicas ?? [];
+    this.replicaChoice.replaceChildren(...names.map((name) => el('option', { value: name, selected: name === engine.replica }, name)));
+    this.replicaChoice.hidden = names.length < 2;
+  }
+
+  /** Follow another replica. */
+  follow(replica) {
+    this.replica = replica;
+    this.watch();
   }
 
   /** The server does not show its engine: say why, and ask for another key where one may help. */
@@ -385,10 +404,9 @@ class EngineView {
       this.buffered.push(activity);
       if (this.buffered.length > BUFFERED) this.live.take(this.buffered.shift());
     } else {
-      this.live.take(activity);
+      this.live.take(activity); // the next frame shows it
       this.say('Live', 'on');
     }
-    this.dirty = true;
   }
 
   say(text, kind = '') {
@@ -512,7 +530,10 @@ class EngineView {
     this.place.classList.toggle('two', this.panels.length > 1);
     const files = this.comparing;
     this.player.hidden = this.liveButton.hidden = !files;
-    if (files) this.scrub.max = String(this.longest);
+    if (files) {
+      this.scrub.max = String(this.longest);
+      this.replicaChoice.hidden = true;
+    }
     this.label();
   }
 
@@ -528,7 +549,7 @@ class EngineView {
 
   /** One frame, if anything is to be drawn. */
   step(moment) {
-    const passes = this.comparing ? this.playing : this.paused === null && this.lag !== null;
+    const passes = this.fading || (this.comparing ? this.playing : this.paused === null && this.lag !== null);
     if (!this.dirty && !(passes && moment - this.drawnAt >= FRAME)) return;
     if (this.comparing && this.playing) {
       this.clock += Math.min(0.25, (moment - this.drawnAt) / 1000) * this.speed;
@@ -543,9 +564,9 @@ class EngineView {
       this.time.textContent = `${this.clock.toFixed(1)} of ${this.longest.toFixed(1)} s`;
     }
     this.drawnAt = moment;
-    this.dirty = false;
+    this.dirty = this.fading = false;
     this.frames++;
-    for (const panel of this.panels) if (panel.draw(this.colors, moment)) this.dirty = true;
+    for (const panel of this.panels) if (panel.draw(this.colors, moment)) this.fading = true;
     this.root.dataset.frames = String(this.frames);
   }
 }

@@ -132,7 +132,7 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
         engine.step()
     executor.seconds = arguments.step_ms / 1e3
     spent: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(2 * arguments.pairs):
+    for turn in range(16 * arguments.pairs):  # many short turns, in the order without, with, with, without
         watching = bool(turn % 2) != bool(turn // 2 % 2)
         watched.watch(60.0 if watching else 0)
         began = time.thread_time()
@@ -142,11 +142,14 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
             engine.step()
         spent[watching].append(1e6 * (time.thread_time() - began) / arguments.steps)
     without, with_page = (statistics.median(spent[watching]) for watching in (False, True))
+    added = [after - before for before, after in zip(spent[False], spent[True], strict=True)]
     return {
         "step ms": arguments.step_ms, "sequences": arguments.streams, "blocks": pool.num_blocks,
         "processor µs a step, not watched": round(without, 1), "processor µs a step, watched": round(with_page, 1),
-        "added, of the step": round((with_page - without) / 1e3 / arguments.step_ms, 5),
-        "bytes a message": round(statistics.mean(sent)), "turns": spent,
+        "added µs a step, median of pairs": round(statistics.median(added), 1),
+        "standard error": round(statistics.stdev(added) / len(added) ** 0.5, 1),
+        "added, of the step": round(statistics.median(added) / 1e3 / arguments.step_ms, 5),
+        "bytes a message": round(statistics.mean(sent)), "pairs": len(added),
     }  # fmt: skip
 
 
@@ -339,7 +342,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--pairs", type=int, default=6, help="rounds of the part `cost`, and pairs of turns of the part `loop`"
     )
-    parser.add_argument("--steps", type=int, default=400, help="of a turn of the part `loop`")
+    parser.add_argument("--steps", type=int, default=60, help="of a turn of the part `loop`")
     parser.add_argument("--step-ms", type=float, default=8.0, help="time of a step of the part `loop`")
     parser.add_argument("--conversations", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=10_000)

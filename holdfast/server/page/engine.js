@@ -167,8 +167,7 @@ class Panel {
     const look = recording.lookAt(to);
     const stats = look?.stats;
     const rates = recording.rates(Math.max(to - RATES, recording.start), to);
-    const place = recording.live ? about.model : recording.name;
-    this.name.textContent = [place, about.scheduler, about.target ? `target ${duration(about.target)}` : '', about.device, recording.truncated ? 'cut off' : ''].filter(Boolean).join(' · ');
+    this.name.textContent = [recording.live ? '' : recording.name, about.model, about.scheduler, about.target ? `target ${duration(about.target)}` : '', about.device, recording.truncated ? 'cut off' : ''].filter(Boolean).join(' · ');
     this.figure('tokens a second', number(rates.decodes));
     this.figure('prompt tokens a second', number(rates.prefill));
     this.figure('steps a second', number(rates.steps));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,8 +177,11 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_two_traces_are_played_side_by_side_with_one_clock(page: Any, traces: list[Path]) -> None:
     page.set_input_files("input[type=file]", [str(path) for path in traces])
     until(page, "document.querySelectorAll('.e-panel').length === 2")
+    until(page, "[...document.querySelectorAll('.e-name')].every(name => name.textContent.includes(' · '))")
     names = page.locator(".e-name").all_inner_texts()
-    assert "stall-free" in names[0] and "prefill-first" in names[1]
+    assert "· stall-free" in names[0] and "· prefill-first" in names[1]
+    titles = page.locator(".e-blocks h3").all_inner_texts()
+    assert all(int(re.sub(r"\D", "", title)) > 1 for title in titles), titles
     clock = page.locator("input[type=range]")
     clock.fill("0.3")
     page.wait_for_timeout(700)

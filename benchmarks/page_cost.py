@@ -213,7 +213,7 @@ async def cost(
     try:
         await streams(http, server.url, arguments.streams, 32)
         for turn in range(arguments.pairs):
-            for how in LOOKS if turn % 2 == 0 else reversed(LOOKS):
+            for how in (*LOOKS[turn % len(LOOKS) :], *LOOKS[: turn % len(LOOKS)]):
                 async with looking(browser, http, server.url, how):
                     await asyncio.sleep(1.0)
                     pids, steps = (server.engine, server.process.pid), await steps_of(http, server.url)

@@ -382,6 +382,7 @@ class EngineView {
 
   /** The server does not show its engine: say why, and ask for another key where one may help. */
   refused(error) {
+    this.show([]);
     this.say('No live view', 'off');
     const enter = async () => {
       if (await this.api.needKey(this.api.key)) this.watch();
@@ -430,6 +431,7 @@ class EngineView {
 
   /** Stop or go on; `stop` only stops. */
   pause(stop = false) {
+    if (!this.panels.length) return;
     if (this.comparing) {
       this.playing = stop ? false : !this.playing;
       if (this.playing && this.clock >= this.longest - 1e-6) this.clock = 0;

@@ -272,6 +272,7 @@ def test_a_tenant_sees_no_engine_and_an_operator_does(browser: Any, serve: Calla
     page.get_by_role("button", name="Use this key").click()
     page.wait_for_selector(".e-gate")
     assert "operator's key" in page.inner_text(".e-gate")
+    assert page.locator(".e-panel").count() == 0
     page.get_by_role("button", name="Enter an operator’s key").click()
     page.fill("#key", "boss")
     page.get_by_role("button", name="Use this key").click()

@@ -255,6 +255,25 @@ def test_what_is_exported_is_a_trace_that_the_page_opens_again(page: Any, servin
     assert table(page, "The latest steps as a table")[0][0] == str(max(bar["args"]["step"] for bar in bars))
 
 
+def test_blocks_on_the_disk_and_in_the_remote_tier_are_shown_and_explained(page: Any, tmp_path: Path) -> None:
+    path = tmp_path / "tiers.json"
+    step = {"step": 0, "tokens": 1, "decodes": 1, "prefill tokens": 0, "segments": 1, "preempted": []}
+    row = [1, "a", "idle", 0.5, 2.0, [["k", 3], ["r", 2], ["f", 1], ["h", 1]]]
+    events = [
+        {"ph": "X", "pid": 0, "tid": 0, "ts": 1e6, "dur": 1e6, "name": "step 0", "args": step},
+        {"ph": "i", "pid": 3, "tid": 0, "ts": 1e6, "name": "blocks", "args": {"rows": [row]}},
+    ]
+    path.write_text(json.dumps(events))
+    assert "disk" not in page.inner_text(".e-legend")
+    page.set_input_files("input[type=file]", str(path))
+    page.wait_for_selector(".e-player:not([hidden])")
+    (told,) = table(page, "Conversations as a table")
+    assert told[4] == "3 disk, 2 remote, 1 coming back, 1 host"
+    assert {"disk", "remote", "coming back"} <= set(page.inner_text(".e-legend").split("\n"))
+    page.locator(".e-map").hover(position={"x": 4, "y": 4})
+    assert "tokens 0 to 16 are on the disk" in page.locator(".e-tip").last.inner_text()
+
+
 def test_a_file_that_is_no_trace_is_refused_in_words(page: Any, tmp_path: Path) -> None:
     path = tmp_path / "letter.json"
     path.write_text('{"dear": "reader"}')

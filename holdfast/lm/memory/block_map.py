@@ -89,6 +89,8 @@ class BlockMap:
         """Once all have been: the times of those still to be made conversations of, the next one last."""
         self._disk_met: set[bytes] = set()
         """Meanwhile, the digests that are known."""
+        self._partly: dict[float, _Conversation] = {}
+        """Meanwhile, the idle conversations of which some digests are not, by the time of their last use."""
         self._order: list[int] = []
         """The conversations still to be looked at in this round, the next one last."""
         self._letters: list[str] = []
@@ -199,14 +201,18 @@ class BlockMap:
             if not start:
                 self._disk_met = self._met()
                 self._disk_order = sorted(self._on_disk)[-MOST_CONVERSATIONS:]
+                known = self._conversations.values()
+                self._partly = {each.last: each for each in known if each.partly and each.cache is None}
         while self._disk_order and looked < most:
             last = self._disk_order.pop()
             for group in self._on_disk.pop(last):
-                self._find(last, group, self._disk_met)
+                if not self._complete(last, group):
+                    self._find(last, group, self._disk_met)
                 looked += len(group)
         if not (self._disk_left or self._disk_order):
             self._on_disk.clear()
             self._disk_met.clear()
+            self._partly.clear()
         return looked
 
     def _met(self) -> set[bytes]:
@@ -222,6 +228,20 @@ class BlockMap:
         conversation = self._begin("", digests, last)
         conversation.tail, conversation.partly = digests[-1], UNKNOWN in digests
         self._tails.setdefault(conversation.tail, conversation)
+
+    def _complete(self, last: float, group: Mapping[int, bytes]) -> bool:
+        """Give the conversation of this time the digests that it lacks, if these are such. Whether they were."""
+        conversation = self._partly.get(last)
+        blocks = {index: digest for index, digest in group.items() if digest not in self._disk_met}
+        if conversation is None or conversation.cache is not None or not blocks:
+            return False
+        digests = conversation.digests
+        if any(index >= len(digests) or digests[index] != UNKNOWN for index in blocks):
+            return False
+        for index, digest in blocks.items():
+            digests[index] = digest
+        conversation.partly = UNKNOWN in digests
+        return True
 
     def _tiers(self, digests: Sequence[bytes]) -> str:
         """Where the state of each of these digests lies: a letter for each."""

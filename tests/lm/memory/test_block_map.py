@@ -211,6 +211,16 @@ def test_a_block_is_told_of_in_the_fastest_tier_that_has_it():
     assert letters(row) == "hfk"
 
 
+def test_the_front_that_only_the_disk_has_belongs_to_the_conversation_whose_rest_is_on_the_host():
+    whole = digests(1, 2, 3, 4)
+    pool, lower = stored((1.0, {0: whole[0], 1: whole[1]}), (1.0, digests(9)))
+    for place in (2, 3):
+        host, _ = pool.host.reserve(1e9, pool.host.victims(1.0))
+        pool.host.cache_block(host, whole[place], place, (1.0, 7))
+    rows = BlockMap(pool, lower).everything({}, 5.0)
+    assert sorted(map(letters, rows)) == ["k", "kkhh"]
+
+
 def test_a_large_disk_is_looked_through_beside_the_rounds_of_what_is_known():
     groups = [(float(number), digests(*range(4 * number, 4 * number + 4))) for number in range(8)]
     blocks = BlockMap(*stored(*groups))

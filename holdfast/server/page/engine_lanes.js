@@ -152,7 +152,7 @@ export class Lanes {
     }
     this.bars(columns, columns.decodes, columns.mostDecodes, tops[1], LANES[1].height, () => colors.decode);
     // Prompt tokens, with what the budget left room for beside the decodes, as far as that is not far above.
-    const most = Math.max(columns.mostPrefill, Math.min(columns.mostRoom, 2 * columns.mostPrefill), 1);
+    const most = Math.max(columns.mostPrefill, columns.mostRoom > 2 * columns.mostPrefill ? 0 : columns.mostRoom, 1);
     this.bars(columns, columns.prefill, most, tops[2], LANES[2].height, (at) => colors.requests[columns.request[at] % colors.requests.length]);
     paint.fillStyle = colors.expected;
     for (let at = 0; at < columns.count; at++) {

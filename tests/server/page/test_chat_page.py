@@ -378,20 +378,51 @@ def test_axe_finds_nothing_serious(opened: Any, server: Any, axe: Any, scheme: s
 
 def test_the_theme_is_the_systems_until_one_is_chosen(opened: Any) -> None:
     page = opened("one", color_scheme="dark")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    dark = page.evaluate(ground)
+
+    def ground(expected: str) -> bool:
+        for _ in range(100):  # the page hears of a change a moment later
+            if page.evaluate("getComputedStyle(document.body).backgroundColor") == expected:
+                return True
+            page.wait_for_timeout(20)
+        return False
+
+    dark, light = "rgb(23, 23, 22)", "rgb(251, 251, 250)"
+    assert ground(dark)
     page.emulate_media(color_scheme="light")
-    light = page.evaluate(ground)
-    assert dark != light
+    assert ground(light)
     page.get_by_label("Theme: as the system").click()
     page.get_by_label("Theme: light").click()
-    assert page.evaluate(ground) == dark
+    assert ground(dark)
     page.reload()
-    assert page.evaluate(ground) == dark, "the choice is kept"
+    assert ground(dark), "the choice is kept"
     page.get_by_label("Theme: dark").click()
-    assert page.evaluate(ground) == light
+    assert ground(light)
     page.emulate_media(color_scheme="dark")
-    assert page.evaluate(ground) == dark
+    assert ground(dark)
+
+
+def test_a_message_that_is_sent_before_the_page_has_loaded_is_answered(opened: Any, server: Any) -> None:
+    page = opened().context.new_page()
+    page.set_default_timeout(10_000)
+    held: list[Any] = []
+
+    def go_on(pattern: str) -> None:
+        for route in [each for each in held if re.search(pattern, each.request.url)]:
+            held.remove(route)
+            route.continue_()
+
+    for path in ("models", "conversations"):  # the models are listed, and the conversation is made
+        page.route(f"**/v1/{path}", lambda route: held.append(route))
+    page.goto(server.url)
+    page.fill(".message", "early")
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(200)
+    go_on("models")
+    page.wait_for_timeout(400)
+    page.unroute("**/v1/conversations")
+    go_on("conversations")
+    answered(page)
+    assert questions(page) == ["early"] and page.input_value(".message") == ""
 
 
 def test_other_tenants_keys_do_not_open_the_stored_turns_by_the_api(server: Any) -> None:

@@ -340,7 +340,7 @@ def write_for_ever(directory: Path, known: list[bytes], seed: int) -> None:
         while True:
             number = draw.randrange(NUMBERS)
             block = TierBlock(bytes([number]) * 32, number, slot=4 * draw.randrange(PLACES // 4) + thread)
-            store.write(block, memoryview(known[number]), 0.0)
+            store.write(block, memoryview(known[number]), time.time())
 
     for thread in range(4):
         threading.Thread(target=write, args=(thread,), daemon=True).start()
@@ -381,7 +381,7 @@ def bad_files(directory: Path) -> dict[str, Any]:
     known, store, draw = [contents(number) for number in range(PLACES)], open_store(directory), random.Random(5)
     store.stored()
     for number in range(PLACES):
-        store.write(TierBlock(bytes([number]) * 32, number, slot=number), memoryview(known[number]), 0.0)
+        store.write(TierBlock(bytes([number]) * 32, number, slot=number), memoryview(known[number]), time.time())
     store.close()
     (own,) = directory.glob("kv-*")
     bad = draw.sample(range(PLACES - 10), 100)
@@ -415,7 +415,7 @@ def index_time(directory: Path, places: int = 100_000) -> dict[str, Any]:
     store.stored()
     data = memoryview(bytes(64))
     for slot in range(places):
-        store.write(TierBlock(slot.to_bytes(32, "big"), 0, slot=slot), data, 0.0)
+        store.write(TierBlock(slot.to_bytes(32, "big"), 0, slot=slot), data, time.time())
     began = time.perf_counter()
     count = len(store.stored())
     seconds = time.perf_counter() - began

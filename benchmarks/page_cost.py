@@ -1,9 +1,11 @@
 """What the engine view costs: the pace of 32 streams with and without the page open, and how fast the page draws.
 
-Part `cost` serves the built-in model to 32 streams at a time, in turns without and with a headless Chromium that
-follows the engine. The server and its engine run on some cores, and the browser and the clients on others. The pace is
-in tokens a second of wall time, and in processor time of the engine's process for each token, which other work on the
-machine disturbs less; the server's process is told beside it. Turns are compared in pairs that follow each other.
+Part `cost` serves the built-in model to 32 streams at a time, in rounds of four turns: nobody looks; a client reads the
+event stream as the page does, and draws nothing; a headless Chromium shows the chat; it shows the engine view. The
+server and its engine run on some cores, and the browser and the clients of the streams on others. So the second turn
+shows what the server pays, and the last one also what a browser takes from the clients beside it. The pace is in tokens
+a second of wall time, and in processor time of the engine's process for each step and token, which other work on the
+machine disturbs less; the server's process is told beside it. Each turn is compared with the first one of its round.
 
 Part `loop` runs the loop, the scheduler and a cache of many conversations in this process, on an executor that rests
 for the time of a step. So the processor time that watching adds to a step is measured alone.
@@ -32,7 +34,7 @@ from typing import Any
 
 import httpx
 from invocation import provenance
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, async_playwright
 
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine import messages
@@ -54,6 +56,10 @@ DRAWING = """() => {
     if (drawn > frames) window.spent.push(performance.now() - began);
   });
 }"""
+
+
+LOOKS = ("nobody", "event stream", "chat", "engine view")
+"""Who looks in a turn of the part `cost`."""
 
 
 class Server:
@@ -126,7 +132,7 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
         engine.step()
     executor.seconds = arguments.step_ms / 1e3
     spent: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(2 * arguments.pairs):
+    for turn in range(16 * arguments.pairs):  # many short turns, in the order without, with, with, without
         watching = bool(turn % 2) != bool(turn // 2 % 2)
         watched.watch(60.0 if watching else 0)
         began = time.thread_time()
@@ -136,11 +142,14 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
             engine.step()
         spent[watching].append(1e6 * (time.thread_time() - began) / arguments.steps)
     without, with_page = (statistics.median(spent[watching]) for watching in (False, True))
+    added = [after - before for before, after in zip(spent[False], spent[True], strict=True)]
     return {
         "step ms": arguments.step_ms, "sequences": arguments.streams, "blocks": pool.num_blocks,
         "processor µs a step, not watched": round(without, 1), "processor µs a step, watched": round(with_page, 1),
-        "added, of the step": round((with_page - without) / 1e3 / arguments.step_ms, 5),
-        "bytes a message": round(statistics.mean(sent)), "turns": spent,
+        "added µs a step, median of pairs": round(statistics.median(added), 1),
+        "standard error": round(statistics.stdev(added) / len(added) ** 0.5, 1),
+        "added, of the step": round(statistics.median(added) / 1e3 / arguments.step_ms, 5),
+        "bytes a message": round(statistics.mean(sent)), "pairs": len(added),
     }  # fmt: skip
 
 
@@ -160,60 +169,87 @@ async def streams(http: httpx.AsyncClient, url: str, count: int, tokens: int, fi
 
 
 @asynccontextmanager
-async def following(browser: Browser, url: str, watch: bool) -> AsyncIterator[Page | None]:
-    """The page, which follows the engine; None if nobody watches."""
-    if not watch:
-        yield None
-        return
-    page = await browser.new_page(viewport={"width": 1280, "height": 900})
-    await page.goto(f"{url}/#engine")
-    await page.wait_for_selector(".e-status.on")
-    try:
-        yield page
-    finally:
-        await page.close()
+async def looking(browser: Browser, http: httpx.AsyncClient, url: str, how: str) -> AsyncIterator[None]:
+    """Somebody looks in one of LOOKS' ways."""
+    if how == "nobody":
+        yield
+    elif how == "event stream":
+        async with http.stream("GET", f"{url}/v1/engine/events") as response:
+            response.raise_for_status()
+            reading = asyncio.create_task(read(response))
+            yield
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+    else:
+        page = await browser.new_page(viewport={"width": 1280, "height": 900})
+        await page.goto(f"{url}/#{'engine' if how == 'engine view' else 'chat'}")
+        await page.wait_for_selector(".e-status.on" if how == "engine view" else ".welcome")
+        try:
+            yield
+        finally:
+            await page.close()
+
+
+async def read(response: httpx.Response) -> None:
+    async for _ in response.aiter_bytes():
+        pass
+
+
+async def steps_of(http: httpx.AsyncClient, url: str) -> float:
+    """Steps of the engine so far."""
+    found = re.search(
+        r"^holdfast_step_seconds_count(?:{[^}]*})? (\S+)", (await http.get(f"{url}/metrics")).text, re.MULTILINE
+    )
+    assert found is not None
+    return float(found[1])
 
 
 async def cost(
     arguments: argparse.Namespace, browser: Browser, http: httpx.AsyncClient, cores: Sequence[int]
 ) -> dict[str, Any]:
-    """The pace without and with the page, in turns. The server has these cores."""
+    """The pace with each way of looking, in turns. The server has these cores."""
     server = Server(["--threads", str(len(cores)), "--cache-gb", "0.2"], cores)
     turns: list[dict[str, Any]] = []
     try:
         await streams(http, server.url, arguments.streams, 32)
-        for turn in range(2 * arguments.pairs):
-            watched = bool(turn % 2) != bool(turn // 2 % 2)  # without, with, with, without, …
-            async with following(browser, server.url, watched):
-                await asyncio.sleep(1.0)
-                pids = server.engine, server.process.pid
-                before, began = [processor_seconds(pid) for pid in pids], time.monotonic()
-                await streams(http, server.url, arguments.streams, arguments.tokens)
-                seconds = time.monotonic() - began
-                engine, api = (processor_seconds(pid) - at for pid, at in zip(pids, before, strict=True))
-            count = arguments.streams * arguments.tokens
-            turns.append(
-                {
-                    "page": watched, "tokens a second": round(count / seconds, 1),
-                    "engine ms a token": round(1e3 * engine / count, 4),
-                    "server ms a token": round(1e3 * api / count, 4),
-                }
-            )  # fmt: skip
-            print(json.dumps(turns[-1]), flush=True)
+        for turn in range(arguments.pairs):
+            for how in (*LOOKS[turn % len(LOOKS) :], *LOOKS[: turn % len(LOOKS)]):
+                async with looking(browser, http, server.url, how):
+                    await asyncio.sleep(1.0)
+                    pids, steps = (server.engine, server.process.pid), await steps_of(http, server.url)
+                    before, began = [processor_seconds(pid) for pid in pids], time.monotonic()
+                    await streams(http, server.url, arguments.streams, arguments.tokens)
+                    seconds = time.monotonic() - began
+                    engine, api = (processor_seconds(pid) - at for pid, at in zip(pids, before, strict=True))
+                    steps = await steps_of(http, server.url) - steps
+                count = arguments.streams * arguments.tokens
+                turns.append(
+                    {
+                        "round": turn, "looks": how, "tokens a second": round(count / seconds, 1),
+                        "engine ms a step": round(1e3 * engine / steps, 4),
+                        "engine ms a token": round(1e3 * engine / count, 4),
+                        "server ms a token": round(1e3 * api / count, 4),
+                    }
+                )  # fmt: skip
+                print(json.dumps(turns[-1]), flush=True)
     finally:
         server.close()
-    return {"turns": turns, **{f"{name}, with over without": compare(turns, name) for name in list(turns[0])[1:]}}
+    compared = {
+        how: {f"{name}, over nobody": compare(turns, how, name) for name in list(turns[0])[2:]} for how in LOOKS[1:]
+    }
+    return {"turns": turns, **compared}
 
 
-def compare(turns: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
-    """The ratio with over without the page: the median of pairs that follow each other, and that of all turns."""
-    pairs = zip(turns[::2], turns[1::2], strict=True)
-    ratios = [pair[pair[1]["page"]][name] / pair[not pair[1]["page"]][name] for pair in pairs]
-    medians = [statistics.median(turn[name] for turn in turns if turn["page"] is page) for page in (True, False)]
+def compare(turns: Sequence[dict[str, Any]], how: str, name: str) -> dict[str, float]:
+    """The ratio of a number where somebody looks to that of the same round where nobody does."""
+    rounds: dict[int, dict[str, float]] = {}
+    for turn in turns:
+        rounds.setdefault(turn["round"], {})[turn["looks"]] = turn[name]
+    ratios = [values[how] / values["nobody"] for values in rounds.values()]
     spread = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
     return {
-        "median of pairs": round(statistics.median(ratios), 4), "mean of pairs": round(statistics.mean(ratios), 4),
-        "standard error": round(spread, 4), "of medians": round(medians[0] / medians[1], 4),
+        "median": round(statistics.median(ratios), 4), "mean": round(statistics.mean(ratios), 4),
+        "standard error": round(spread, 4),
     }  # fmt: skip
 
 
@@ -303,8 +339,10 @@ if __name__ == "__main__":
     parser.add_argument("parts", nargs="*", default=["loop", "cost", "frames"], help="loop, cost, frames")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=160, help="of each stream")
-    parser.add_argument("--pairs", type=int, default=6, help="turns without and with the page")
-    parser.add_argument("--steps", type=int, default=400, help="of a turn of the part `loop`")
+    parser.add_argument(
+        "--pairs", type=int, default=6, help="rounds of the part `cost`, and pairs of turns of the part `loop`"
+    )
+    parser.add_argument("--steps", type=int, default=60, help="of a turn of the part `loop`")
     parser.add_argument("--step-ms", type=float, default=8.0, help="time of a step of the part `loop`")
     parser.add_argument("--conversations", type=int, default=1000)
     parser.add_argument("--blocks", type=int, default=10_000)

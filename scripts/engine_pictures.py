@@ -24,8 +24,8 @@ from holdfast.lab.workloads import Conversation, Turn
 from scripts.demo import MODEL, server
 from scripts.page_pictures import SIZES, save
 
-OPTIONS = ("--cache-gb", "0.025", "--host-cache-gb", "0.025", "--max-sequences", "10", "--threads", "1",
-           "--tbt-target", "60")  # fmt: skip
+OPTIONS = ("--cache-gb", "0.016", "--host-cache-gb", "0.008", "--disk-cache-gb", "0.05", "--max-sequences", "10",
+           "--threads", "1", "--tbt-target", "60")  # fmt: skip
 STORY = "Tell me about number {} of the ships that sailed from the north in winter, and about its crew. "
 
 
@@ -35,7 +35,11 @@ def main() -> int:
     if program is None:
         print("there is no Chromium; on Debian: apt-get install chromium", file=sys.stderr)
         return 1
-    with server(Console(), MODEL, *OPTIONS) as url, sync_playwright() as playwright:
+    with (
+        tempfile.TemporaryDirectory() as disk,
+        server(Console(), MODEL, *OPTIONS, "--disk-cache-dir", disk) as url,
+        sync_playwright() as playwright,
+    ):
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
         pages = {}
         for device, size in SIZES.items():
@@ -46,6 +50,9 @@ def main() -> int:
                 page.wait_for_selector(".e-status.on")
                 pages[f"engine-{device}-{scheme}"] = page
         load(url)
+        for page in pages.values():
+            page.focus(".e-frame")
+            page.keyboard.press("ArrowLeft")  # which pauses it
         for name, page in pages.items():
             zoom_and_choose(page)
             save(page, name)
@@ -64,13 +71,13 @@ def main() -> int:
 
 def load(url: str) -> None:
     """Conversations beyond the cache, then eight streams that a long prompt joins, and turns that come back."""
-    for number in range(14):
+    for number in range(22):
         ask(url, STORY.format(number) * 3, 4)
-    streams = [ask_beside(url, f"Story {number}", 90) for number in range(8)]
-    time.sleep(2.0)
+    streams = [ask_beside(url, f"Story {number}", 120) for number in range(8)]
+    time.sleep(1.0)
     streams.append(ask_beside(url, STORY.format(99) * 14, 4))
-    streams += [ask_beside(url, STORY.format(number) * 3 + "And then?", 20) for number in (6, 7, 8, 9)]
-    time.sleep(4.0)
+    streams += [ask_beside(url, STORY.format(number) * 3 + "And then?", 20) for number in (16, 17, 4, 5)]
+    time.sleep(1.5)
 
 
 def ask(url: str, prompt: str, tokens: int) -> None:
@@ -87,8 +94,6 @@ def ask_beside(url: str, prompt: str, tokens: int) -> threading.Thread:
 
 def zoom_and_choose(page: Page) -> None:
     """Show some seconds, and choose a step that holds a chunk of a prompt."""
-    page.focus(".e-frame")
-    page.keyboard.press("ArrowLeft")
     for _ in range(4):
         page.keyboard.press("+")
     for _ in range(60):

@@ -226,8 +226,9 @@ class Scene:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        pool = scheduler.queues.pool
-        self._map = BlockMap(pool) if isinstance(pool, BlockPool) else None
+        pool, fetches = scheduler.queues.pool, scheduler.queues.fetches
+        lower = fetches.lower if fetches is not None else None
+        self._map = BlockMap(pool, lower) if isinstance(pool, BlockPool) else None
         for name in scheduler.entries:
             self.meet(name)
 

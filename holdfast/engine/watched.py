@@ -36,25 +36,35 @@ class RecordedExecutor:
     def __init__(self, inner: LanguageExecutor, clock: Clock, on_plan: Callable[[StepPlan], None]) -> None:
         """`on_plan` is called with each plan, which its planner has just made."""
         self.inner = inner
-        self.records: list[StepRecord] = []
         self._clock, self._on_plan = clock, on_plan
         self._recorder = StepRecorder()
+        self._passed: list[tuple[StepPlan | StepResult, float]] = []
+        """The plans and results since the last records were taken, each with its time."""
 
     def submit(self, plan: StepPlan) -> None:
         """Start the step."""
-        self._recorder.submit(plan, self._clock())
+        self._passed.append((plan, self._clock()))
         self._on_plan(plan)
         self.inner.submit(plan)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step in flight, and record it."""
+        """Wait for the oldest step in flight."""
         result = self.inner.collect()
-        recorded = self._recorder.collect(result, self._clock())
-        if recorded is not None:
-            record, records = recorded.record, self.records
-            if len(records) < MOST_STEPS or not merge(records[-1], record):
-                records.append(record)
+        self._passed.append((result, self._clock()))
         return result
+
+    def take(self) -> list[StepRecord]:
+        """The records of the steps that have ended since the last call. Many made at once take less time than each."""
+        records: list[StepRecord] = []
+        for passed, at in self._passed:
+            if isinstance(passed, StepPlan):
+                self._recorder.submit(passed, at)
+            elif (recorded := self._recorder.collect(passed, at)) is not None and not (
+                len(records) >= MOST_STEPS and merge(records[-1], recorded.record)
+            ):
+                records.append(recorded.record)
+        self._passed.clear()
+        return records
 
     def close(self) -> None:
         """Release the device."""
@@ -64,7 +74,7 @@ class RecordedExecutor:
 class Watched:
     """Puts a recording executor into a loop while somebody watches, and takes it out again.
 
-    While nobody does, the loop is as it was. Steps cost about 10 µs each; a look at the queues is taken four times a
+    While nobody does, the loop is as it was. Steps cost a few µs each; a look at the queues is taken four times a
     second; and blocks are looked at a few hundred at a time, as seldom as keeps that below SHARE of the time.
     """
 
@@ -111,7 +121,7 @@ class Watched:
     def _tell(self, now: float, *, begins: bool = False) -> None:
         """Send what there is to tell, if there is anything, or if the last message was a while ago."""
         assert self._executor is not None
-        steps, queues, stats = self._executor.records, None, None
+        steps, queues, stats = self._executor.take(), None, None
         if now >= self._looked_at + QUEUE_SECONDS:
             self._looked_at = now
             queues, stats = self._scene.queues(), self._scene.stats()
@@ -122,7 +132,7 @@ class Watched:
             return
         costs = self._scene.costs() if begins else None
         self._send(Activity(now, begins, steps, self._blocks, queues, stats, costs))
-        self._executor.records, self._blocks, self._told_at = [], [], now
+        self._blocks, self._told_at = [], now
 
     def _end(self) -> None:
         """Leave the loop as it was."""

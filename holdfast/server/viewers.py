@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
@@ -38,8 +38,10 @@ class Viewers:
     MOST_STEPS, and for each viewer by MOST_UNSENT.
     """
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, replica: str = "", replicas: Callable[[], Sequence[str]] = tuple) -> None:
+        """`replica` names the engine where there are several, which `replicas` lists."""
         self.client = client
+        self._replica, self._replicas = replica, replicas
         self._viewers: set[_Viewer] = set()
         self._lease: asyncio.Task[None] | None = None
         self._known = _Known()
@@ -83,6 +85,8 @@ class Viewers:
             "blocks": info.num_blocks,
             "host_blocks": info.num_host_blocks,
             "rows": info.max_sequences,
+            "replica": self._replica,
+            "replicas": list(self._replicas()),
         }
 
     def _begin(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -134,7 +135,9 @@ def test_the_engine_view_shows_the_replica_that_is_asked_for(served: Serving) ->
     (name, *_) = [each["name"] for each in members(served) if each["state"] == "ready"]
     with httpx.stream("GET", url, params={"replica": name}, headers=OPERATOR, timeout=20) as response:
         assert response.status_code == 200
-        assert "event: engine" in next(response.iter_text())
+        kind, data = next(response.iter_text()).split("\n")[:2]
+        about = json.loads(data.removeprefix("data: "))
+        assert kind == "event: engine" and about["replica"] == name in about["replicas"]
     missing = httpx.get(url, params={"replica": "99"}, headers=OPERATOR)
     assert missing.status_code == 404 and "99" in missing.json()["error"]["message"]
 

@@ -147,7 +147,7 @@ def test_a_message_has_a_bounded_number_of_records(monkeypatch):
     watched.watch(60.0)
     while loop.has_work():
         loop.step()
-    records = loop.executor.records
+    records = loop.executor.take()
     assert len(records) == 5 and sum(record.steps for record in records) == 90
 
 
@@ -166,8 +166,7 @@ def test_a_trace_has_the_records_of_a_live_view(tmp_path):
         loop.add(request)
     while loop.has_work():
         loop.step()
-        told += recorded.records
-        recorded.records = []
+        told += recorded.take()
     loop.close()
     events = json.loads(path.read_text())
     bars = [event["args"] for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (0, 0)]
@@ -193,7 +192,7 @@ def test_a_record_of_a_draft_counts_what_is_verified_as_decodes():
     segment = Segment("a", 0, 9, 12, (1, 2, 3), Sampling(0.0, 0, 1.0, 1))
     recorded.submit(StepPlan(0, [segment, replace_segment(segment)], samples=(3,)))
     recorded.collect()
-    (record,) = recorded.records
+    (record,) = recorded.take()
     assert (record.tokens, record.decodes, record.prefill) == (6, 3, 3)
 
 

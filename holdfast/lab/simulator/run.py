@@ -180,10 +180,11 @@ def make_loop(
         tuning_progress=tuning is not None and tuning.progress,
         drafter=drafter,
     )
+    wrapped = wrap(executor, clock)
     on_planner(scheduler, shape)
     disk = SimulatedDisk(scheduler, clock, shape.block_bytes, disk_rate) if on_disk else None
     refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
-    loop = Loop(scheduler, wrap(executor, clock), steps_in_flight(config, stages), clock, refresh)
+    loop = Loop(scheduler, wrapped, steps_in_flight(config, stages), clock, refresh)
     return loop, executor, trainer, wait
 
 

@@ -112,14 +112,14 @@ class DiskStore:
             found.append(StoredBlock(slot, digest, place, max(0.0, now - used)))
         return sorted(found, key=lambda block: -block.age)
 
-    def write(self, block: TierBlock, data: memoryview, age: float) -> Outcome:
-        """Write a block to its place. `age` is the seconds since its last use."""
+    def write(self, block: TierBlock, data: memoryview, used: float) -> Outcome:
+        """Write a block to its place. `used` is when it was last used, in seconds of `time.time`."""
         try:
             self.clear(block.slot)
             checksum = checksum_of(block, data)
             if os.pwrite(self._blocks, data, block.slot * self._stride) != len(data):
                 return "failed"
-            entry = ENTRY.pack(MAGIC, block.place, block.digest, checksum, time.time() - age)
+            entry = ENTRY.pack(MAGIC, block.place, block.digest, checksum, used)
             os.pwrite(self._index, (entry + crc(entry)).ljust(ENTRY_BYTES, b"\0"), block.slot * ENTRY_BYTES)
         except OSError:
             return "failed"

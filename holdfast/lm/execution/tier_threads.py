@@ -32,7 +32,9 @@ class TierThreads:
     ) -> None:
         """`host` is the host tier, with each block in one piece. `clock` is the engine's."""
         self._rows = rows_of(host)
-        self._disk, self._remote, self._clock = disk, remote, clock
+        self._disk, self._remote = disk, remote
+        self._clock_began = time.time() - clock()
+        """The time at 0 of the engine's clock. Measured once, so blocks of one last use keep one on the disk."""
         self._ended: deque[TierDone] = deque()
         self._waiting: dict[str, tuple[deque[TierJob], deque[TierJob]]] = {}
         self._pools: dict[str, ThreadPoolExecutor] = {}
@@ -100,8 +102,8 @@ class TierThreads:
         if job.tier == "disk":
             assert disk is not None
             if job.kind == "write":
-                now = self._clock()
-                return [disk.write(block, rows[block.host], max(0.0, now - block.last_use)) for block in blocks]
+                began = self._clock_began
+                return [disk.write(block, rows[block.host], began + block.last_use) for block in blocks]
             return [disk.read(block, rows[block.host]) for block in blocks]
         assert remote is not None
         if job.kind == "probe":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.retention import Use
 from holdfast.lm.memory.sequence_cache import SequenceCache
 
@@ -32,7 +33,8 @@ class ConversationBlocks(NamedTuple):
     cost: float
     """Cost of computing its first kept idle chunk again, as retention counts it: value = cost / age. 0: it has none."""
     runs: tuple[tuple[str, int], ...]
-    """From its first block on: a letter (`block_pool.TIERS`, or ? for unknown) and how many blocks in a row have it."""
+    """From its first block on: a letter and how many blocks in a row have it. The letters are those of
+    `block_pool.TIERS` and `lower_tiers.TIERS`, and ? for unknown."""
 
 
 class _Conversation:
@@ -58,13 +60,18 @@ class BlockMap:
     """Follows the conversations whose blocks are in a pool, from when it is made.
 
     A request continues a conversation if its prompt begins with all full blocks of it; otherwise it begins another one.
-    Blocks that were idle before are grouped by their last use, as one request frees its blocks together.
+    Blocks that were idle before are grouped by their last use, as one request frees its blocks together. Those that
+    only the disk has come last, beside the first rounds of the others: a disk may hold far more than the tiers above.
 
-    It reads the pool and changes nothing. Each call of `advance` looks at a bounded number of blocks.
+    It reads the pool and the tiers behind it, and changes nothing. Each call of `advance` looks at a bounded number of
+    blocks.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, lower: LowerTiers | None = None) -> None:
+        """`lower` are the tiers behind the host tier of `pool`."""
         self._pool = pool
+        self._lower = lower
+        self._disk = lower.disk if lower is not None else None
         self._numbers = 0
         self._conversations: dict[int, _Conversation] = {}
         self._by_request: dict[str, _Conversation] = {}
@@ -74,6 +81,16 @@ class BlockMap:
         self._blocks = pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0)
         self._seeded = 0
         """Blocks of both tiers that have been looked at for that."""
+        self._on_disk: dict[float, list[dict[int, bytes]]] = {}
+        """Blocks of the disk likewise, by time. Those of one time and one place in their sequences are apart."""
+        self._disk_left = 0 if self._disk is None else self._disk.num_blocks
+        """Blocks of the disk that have not been looked at for that, the first ones."""
+        self._disk_order: list[float] = []
+        """Once all have been: the times of those still to be made conversations of, the next one last."""
+        self._disk_met: set[bytes] = set()
+        """Meanwhile, the digests that are known."""
+        self._partly: dict[float, _Conversation] = {}
+        """Meanwhile, the idle conversations of which some digests are not, by the time of their last use."""
         self._order: list[int] = []
         """The conversations still to be looked at in this round, the next one last."""
         self._letters: list[str] = []
@@ -93,6 +110,8 @@ class BlockMap:
         known.request, known.cache, known.digests = request, cache, digests
         known.empty_since, known.partly = None, False
         self._by_request[request] = known
+        if self._disk_order:
+            self._disk_met.update(digests)
 
     def advance(self, open_requests: Mapping[str, object], now: float, most: int) -> list[ConversationBlocks]:
         """Look at about `most` blocks; the conversations that are not as they were when last told.
@@ -102,6 +121,8 @@ class BlockMap:
         if self._seeded < self._blocks:
             self._seed(most)
             return []
+        if self._disk_left or self._disk_order:
+            most -= self._seed_from_disk(max(1, most // 2))
         changed: list[ConversationBlocks] = []
         if not self._order:
             self._forget(now, changed)
@@ -112,7 +133,7 @@ class BlockMap:
                 self._order.pop()
                 continue
             seen = conversation.digests[self._at : self._at + most]
-            self._letters.append(self._pool.tiers(seen))
+            self._letters.append(self._tiers(seen))
             self._at += len(seen)
             most -= len(seen) + 4
             if self._at >= len(conversation.digests):
@@ -131,7 +152,7 @@ class BlockMap:
     def everything(self, open_requests: Mapping[str, object], now: float) -> list[ConversationBlocks]:
         """As `advance` for one whole round, however long that takes."""
         changed = []
-        while self._seeded < self._blocks or self._order:
+        while self._seeded < self._blocks or self._disk_left or self._disk_order or self._order:
             changed += self.advance(open_requests, now, 1 << 30)
         return changed + self.advance(open_requests, now, 1 << 30)
 
@@ -159,16 +180,76 @@ class BlockMap:
         self._seeded = stop
         if stop < self._blocks:
             return
-        met = {digest for each in self._conversations.values() for digest in each.digests}
+        met = self._met()
         for use, found_together in sorted(self._found.items())[-MOST_CONVERSATIONS:]:
-            blocks = {index: digest for index, digest in found_together.items() if digest not in met}
-            if not blocks:
-                continue
-            digests = [blocks.get(index, UNKNOWN) for index in range(max(blocks) + 1)]
-            conversation = self._begin("", digests, use[0])
-            conversation.tail, conversation.partly = digests[-1], UNKNOWN in digests
-            self._tails.setdefault(conversation.tail, conversation)
+            self._find(use[0], found_together, met)
         self._found.clear()
+
+    def _seed_from_disk(self, most: int) -> int:
+        """The same for about `most` blocks of the disk, which share no more than a time. How many it were."""
+        assert self._disk is not None
+        looked = 0
+        if self._disk_left:
+            start = max(0, self._disk_left - most)
+            for (last, _), index, digest in self._disk.idle_blocks(start, self._disk_left):
+                groups = self._on_disk.setdefault(last, [])
+                group = next((each for each in groups if index not in each), None)
+                if group is None:
+                    groups.append(group := {})
+                group[index] = digest
+            looked, self._disk_left = self._disk_left - start, start
+            if not start:
+                self._disk_met = self._met()
+                self._disk_order = sorted(self._on_disk)[-MOST_CONVERSATIONS:]
+                known = self._conversations.values()
+                self._partly = {each.last: each for each in known if each.partly and each.cache is None}
+        while self._disk_order and looked < most:
+            last = self._disk_order.pop()
+            for group in self._on_disk.pop(last):
+                if not self._complete(last, group):
+                    self._find(last, group, self._disk_met)
+                looked += len(group)
+        if not (self._disk_left or self._disk_order):
+            self._on_disk.clear()
+            self._disk_met.clear()
+            self._partly.clear()
+        return looked
+
+    def _met(self) -> set[bytes]:
+        """The digests of all conversations that are known."""
+        return {digest for each in self._conversations.values() for digest in each.digests}
+
+    def _find(self, last: float, together: Mapping[int, bytes], met: Collection[bytes]) -> None:
+        """Make a conversation of blocks that were last used together, by their places, unless they are met already."""
+        blocks = {index: digest for index, digest in together.items() if digest not in met}
+        if not blocks:
+            return
+        digests = [blocks.get(index, UNKNOWN) for index in range(max(blocks) + 1)]
+        conversation = self._begin("", digests, last)
+        conversation.tail, conversation.partly = digests[-1], UNKNOWN in digests
+        self._tails.setdefault(conversation.tail, conversation)
+
+    def _complete(self, last: float, group: Mapping[int, bytes]) -> bool:
+        """Give the conversation of this time the digests that it lacks, if these are such. Whether they were."""
+        conversation = self._partly.get(last)
+        blocks = {index: digest for index, digest in group.items() if digest not in self._disk_met}
+        if conversation is None or conversation.cache is not None or not blocks:
+            return False
+        digests = conversation.digests
+        if any(index >= len(digests) or digests[index] != UNKNOWN for index in blocks):
+            return False
+        for index, digest in blocks.items():
+            digests[index] = digest
+        conversation.partly = UNKNOWN in digests
+        return True
+
+    def _tiers(self, digests: Sequence[bytes]) -> str:
+        """Where the state of each of these digests lies: a letter for each."""
+        letters = self._pool.tiers(digests)
+        if self._lower is None or "-" not in letters:
+            return letters
+        below = self._lower.tiers(digests)
+        return "".join([lower if letter == "-" else letter for letter, lower in zip(letters, below, strict=True)])
 
     def _held(self, conversation: _Conversation, open_requests: Mapping[str, object], now: float) -> tuple[str, int]:
         """The last request of a conversation, and the blocks that it holds; -1: it has ended."""
@@ -191,7 +272,7 @@ class BlockMap:
             self._tails[conversation.tail] = conversation
         if conversation.partly:
             letters = "".join("?" if not digest else each for digest, each in zip(digests, letters, strict=True))
-        kept = -1 if cache is not None else next((at for at, each in enumerate(letters) if each in "dobh"), -1)
+        kept = -1 if cache is not None else next((at for at, each in enumerate(letters) if each in "dobhk"), -1)
         if cache is None and not letters.strip("-?") and conversation.empty_since is None:
             conversation.empty_since = now
         runs = tuple([(letter, len(list(group))) for letter, group in groupby(letters)])

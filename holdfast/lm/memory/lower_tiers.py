@@ -15,6 +15,12 @@ from holdfast.lm.tiers import NO_SLOT, JobKind, LowerShape, TierBlock, TierDone,
 
 JOB_BYTES = 1 << 20
 """Bytes of a job, roughly: enough for a disk's full rate, and a few of them keep several threads busy."""
+TIERS = {
+    "f": "being brought back to the host",
+    "k": "on the disk",
+    "r": "in the remote tier, when it was last asked",
+}
+"""Where the state of a block can lie behind the host, by letters that `block_pool.TIERS` does not have."""
 WRITE_BYTES = 64 << 20
 """Bytes that are written to one tier at a time. Their blocks cannot be evicted meanwhile."""
 REMOTE_PAUSE = 10.0
@@ -172,6 +178,17 @@ class LowerTiers:
     def has_on_disk(self, digest: bytes) -> bool:
         """Whether the disk has this block."""
         return self.disk is not None and self.disk.find(digest) is not None
+
+    def tiers(self, digests: Iterable[bytes]) -> str:
+        """Where the state of each digest lies behind the host: a letter of TIERS for each, or - for nowhere."""
+        arriving, remote = self._arriving, self._known
+        on_disk: Mapping[bytes, int] = {} if self.disk is None else self.disk.by_digest
+        return "".join(
+            [
+                "f" if digest in arriving else "k" if digest in on_disk else "r" if digest in remote else "-"
+                for digest in digests
+            ]
+        )
 
     def begin_swap_in(self, step: int) -> None:
         """Plan `step` copies blocks of the host to the device."""

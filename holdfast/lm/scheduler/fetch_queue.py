@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from holdfast.lm.memory.lower_tiers import Fetch, LowerTiers
 from holdfast.lm.memory.sequence_cache import SequenceCache
@@ -27,6 +27,10 @@ class FetchQueue:
     def __len__(self) -> int:
         """Sequences that wait for their blocks."""
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """The sequences that wait for their blocks."""
+        return iter(self._waiting)
 
     def begin(self, entry: Entry, now: float) -> bool:
         """Ask for what the lower tiers have of a waiting sequence, once. Returns whether it has to wait for that."""

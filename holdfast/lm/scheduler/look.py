@@ -15,6 +15,7 @@ REASONS = {
     "no blocks": "too few blocks are free beside those that running sequences may need",
     "budget": "the steps so far were full (token budget or TBT target), or its turn comes with the next one",
     "copies under way": "its state is being copied from the host, or idle state to the host to make room",
+    "fetching": "its state is being brought back from the disk or the remote tier",
     "results in flight": "it was preempted, and its last tokens are still being computed",
     "adapter loading": "its adapter is not on the device yet",
     "order": "others are ahead of it, and the first of them cannot start",
@@ -78,6 +79,8 @@ def waiting_request(entry: Entry, reason: str) -> WaitingRequest:
 
 def _reasons(queues: Queues) -> Iterable[WaitingRequest]:
     first = queues.waiting.first()
+    for entry in queues.fetches or ():
+        yield waiting_request(entry, "fetching")
     held = queues.adapters.held if queues.adapters is not None else ()
     for entry in chain(queues.waiting, held):
         held_up = "adapter loading" if entry.held else "order"

@@ -4,7 +4,7 @@ const BASE = new URL('../../', import.meta.url);
 const STORED = 'holdfast.key';
 
 /** A refusal by the server: its status, its code and its message. */
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(status, code, message) {
     super(message);
     this.status = status;

@@ -94,7 +94,13 @@ class Chat {
     this.drawButton();
   }
 
-  async begin() {
+  /** Load what there is. A message that is sent before that has ended waits for it. */
+  begin() {
+    this.ready = this.loadAll();
+    return this.ready;
+  }
+
+  async loadAll() {
     await this.loadModels();
     await this.sidebar.reload();
     await this.fromAddress();
@@ -319,6 +325,7 @@ class Chat {
   }
 
   async submit() {
+    await this.ready;
     const text = this.input.value.trim();
     if (!text || this.live) return;
     const sent = [text, ...this.files.map((file) => filePart(file.name, file.text))];

@@ -5,7 +5,7 @@ import { el, toast } from './dom.js';
 import { REASONS, Recording, TIERS, firstFrom, readTrace, traceOf } from './engine_data.js';
 import { Lanes, Span } from './engine_lanes.js';
 import { BlockMap } from './engine_map.js';
-import { duration, number, plural, sentence, shortId, table, whereabouts } from './engine_words.js';
+import { bytes, duration, number, plural, sentence, shortId, table, whereabouts } from './engine_words.js';
 
 const EVENTS = '/v1/engine/events';
 const FRAME = 25; // milliseconds between two frames while time passes, at least: 30 a second on a screen of 60
@@ -54,10 +54,11 @@ class Panel {
     this.running = el('tbody');
     this.queueTitle = el('h3', {}, 'Queue');
     this.mapTitle = el('h3', {}, 'Blocks');
+    this.legend = el('ul', { class: 'e-legend' });
     this.stepRows = el('tbody');
-    this.steps = el('details', { class: 'e-more' }, el('summary', {}, 'The latest steps as a table'), grid(['step', 'took', 'decodes', 'prompt tokens', 'blocks in', 'blocks out'], this.stepRows));
+    this.steps = el('details', { class: 'e-more' }, el('summary', {}, 'The latest steps as a table'), grid('The latest steps', ['step', 'took', 'decodes', 'prompt tokens', 'blocks in', 'blocks out'], this.stepRows));
     this.rowRows = el('tbody');
-    this.rows = el('details', { class: 'e-more' }, el('summary', {}, 'Conversations as a table'), grid(['conversation', 'state', 'idle for', 'value', 'where its blocks lie, from its beginning'], this.rowRows));
+    this.rows = el('details', { class: 'e-more' }, el('summary', {}, 'Conversations as a table'), grid('Conversations', ['conversation', 'state', 'idle for', 'value', 'where its blocks lie, from its beginning'], this.rowRows));
     for (const each of [this.steps, this.rows]) each.addEventListener('toggle', () => this.rewrite());
     this.name = el('h2', { class: 'e-name' });
     this.element = el(
@@ -70,14 +71,14 @@ class Panel {
       el(
         'div',
         { class: 'e-columns' },
-        el('div', { class: 'e-blocks' }, this.mapTitle, legend(), el('div', { class: 'e-frame' }, blocks, this.blockTip), this.rows),
+        el('div', { class: 'e-blocks' }, this.mapTitle, this.legend, el('div', { class: 'e-frame' }, blocks, this.blockTip), this.rows),
         el(
           'div',
           { class: 'e-queues' },
           this.queueTitle,
-          grid(['request', 'waits for', 'tokens', 'since'], this.waiting),
+          grid('Waiting requests', ['request', 'waits for', 'tokens', 'since'], this.waiting),
           el('h3', {}, 'Running'),
-          grid(['request', 'does', 'tokens'], this.running),
+          grid('Running requests', ['request', 'does', 'tokens'], this.running),
         ),
       ),
     );
@@ -166,8 +167,7 @@ class Panel {
     const look = recording.lookAt(to);
     const stats = look?.stats;
     const rates = recording.rates(Math.max(to - RATES, recording.start), to);
-    const place = recording.live ? about.model : recording.name;
-    this.name.textContent = [place, about.scheduler, about.target ? `target ${duration(about.target)}` : '', about.device, recording.truncated ? 'cut off' : ''].filter(Boolean).join(' · ');
+    this.name.textContent = [recording.live ? '' : recording.name, about.model, about.scheduler, about.target ? `target ${duration(about.target)}` : '', about.device, recording.truncated ? 'cut off' : ''].filter(Boolean).join(' · ');
     this.figure('tokens a second', number(rates.decodes));
     this.figure('prompt tokens a second', number(rates.prefill));
     this.figure('steps a second', number(rates.steps));
@@ -180,9 +180,19 @@ class Panel {
         this.figure('host blocks', `${number(stats.host_blocks_cached)} of ${number(stats.host_blocks_total)}`);
         this.figure('copied a second', `${number(rates.inward)} in, ${number(rates.outward)} out`);
       }
-      if (stats.prefix_queries) this.figure('prompt tokens found', `${Math.round((100 * stats.prefix_hits) / stats.prefix_queries)}%`);
+      if (stats.disk_blocks_total) this.figure('disk blocks', `${number(stats.disk_blocks_cached)} of ${number(stats.disk_blocks_total)}`);
+      if (stats.disk_bytes_written) this.figure('disk', `${bytes(stats.disk_bytes_written)} written, ${bytes(stats.disk_bytes_read)} read`);
+      if (stats.remote_bytes_written || stats.remote_bytes_read) this.figure('remote tier', `${bytes(stats.remote_bytes_written)} written, ${bytes(stats.remote_bytes_read)} read`);
+      if (stats.prefix_queries) {
+        const share = (hits) => Math.round((100 * (hits ?? 0)) / stats.prefix_queries);
+        const lower = (stats.prefix_hits_on_disk ?? 0) + (stats.prefix_hits_on_remote ?? 0);
+        const below = [['host', stats.prefix_hits_on_host - lower], ['disk', stats.prefix_hits_on_disk], ['remote', stats.prefix_hits_on_remote]];
+        const told = below.filter(([, hits]) => hits > 0).map(([tier, hits]) => `${share(hits)}% ${tier}`).join(', ');
+        this.figure('prompt tokens found', `${share(stats.prefix_hits)}%${told && ` (${told})`}`);
+      }
       this.mapTitle.textContent = `Blocks of ${plural(recording.rows.size, 'conversation')}`;
     }
+    if (this.legend.children.length !== recording.letters.size) this.legend.replaceChildren(...legend(recording.letters));
     if (look) this.queues(look, to);
     if (this.steps.open) this.listSteps(to);
     if (this.rows.open) this.listRows(to);
@@ -254,7 +264,8 @@ class EngineView {
     this.paused = null; // the time at which the live view stands still
     this.buffered = [];
     this.lag = null;
-    this.dirty = true;
+    this.dirty = true; // draw with the next chance, and not only when a frame is due
+    this.fading = false; // marks of changes are still to be seen
     this.frames = 0;
     this.status = el('p', { class: 'e-status', role: 'status' }, 'Connecting…');
     this.pauseButton = el('button', { type: 'button', class: 'button', onclick: () => this.pause() }, 'Pause');
@@ -266,6 +277,8 @@ class EngineView {
     this.time = el('output', {}, '0 s');
     this.speedChoice = el('select', { 'aria-label': 'Speed', onchange: () => (this.speed = Number(this.speedChoice.value)) }, SPEEDS.map((each) => el('option', { value: String(each), selected: each === 1 }, `${each}×`)));
     this.player = el('div', { class: 'e-player', hidden: true }, this.scrub, this.time, this.speedChoice);
+    this.replica = '';
+    this.replicaChoice = el('select', { 'aria-label': 'Replica', class: 'e-choice', hidden: true, onchange: () => this.follow(this.replicaChoice.value) });
     this.gate = el('div', { class: 'e-gate', hidden: true });
     this.place = el('div', { class: 'e-panels' });
     this.bar = el(
@@ -275,6 +288,7 @@ class EngineView {
       el(
         'div',
         { class: 'e-tools' },
+        this.replicaChoice,
         this.pauseButton,
         el('button', { type: 'button', class: 'button', 'aria-label': 'Show less time', title: 'Show less time (+)', onclick: () => this.zoom(0.6, 1) }, '+'),
         el('button', { type: 'button', class: 'button', 'aria-label': 'Show more time', title: 'Show more time (−)', onclick: () => this.zoom(1 / 0.6, 1) }, '−'),
@@ -292,8 +306,6 @@ class EngineView {
       this.dirty = true;
     };
     this.readColors();
-    this.darkness = window.matchMedia('(prefers-color-scheme: dark)');
-    this.darkness.addEventListener('change', this.readColors);
     document.addEventListener('themechange', this.readColors);
     this.resized = new ResizeObserver(() => (this.dirty = true));
     this.resized.observe(this.root);
@@ -320,7 +332,6 @@ class EngineView {
     cancelAnimationFrame(this.animation);
     this.stream?.abort();
     this.resized.disconnect();
-    this.darkness.removeEventListener('change', this.readColors);
     document.removeEventListener('themechange', this.readColors);
   }
 
@@ -337,25 +348,41 @@ class EngineView {
     this.gate.hidden = true;
     for (let wait = 500; !stream.signal.aborted; wait = Math.min(wait * 2, 8000)) {
       try {
-        for await (const { event, data } of this.api.events(EVENTS, { signal: stream.signal })) {
+        for await (const { event, data } of this.api.events(this.replica ? `${EVENTS}?replica=${encodeURIComponent(this.replica)}` : EVENTS, { signal: stream.signal })) {
           if (stream.signal.aborted) return;
           wait = 500;
-          if (event === 'engine') this.live.about = data;
+          if (event === 'engine') this.about(data);
           else if (event === 'activity') this.take(data);
           else if (event === 'error') throw new Error(data.message);
         }
         this.say('The stream ended. Connecting again…', 'off');
       } catch (error) {
         if (stream.signal.aborted) return;
-        if ([401, 403, 404].includes(error.status)) return this.refused(error);
+        if (error.status === 404 && this.replica) this.replica = ''; // it has gone: follow another one
+        else if ([401, 403, 404].includes(error.status)) return this.refused(error);
         this.say(`${error.message || 'The connection was lost'}. Connecting again…`, 'off');
       }
       await new Promise((resolve) => setTimeout(resolve, wait));
     }
   }
 
+  /** The stream has begun: note what engine it tells of, and which others there are. */
+  about(engine) {
+    this.live.about = engine;
+    const names = engine.replicas ?? [];
+    this.replicaChoice.replaceChildren(...names.map((name) => el('option', { value: name, selected: name === engine.replica }, name)));
+    this.replicaChoice.hidden = names.length < 2;
+  }
+
+  /** Follow another replica. */
+  follow(replica) {
+    this.replica = replica;
+    this.watch();
+  }
+
   /** The server does not show its engine: say why, and ask for another key where one may help. */
   refused(error) {
+    this.show([]);
     this.say('No live view', 'off');
     const enter = async () => {
       if (await this.api.needKey(this.api.key)) this.watch();
@@ -377,10 +404,9 @@ class EngineView {
       this.buffered.push(activity);
       if (this.buffered.length > BUFFERED) this.live.take(this.buffered.shift());
     } else {
-      this.live.take(activity);
+      this.live.take(activity); // the next frame shows it
       this.say('Live', 'on');
     }
-    this.dirty = true;
   }
 
   say(text, kind = '') {
@@ -405,6 +431,7 @@ class EngineView {
 
   /** Stop or go on; `stop` only stops. */
   pause(stop = false) {
+    if (!this.panels.length) return;
     if (this.comparing) {
       this.playing = stop ? false : !this.playing;
       if (this.playing && this.clock >= this.longest - 1e-6) this.clock = 0;
@@ -504,7 +531,10 @@ class EngineView {
     this.place.classList.toggle('two', this.panels.length > 1);
     const files = this.comparing;
     this.player.hidden = this.liveButton.hidden = !files;
-    if (files) this.scrub.max = String(this.longest);
+    if (files) {
+      this.scrub.max = String(this.longest);
+      this.replicaChoice.hidden = true;
+    }
     this.label();
   }
 
@@ -520,7 +550,7 @@ class EngineView {
 
   /** One frame, if anything is to be drawn. */
   step(moment) {
-    const passes = this.comparing ? this.playing : this.paused === null && this.lag !== null;
+    const passes = this.fading || (this.comparing ? this.playing : this.paused === null && this.lag !== null);
     if (!this.dirty && !(passes && moment - this.drawnAt >= FRAME)) return;
     if (this.comparing && this.playing) {
       this.clock += Math.min(0.25, (moment - this.drawnAt) / 1000) * this.speed;
@@ -535,19 +565,22 @@ class EngineView {
       this.time.textContent = `${this.clock.toFixed(1)} of ${this.longest.toFixed(1)} s`;
     }
     this.drawnAt = moment;
-    this.dirty = false;
+    this.dirty = this.fading = false;
     this.frames++;
-    for (const panel of this.panels) if (panel.draw(this.colors, moment)) this.dirty = true;
+    for (const panel of this.panels) if (panel.draw(this.colors, moment)) this.fading = true;
     this.root.dataset.frames = String(this.frames);
   }
 }
 
-function grid(names, body) {
-  return el('div', { class: 'e-scroll' }, el('table', { class: 'e-table' }, el('thead', {}, el('tr', {}, names.map((name) => el('th', { scope: 'col' }, name)))), body));
+/** A table that scrolls, by keys too. */
+function grid(label, names, body) {
+  return el('div', { class: 'e-scroll', tabindex: '0', role: 'region', 'aria-label': label }, el('table', { class: 'e-table' }, el('thead', {}, el('tr', {}, names.map((name) => el('th', { scope: 'col' }, name)))), body));
 }
 
-function legend() {
-  return el('ul', { class: 'e-legend' }, Object.entries(TIERS).map(([letter, { name, text }]) => el('li', { title: text }, el('span', { class: `e-key e-key-${letter === '-' ? 'dropped' : letter === '?' ? 'unknown' : letter}`, 'aria-hidden': 'true' }), name)));
+/** What the colours of the block map mean, for these letters. */
+function legend(letters) {
+  return Object.entries(TIERS).filter(([letter]) => letters.has(letter)).map(([letter, { name, text }]) =>
+    el('li', { title: text }, el('span', { class: `e-key e-key-${{ '-': 'dropped', '?': 'unknown' }[letter] ?? letter}`, 'aria-hidden': 'true' }), name));
 }
 
 /** The colours of the theme, by what they are for. */
@@ -556,9 +589,9 @@ function colorsOf(element) {
   const value = (name) => style.getPropertyValue(`--${name}`).trim();
   const colors = { requests: [] };
   for (const name of ['bg', 'panel', 'line', 'text', 'muted']) colors[name] = value(name);
-  for (const name of ['step', 'over', 'expected', 'target', 'decode', 'waiting', 'training', 'lower']) colors[name] = value(`e-${name}`);
+  for (const name of ['step', 'over', 'expected', 'target', 'decode', 'waiting', 'training']) colors[name] = value(`e-${name}`);
   for (let at = 0; at < 6; at++) colors.requests.push(value(`e-request-${at}`));
-  for (const letter of 'uidboh') colors[letter] = value(`e-${letter}`);
+  for (const letter of 'uidbohfkr') colors[letter] = value(`e-${letter}`);
   colors['-'] = value('e-dropped');
   colors['?'] = value('e-unknown');
   return colors;

@@ -7,7 +7,7 @@ const COPIES = 2;
 const STATE = 3; // process numbers of a trace, as holdfast/engine/trace.py has them
 const TRAINING_LANE = 2;
 
-/** Where blocks lie, by the letter that stands for it (lm/memory/block_pool.py: TIERS), with how it is drawn. */
+/** Where blocks lie, by the letter that stands for it (TIERS of lm/memory/block_pool.py and lower_tiers.py). */
 export const TIERS = {
   u: { name: 'in use', text: 'on the device, in use' },
   i: { name: 'coming in', text: 'being copied to the device' },
@@ -15,6 +15,9 @@ export const TIERS = {
   b: { name: 'both', text: 'on the device, idle, with a copy on the host' },
   o: { name: 'going out', text: 'being copied to the host' },
   h: { name: 'host', text: 'on the host' },
+  f: { name: 'coming back', text: 'being brought back to the host' },
+  k: { name: 'disk', text: 'on the disk' },
+  r: { name: 'remote', text: 'in the remote tier' },
   '-': { name: 'dropped', text: 'dropped, or not computed yet' },
   '?': { name: 'unknown', text: 'not seen: dropped before, or shared with another conversation' },
 };
@@ -25,6 +28,7 @@ export const REASONS = {
   'no blocks': 'too few blocks are free',
   budget: 'the steps so far were full, or its turn comes with the next one',
   'copies under way': 'state is being copied between device and host',
+  fetching: 'its state is being brought back from the disk or the remote tier',
   'results in flight': 'it was preempted, and its last tokens are still being computed',
   'adapter loading': 'its adapter is not on the device yet',
   order: 'others are ahead of it',
@@ -62,6 +66,7 @@ export class Recording {
     this.changes = []; // {at, row}, of a file
     this.rows = new Map();
     this.version = 0; // of the rows
+    this.letters = new Set('uidboh-?'); // of TIERS: those to explain
     this.applied = 0; // changes that the rows have
     this.truncated = false;
   }
@@ -105,6 +110,7 @@ export class Recording {
       row.before = this.rows.get(row.number)?.runs;
       row.changed = performance.now();
       this.rows.set(row.number, row);
+      for (const [letter] of row.runs) this.letters.add(letter);
     }
     this.version++;
   }
@@ -133,11 +139,6 @@ export class Recording {
   /** The last look at queues and numbers at or before a time. */
   lookAt(at) {
     return this.looks[firstFrom(this.looks, at + 1e-9) - 1] ?? this.looks[0] ?? null;
-  }
-
-  /** The step that runs at a time, or the last one that ended before. */
-  stepAt(at) {
-    return this.steps[firstFrom(this.steps, at + 1e-9) - 1] ?? null;
   }
 
   /** Rates over [from, to], each in units a second, and the share of it in which the device computed. */

@@ -34,7 +34,7 @@ const GAP = 6;
 export class Lanes {
   constructor(canvas, { onSelect, onZoom, onPan, onHover }) {
     this.canvas = canvas;
-    this.context = canvas.getContext('2d');
+    this.context = canvas.getContext('2d', { alpha: false });
     this.handlers = { onSelect, onZoom, onPan, onHover };
     this.hover = null;
     this.pointers = new Map();
@@ -151,8 +151,14 @@ export class Lanes {
       this.label(`target ${duration(target)}`, width - 4, y - 3, colors.target, 'right');
     }
     this.bars(columns, columns.decodes, columns.mostDecodes, tops[1], LANES[1].height, () => colors.decode);
-    const most = Math.max(columns.mostPrefill, 1);
+    // Prompt tokens, with what the budget left room for beside the decodes, as far as that is not far above.
+    const most = Math.max(columns.mostPrefill, columns.mostRoom > 2 * columns.mostPrefill ? 0 : columns.mostRoom, 1);
     this.bars(columns, columns.prefill, most, tops[2], LANES[2].height, (at) => colors.requests[columns.request[at] % colors.requests.length]);
+    paint.fillStyle = colors.expected;
+    for (let at = 0; at < columns.count; at++) {
+      const { room } = columns;
+      if (room[at] && room[at] <= most) paint.fillRect(columns.left[at], tops[2] + LANES[2].height * (1 - room[at] / most), Math.max(2, columns.width[at]), 2);
+    }
 
     // Copies: what each step began, to the device upwards and to the host downwards.
     const middle = tops[3] + LANES[3].height / 2;
@@ -179,7 +185,7 @@ export class Lanes {
       }
     }
     for (const [place, lane] of lanes.entries()) this.label(lane.name, 5, tops[place] + 12, colors.muted);
-    const scales = [duration(tallest), number(columns.mostDecodes), number(columns.mostPrefill), columns.mostCopied ? `${number(columns.mostCopied)} blocks` : ''];
+    const scales = [duration(tallest), number(columns.mostDecodes), number(columns.mostPrefill && most), columns.mostCopied ? `${number(columns.mostCopied)} blocks` : ''];
     for (const [place, text] of scales.entries()) if (text !== '0') this.label(text, width - 4, tops[place] + 12, colors.muted, 'right');
     this.axis(from, to, x, width, height, recording, colors);
     if (selected && selected.at + selected.seconds > from && selected.at < to) {
@@ -199,9 +205,9 @@ export class Lanes {
     const number = last - first;
     const alone = number < width / 2;
     const most = alone ? number : width;
-    const made = this.made?.size >= most ? this.made : (this.made = { size: most + 64, arrays: Array.from({ length: 9 }, () => new Float32Array(most + 64)) });
-    const [left, wide, seconds, predicted, decodes, prefill, request, inward, outward] = made.arrays;
-    let count = 0, column = NaN, mostSeconds = 0, mostDecodes = 1, mostPrefill = 0, mostCopied = 0;
+    const made = this.made?.size >= most ? this.made : (this.made = { size: most + 64, arrays: Array.from({ length: 10 }, () => new Float32Array(most + 64)) });
+    const [left, wide, seconds, predicted, decodes, prefill, request, inward, outward, room] = made.arrays;
+    let count = 0, column = NaN, mostSeconds = 0, mostDecodes = 1, mostPrefill = 0, mostCopied = 0, mostRoom = 0;
     const pixels = width / (to - from);
     for (let at = first; at < last; at++) {
       const step = steps[at];
@@ -215,11 +221,12 @@ export class Lanes {
         place = count++;
         left[place] = alone ? start : column;
         wide[place] = alone ? Math.max(1, step.seconds * pixels - (step.seconds * pixels > 3 ? 1 : 0)) : 1;
-        seconds[place] = predicted[place] = decodes[place] = prefill[place] = request[place] = inward[place] = outward[place] = 0;
+        seconds[place] = predicted[place] = decodes[place] = prefill[place] = request[place] = inward[place] = outward[place] = room[place] = 0;
       } else if (!alone) wide[place] = Math.max(1, start + step.seconds * pixels - left[place]);
       if (took > seconds[place]) seconds[place] = took;
       if (alone && together === 1 && step.predicted) predicted[place] = step.predicted;
       decodes[place] = Math.max(decodes[place], step.decodes / together);
+      if (alone && together === 1 && tokens && step.budget) mostRoom = Math.max(mostRoom, (room[place] = step.budget - step.decodes));
       if (tokens > prefill[place]) {
         prefill[place] = tokens;
         request[place] = hash(step.chunks[0]?.[0] ?? '');
@@ -231,7 +238,7 @@ export class Lanes {
       mostPrefill = Math.max(mostPrefill, tokens);
       mostCopied = Math.max(mostCopied, inward[place], outward[place]);
     }
-    return { count, left, width: wide, seconds, predicted, decodes, prefill, request, inward, outward, mostSeconds, mostDecodes, mostPrefill, mostCopied };
+    return { count, left, width: wide, seconds, predicted, decodes, prefill, request, inward, outward, room, mostSeconds, mostDecodes, mostPrefill, mostCopied, mostRoom };
   }
 
   /** Bars of one lane, of one colour after the other. */

@@ -11,8 +11,9 @@ const ORDER = { running: 0, waiting: 1, idle: 2 };
 export class BlockMap {
   constructor(canvas, onHover) {
     this.canvas = canvas;
-    this.context = canvas.getContext('2d');
+    this.context = canvas.getContext('2d', { alpha: false });
     this.lines = [];
+    this.marks = []; // of changes: {changed, marks}
     const hover = (event) => {
       const box = canvas.getBoundingClientRect();
       onHover(this.wordsAt(event.clientX - box.left, event.clientY - box.top), event.clientX - box.left, event.clientY - box.top);
@@ -63,24 +64,39 @@ export class BlockMap {
     this.height = Math.max(40, this.deep * this.tall);
   }
 
+  /** Draw all of it where anything but the marks of changes is other than before, and otherwise the marks alone. */
   draw(recording, now, colors) {
     const width = this.canvas.clientWidth;
     if (width < 8) return;
     this.layout(recording, width);
     this.now = now;
     const scale = window.devicePixelRatio || 1;
-    if (this.canvas.width !== Math.round(width * scale) || this.canvas.height !== Math.round(this.height * scale)) {
-      this.canvas.width = Math.round(width * scale);
-      this.canvas.height = Math.round(this.height * scale);
-      this.canvas.style.height = `${this.height}px`;
+    const fresh = this.drawn !== `${this.key}/${scale}/${Math.floor(now)}` || this.colors !== colors || this.shown !== recording;
+    if (fresh) {
+      this.drawn = `${this.key}/${scale}/${Math.floor(now)}`; // ages show once a second
+      this.colors = colors;
+      this.shown = recording;
+      if (this.canvas.width !== Math.round(width * scale) || this.canvas.height !== Math.round(this.height * scale)) {
+        this.canvas.width = Math.round(width * scale);
+        this.canvas.height = Math.round(this.height * scale);
+        this.canvas.style.height = `${this.height}px`;
+      }
+      this.context.setTransform(scale, 0, 0, scale, 0, 0);
+      this.blocks(width);
     }
-    const paint = this.context;
-    paint.setTransform(scale, 0, 0, scale, 0, 0);
+    const moment = performance.now();
+    for (const { changed, marks } of this.marks) this.mark(marks, Math.max(0, 1 - (moment - changed) / FLASH));
+    this.marks = this.marks.filter(({ changed }) => moment - changed < FLASH);
+    this.flashing = this.marks.length > 0;
+  }
+
+  blocks(width) {
+    const { context: paint, colors, now } = this;
     paint.fillStyle = colors.bg;
     paint.fillRect(0, 0, width, this.height);
     const byColor = new Map();
-    const flashes = [];
     const moment = performance.now();
+    this.marks = [];
     for (const place of this.lines) {
       const { row } = place;
       const faded = row.state === 'idle' && row.last && now - row.last > 60 ? (now - row.last > 600 ? 2 : 1) : 0;
@@ -92,12 +108,12 @@ export class BlockMap {
         this.rectangles(place, index, count, list);
         index += count;
       }
-      if (row.before && moment - row.changed < FLASH) flashes.push(place);
+      if (row.before && moment - row.changed < FLASH) this.marks.push({ changed: row.changed, marks: this.changes(place) });
     }
     for (const [key, list] of byColor) {
       const letter = key[0];
       paint.globalAlpha = [1, 0.75, 0.55][Number(key[1])];
-      paint.fillStyle = colors[letter] ?? colors.lower;
+      paint.fillStyle = colors[letter] ?? colors['?'];
       const hollow = (letter === '-' || letter === '?') && this.size > 3;
       for (let at = 0; at < list.length; at += 4) {
         if (hollow) paint.fillRect(list[at], list[at + 1] + this.size / 2 - 1, list[at + 2], 2);
@@ -105,32 +121,34 @@ export class BlockMap {
       }
     }
     paint.globalAlpha = 1;
-    for (const place of flashes) this.flash(place, 1 - (moment - place.row.changed) / FLASH, colors);
     if (this.size > 4) {
       paint.fillStyle = colors.bg; // lines between the blocks of a run
       for (let at = 1; at < this.line; at++) {
         for (let left = 0; left < width; left += this.wide) paint.fillRect(left + at * this.size - 1, 0, 1, this.height);
       }
     }
-    this.flashing = flashes.length > 0;
   }
 
-  /** Frame the blocks that are elsewhere than before. */
-  flash(place, strength, colors) {
-    const before = place.row.before.flatMap(([letter, count]) => Array(count).fill(letter));
-    const paint = this.context;
-    paint.globalAlpha = strength;
-    paint.fillStyle = colors.text;
+  /** The blocks of a conversation that are elsewhere than before, as rectangles. */
+  changes(place) {
+    const { row } = place;
+    const before = row.before.flatMap(([letter, count]) => Array(count).fill(letter));
+    const list = [];
     let index = 0;
-    for (const [letter, count] of place.row.runs) {
-      for (let at = index; at < index + count; at++) {
-        if (before[at] !== undefined && before[at] !== letter) {
-          const list = [];
-          this.rectangles(place, at, 1, list);
-          paint.fillRect(list[0], list[1] + this.size, list[2], Math.max(1, this.tall - this.size));
-        }
-      }
+    for (const [letter, count] of row.runs) {
+      for (let at = index; at < index + count; at++) if (before[at] !== undefined && before[at] !== letter) this.rectangles(place, at, 1, list);
       index += count;
+    }
+    return list;
+  }
+
+  /** Underline these rectangles, in the room between the lines. */
+  mark(list, strength) {
+    const { context: paint, colors } = this;
+    for (const [alpha, color] of [[1, colors.bg], [strength, colors.text]]) {
+      paint.globalAlpha = alpha;
+      paint.fillStyle = color;
+      for (let at = 0; at < list.length; at += 4) paint.fillRect(list[at], list[at + 1] + this.size, list[at + 2], this.tall - this.size);
     }
     paint.globalAlpha = 1;
   }

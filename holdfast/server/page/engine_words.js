@@ -16,6 +16,11 @@ export function duration(seconds) {
   return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
+export function bytes(value) {
+  const power = Math.min(3, Math.max(0, Math.floor(Math.log10(Math.max(1, value)) / 3)));
+  return `${number(value / 1000 ** power)} ${['bytes', 'kB', 'MB', 'GB'][power]}`;
+}
+
 export function plural(value, one, many = `${one}s`) {
   return `${number(value)} ${value === 1 ? one : many}`;
 }
@@ -81,9 +86,9 @@ export function whereabouts(row) {
 /** A block of the map in words. */
 export function blockWords(row, index, letter, recording, now) {
   const size = recording.about.block_size ?? 16;
-  let text = `Conversation ${row.number}${row.request ? ` (request ${shortId(row.request)})` : ''}, ${row.state}: tokens ${number(index * size)} to ${number((index + 1) * size)} are ${TIERS[letter]?.text ?? 'in a lower tier'}.`;
+  let text = `Conversation ${row.number}${row.request ? ` (request ${shortId(row.request)})` : ''}, ${row.state}: tokens ${number(index * size)} to ${number((index + 1) * size)} are ${TIERS[letter]?.text ?? letter}.`;
   if (row.state === 'running' && letter === '-') text = text.replace('dropped, or not computed yet', 'still to be computed');
-  if (row.state !== 'running' && 'dobh'.includes(letter)) {
+  if (row.state !== 'running' && 'dobhk'.includes(letter)) {
     const age = Math.max(now - row.last, 1e-3);
     text += ` Idle for ${row.last ? duration(age) : 'an unknown time'}`;
     const cost = recording.costAt(index);

@@ -64,18 +64,18 @@ function named() {
 }
 
 function themeButton() {
-  let at = Math.max(0, THEMES.indexOf(document.documentElement.dataset.theme ?? 'auto'));
+  let at = Math.max(0, THEMES.indexOf(document.documentElement.dataset.choice ?? 'auto'));
   const button = iconButton('auto', '', () => {
     at = (at + 1) % THEMES.length;
     const theme = THEMES[at];
-    if (theme === 'auto') delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = theme;
+    if (theme === 'auto') delete document.documentElement.dataset.choice;
+    else document.documentElement.dataset.choice = theme;
     try {
       if (theme === 'auto') localStorage.removeItem('holdfast.theme');
       else localStorage.setItem('holdfast.theme', theme);
     } catch {}
     draw();
-    document.dispatchEvent(new CustomEvent('themechange'));
+    document.dispatchEvent(new CustomEvent('themechoice'));
   });
   const draw = () => {
     const label = { auto: 'Theme: as the system', light: 'Theme: light', dark: 'Theme: dark' }[THEMES[at]];

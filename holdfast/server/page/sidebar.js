@@ -118,7 +118,7 @@ export class Sidebar {
     for (const conversation of found) {
       if (this.conversations.has(conversation.id)) continue;
       const group = age(conversation.active_at);
-      const last = [...(rows.children.length ? rows.children : this.list.children)].at(-1);
+      const last = rows.lastElementChild ?? this.list.lastElementChild;
       if (!this.search.value && group !== (last?.dataset.group ?? '')) {
         rows.append(el('li', { class: 'group', 'data-group': group }, group));
       }

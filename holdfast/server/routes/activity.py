@@ -30,7 +30,7 @@ def add_activity_routes(app: FastAPI, service: Service, config: ServerConfig) ->
         named = check_operator(request, config)
         name, engine = engine_of(service.client, replica)
         if name not in known or known[name].client is not engine:  # it has been started again
-            known[name] = Viewers(engine)
+            known[name] = Viewers(engine, name, lambda: names_of(service.client))
         viewers = known[name]
         return await start_stream(
             request, viewers.events(named=named), lambda error: event("error", {"message": str(error)})
@@ -47,6 +47,13 @@ def engine_of(client: EngineClient | Replicas, name: str) -> tuple[str, EngineCl
     if name:
         raise ApiError(f"there is no replica {name[:64]}: one engine serves", status=404, code="replica_not_found")
     return "", client
+
+
+def names_of(client: EngineClient | Replicas) -> list[str]:
+    """The replicas that serve, by name; none where one engine does."""
+    if not isinstance(client, Replicas):
+        return []
+    return [each.name for each in client.members if each.engine is not None and each.serves]
 
 
 def check_operator(request: Request, config: ServerConfig) -> bool:

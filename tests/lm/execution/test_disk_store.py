@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -30,7 +31,7 @@ def block(number, slot):
 
 
 def write(store, number, slot, age=0.0):
-    return store.write(block(number, slot), memoryview(contents(number)), age)
+    return store.write(block(number, slot), memoryview(contents(number)), time.time() - age)
 
 
 def read(store, number, slot):

@@ -53,6 +53,17 @@ def test_blocks_go_to_the_disk_and_back_whole_and_somebody_is_woken(disk):
     threads.close()
 
 
+def test_blocks_of_one_last_use_keep_one_on_the_disk_whenever_they_are_written(disk):
+    threads = TierThreads(host_cache(), disk, None, time.monotonic)
+    last = time.monotonic() - 5.0
+    for number in range(3):
+        threads.start([TierJob(number, "disk", "write", (TierBlock(bytes([number]) * 32, 0, 0, number, last),))])
+        wait_for(threads, 1)
+    (age,) = {each.age for each in disk.stored()}
+    assert 5.0 <= age < 6.0
+    threads.close()
+
+
 def test_reads_come_before_writes_that_have_not_begun(disk, monkeypatch):
     gate, order = threading.Event(), []
 

@@ -4,6 +4,10 @@ import random
 
 from holdfast.lm.memory import block_map
 from holdfast.lm.memory.block_map import BlockMap
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.lower_tiers import LowerTiers
+from holdfast.lm.memory.prices import Prices
+from holdfast.lm.tiers import LowerShape
 from tests.scheduling import answer, create_requests, create_scheduler
 
 
@@ -167,3 +171,58 @@ def test_in_random_histories_each_block_of_the_device_is_told_where_it_is():
         idle = sum(placed.count(letter) for letter in "dob")
         assert idle == watched.pool.cached
         assert placed.count("h") + placed.count("b") <= watched.pool.host.cached
+
+
+def stored(*groups):
+    """A disk that holds these conversations: each the time of its last use and its digests by place."""
+    shape = LowerShape(1 << 22, 32)
+    pool = BlockPool(8, 4, host_blocks=8)
+    lower = LowerTiers(pool, shape, Prices(None, block_size=4, block_bytes=1 << 22), 0.0)
+    slot = 0
+    for last, digests in groups:
+        for place, digest in digests.items():
+            lower.disk.take([slot])
+            lower.disk.cache_block(slot, digest, place, (last, slot))
+            slot += 1
+    return pool, lower
+
+
+def digests(*numbers):
+    return {place: bytes([number]) * 32 for place, number in enumerate(numbers)}
+
+
+def test_conversations_that_only_the_disk_has_are_found_by_the_time_of_their_last_use():
+    late = digests(9, 8, 7, 6)
+    del late[1]
+    blocks = BlockMap(*stored((1.0, digests(1, 2, 3)), (2.0, late), (1.0, digests(4, 5))))
+    rows = {row.number: row for row in blocks.everything({}, 5.0)}
+    assert sorted((row.last, letters(row)) for row in rows.values()) == [(1.0, "kk"), (1.0, "kkk"), (2.0, "k?kk")]
+    assert all(row.state == "idle" and row.cost > 0 for row in rows.values())
+
+
+def test_a_block_is_told_of_in_the_fastest_tier_that_has_it():
+    pool, lower = stored((1.0, digests(1, 2, 3)))
+    blocks = BlockMap(pool, lower)
+    blocks.everything({}, 5.0)
+    host, _ = pool.host.reserve(1e9, pool.host.victims(5.0))
+    pool.host.cache_block(host, digests(1)[0], 0, (5.0, 1))
+    lower.fetch({1: digests(1, 2)[1]}, 6.0)
+    (row,) = blocks.everything({}, 6.0)
+    assert letters(row) == "hfk"
+
+
+def test_the_front_that_only_the_disk_has_belongs_to_the_conversation_whose_rest_is_on_the_host():
+    whole = digests(1, 2, 3, 4)
+    pool, lower = stored((1.0, {0: whole[0], 1: whole[1]}), (1.0, digests(9)))
+    for place in (2, 3):
+        host, _ = pool.host.reserve(1e9, pool.host.victims(1.0))
+        pool.host.cache_block(host, whole[place], place, (1.0, 7))
+    rows = BlockMap(pool, lower).everything({}, 5.0)
+    assert sorted(map(letters, rows)) == ["k", "kkhh"]
+
+
+def test_a_large_disk_is_looked_through_beside_the_rounds_of_what_is_known():
+    groups = [(float(number), digests(*range(4 * number, 4 * number + 4))) for number in range(8)]
+    blocks = BlockMap(*stored(*groups))
+    looks = [len(blocks.advance({}, 9.0, 8)) for _ in range(80)]
+    assert sum(looks) == 8 and max(looks) <= 2 and not looks[0]

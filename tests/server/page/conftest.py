@@ -55,6 +55,21 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.fixture
+def axe() -> Callable[[Any], list[str]]:
+    """What axe finds on a page that is serious or critical, in words."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    def found(page: Any) -> list[str]:
+        return [
+            f"{each['id']}: {each['nodes'][0]['html']} {each['nodes'][0]['failureSummary']}"
+            for each in Axe().run(page).response["violations"]
+            if each["impact"] in ("serious", "critical")
+        ]
+
+    return found
+
+
 @dataclass
 class Served:
     """A running server: where it is, and the engine behind it."""

@@ -361,30 +361,68 @@ def test_the_page_is_worked_by_keys_alone(opened: Any) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
-def test_axe_finds_nothing_serious(opened: Any, server: Any, scheme: str, width: int) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
+def test_axe_finds_nothing_serious(opened: Any, server: Any, axe: Any, scheme: str, width: int) -> None:
     page = opened("one", color_scheme=scheme, viewport={"width": width, "height": 800})
     server.client.words = ("# Title\n\nText with `code` and a [link](https://example.org).\n\n",
                            "```python\ndef f(x: int) -> str:\n    # why\n    return 'a'\n```\n")  # fmt: skip
     say(page, "hello")
     page.locator(".turn").hover()
-    found = checked(page, Axe)
+    found = axe(page)
     page.get_by_label("Settings", exact=True).click()
-    found += checked(page, Axe)
+    found += axe(page)
     page.keyboard.press("Escape")
     page.get_by_label("Show or hide the conversations").click()
-    found += checked(page, Axe)
+    found += axe(page)
     assert found == []
 
 
-def checked(page: Any, axe: Any) -> list[str]:
-    """What axe finds that is serious or critical, in words."""
-    return [
-        f"{each['id']}: {each['nodes'][0]['html']} {each['nodes'][0]['failureSummary']}"
-        for each in axe().run(page).response["violations"]
-        if each["impact"] in ("serious", "critical")
-    ]
+def test_the_theme_is_the_systems_until_one_is_chosen(opened: Any) -> None:
+    page = opened("one", color_scheme="dark")
+
+    def ground(expected: str) -> bool:
+        for _ in range(100):  # the page hears of a change a moment later
+            if page.evaluate("getComputedStyle(document.body).backgroundColor") == expected:
+                return True
+            page.wait_for_timeout(20)
+        return False
+
+    dark, light = "rgb(23, 23, 22)", "rgb(251, 251, 250)"
+    assert ground(dark)
+    page.emulate_media(color_scheme="light")
+    assert ground(light)
+    page.get_by_label("Theme: as the system").click()
+    page.get_by_label("Theme: light").click()
+    assert ground(dark)
+    page.reload()
+    assert ground(dark), "the choice is kept"
+    page.get_by_label("Theme: dark").click()
+    assert ground(light)
+    page.emulate_media(color_scheme="dark")
+    assert ground(dark)
+
+
+def test_a_message_that_is_sent_before_the_page_has_loaded_is_answered(opened: Any, server: Any) -> None:
+    page = opened().context.new_page()
+    page.set_default_timeout(10_000)
+    held: list[Any] = []
+
+    def go_on(pattern: str) -> None:
+        for route in [each for each in held if re.search(pattern, each.request.url)]:
+            held.remove(route)
+            route.continue_()
+
+    for path in ("models", "conversations"):  # the models are listed, and the conversation is made
+        page.route(f"**/v1/{path}", lambda route: held.append(route))
+    page.goto(server.url)
+    page.fill(".message", "early")
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(200)
+    go_on("models")
+    page.wait_for_timeout(400)
+    page.unroute("**/v1/conversations")
+    go_on("conversations")
+    answered(page)
+    assert questions(page) == ["early"] and page.input_value(".message") == ""
 
 
 def test_other_tenants_keys_do_not_open_the_stored_turns_by_the_api(server: Any) -> None:

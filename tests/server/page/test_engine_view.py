@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ def page(browser: Any, serving: Serving) -> Iterator[Any]:
 
 
 def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": 1200, "height": 900}, **options)
+    context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
     page = context.new_page()
     errors: list[str] = []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
@@ -176,8 +177,11 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_two_traces_are_played_side_by_side_with_one_clock(page: Any, traces: list[Path]) -> None:
     page.set_input_files("input[type=file]", [str(path) for path in traces])
     until(page, "document.querySelectorAll('.e-panel').length === 2")
+    until(page, "[...document.querySelectorAll('.e-name')].every(name => name.textContent.includes(' · '))")
     names = page.locator(".e-name").all_inner_texts()
-    assert "stall-free" in names[0] and "prefill-first" in names[1]
+    assert "· stall-free" in names[0] and "· prefill-first" in names[1]
+    titles = page.locator(".e-blocks h3").all_inner_texts()
+    assert all(int(re.sub(r"\D", "", title)) > 1 for title in titles), titles
     clock = page.locator("input[type=range]")
     clock.fill("0.3")
     page.wait_for_timeout(700)
@@ -190,6 +194,35 @@ def test_two_traces_are_played_side_by_side_with_one_clock(page: Any, traces: li
     assert steps and int(steps[0][0]) >= 0
     page.get_by_role("button", name="Back to live").click()
     page.wait_for_selector(".e-status.on")
+
+
+LOOKS = [(scheme, width) for width in (1280, 390) for scheme in ("light", "dark")]
+
+
+def test_axe_finds_nothing_serious_live_and_side_by_side(
+    page: Any, serving: Serving, traces: list[Path], axe: Any
+) -> None:
+    def check() -> None:
+        for scheme, width in LOOKS:
+            page.emulate_media(color_scheme=scheme)
+            page.set_viewport_size({"width": width, "height": 800})
+            page.wait_for_timeout(50)
+            assert axe(page) == [], (scheme, width)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (scheme, width)
+
+    streams = begin(*((serving.url, f"Wait {number}, and tell of mountains. " * 9, 12) for number in range(20)))
+    until(page, "document.querySelectorAll('.e-queues tbody')[0].rows.length > 0")
+    page.focus(".e-frame")
+    page.keyboard.press("ArrowLeft")
+    for summary in ("The latest steps as a table", "Conversations as a table"):
+        assert table(page, summary)
+    check()
+    page.set_input_files("input[type=file]", [str(path) for path in traces])
+    until(page, "document.querySelectorAll('.e-panel').length === 2")
+    page.locator("input[type=range]").fill("0.3")
+    check()
+    for stream in streams:
+        stream.join()
 
 
 def test_a_trace_of_the_running_engine_opens_although_it_is_cut_off(
@@ -222,6 +255,25 @@ def test_what_is_exported_is_a_trace_that_the_page_opens_again(page: Any, servin
     assert table(page, "The latest steps as a table")[0][0] == str(max(bar["args"]["step"] for bar in bars))
 
 
+def test_blocks_on_the_disk_and_in_the_remote_tier_are_shown_and_explained(page: Any, tmp_path: Path) -> None:
+    path = tmp_path / "tiers.json"
+    step = {"step": 0, "tokens": 1, "decodes": 1, "prefill tokens": 0, "segments": 1, "preempted": []}
+    row = [1, "a", "idle", 0.5, 2.0, [["k", 3], ["r", 2], ["f", 1], ["h", 1]]]
+    events = [
+        {"ph": "X", "pid": 0, "tid": 0, "ts": 1e6, "dur": 1e6, "name": "step 0", "args": step},
+        {"ph": "i", "pid": 3, "tid": 0, "ts": 1e6, "name": "blocks", "args": {"rows": [row]}},
+    ]
+    path.write_text(json.dumps(events))
+    assert "disk" not in page.inner_text(".e-legend")
+    page.set_input_files("input[type=file]", str(path))
+    page.wait_for_selector(".e-player:not([hidden])")
+    (told,) = table(page, "Conversations as a table")
+    assert told[4] == "3 disk, 2 remote, 1 coming back, 1 host"
+    assert {"disk", "remote", "coming back"} <= set(page.inner_text(".e-legend").split("\n"))
+    page.locator(".e-map").hover(position={"x": 4, "y": 4})
+    assert "tokens 0 to 16 are on the disk" in page.locator(".e-tip").last.inner_text()
+
+
 def test_a_file_that_is_no_trace_is_refused_in_words(page: Any, tmp_path: Path) -> None:
     path = tmp_path / "letter.json"
     path.write_text('{"dear": "reader"}')
@@ -239,6 +291,7 @@ def test_a_tenant_sees_no_engine_and_an_operator_does(browser: Any, serve: Calla
     page.get_by_role("button", name="Use this key").click()
     page.wait_for_selector(".e-gate")
     assert "operator's key" in page.inner_text(".e-gate")
+    assert page.locator(".e-panel").count() == 0
     page.get_by_role("button", name="Enter an operator’s key").click()
     page.fill("#key", "boss")
     page.get_by_role("button", name="Use this key").click()

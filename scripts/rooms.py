@@ -46,8 +46,12 @@ class Package:
     """The rooms that import-linter keeps free of clocks, tensors and I/O."""
 
     @classmethod
+    @cache
     def read(cls, root: Path = ROOT) -> Package:
-        """Parse every module below `root` and the contracts of its pyproject.toml. Raises ValueError without them."""
+        """Parse every module below `root` and the contracts of its pyproject.toml, once in a process.
+
+        Raises ValueError without them.
+        """
         contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
         layers = next((c["layers"] for c in contracts if c["type"] == "layers" and c["containers"] == [PACKAGE]), None)
         pure = next((c["source_modules"] for c in contracts if c["name"].endswith("are pure")), None)

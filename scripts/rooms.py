@@ -13,7 +13,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from html import escape
 from pathlib import Path
 from typing import Literal
@@ -46,8 +46,12 @@ class Package:
     """The rooms that import-linter keeps free of clocks, tensors and I/O."""
 
     @classmethod
+    @cache
     def read(cls, root: Path = ROOT) -> Package:
-        """Parse every module below `root` and the contracts of its pyproject.toml. Raises ValueError without them."""
+        """Parse every module below `root` and the contracts of its pyproject.toml, once in a process.
+
+        Raises ValueError without them.
+        """
         contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
         layers = next((c["layers"] for c in contracts if c["type"] == "layers" and c["containers"] == [PACKAGE]), None)
         pure = next((c["source_modules"] for c in contracts if c["name"].endswith("are pure")), None)
@@ -119,13 +123,16 @@ class Package:
         return [*rows, ("all", len(self.modules), sum(module.lines for module in self.modules))]
 
 
-def _imports(tree: ast.Module) -> Iterator[str]:
+@cache
+def _imports(tree: ast.Module) -> list[str]:
     """The dotted names that a module imports; `from a import b` gives a.b, and a itself is part of it."""
+    found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def _downward(rooms: list[str], imports: dict[str, dict[str, int]]) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -19,6 +21,21 @@ settings.load_profile("holdfast")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep Python's garbage collector from looking at all modules and tests again and again, now and later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        if "triton" in sys.modules and not torch.cuda.is_available():
+            from tests.interpreter import remember_the_language
+
+            remember_the_language()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

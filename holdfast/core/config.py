@@ -265,11 +265,29 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        self._check_names()
+        self._check_ranges()
+        self._check_host_tier()
+        self._check_lower_tiers()
+        self._check_chunk_host()
+        self._check_executor()
+        self._check_scheduling()
+        self._check_adapters()
+        self._check_tuning()
+        self._check_layout()
+        if self.speculation in ("ngram", "suffix") and (reason := self._no_drafts):
+            raise ValueError(f"speculation is {self.speculation}, and {reason}; drop one")
+
+    def _check_names(self) -> None:
+        """Raises ValueError for a name of the model that is empty, too long, has a space, or is given twice."""
         for name in self.served_model_name:
             if not re.fullmatch(r"[^\s]{1,128}", name):
                 raise ValueError(f"served_model_name is {name[:128]!r}; it must have 1 to 128 characters and no space")
         if len(set(self.served_model_name)) < len(self.served_model_name):
             raise ValueError("served_model_name gives a name twice; give each once")
+
+    def _check_ranges(self) -> None:
+        """Raises ValueError for a number out of its range."""
         for name, low, high in (
             ("tp", 1, 64),
             ("pp", 1, 64),
@@ -311,8 +329,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ValueError(f"{name} is {value}; it must be above 0 and finite")
-        if self.ttft_target is not None and self.order != "deadline":
-            raise ValueError(f"ttft_target is for the deadline order, and order is {self.order}; drop one")
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
+
+    def _check_host_tier(self) -> None:
+        """Raises ValueError for a host tier of no size, and for one that nothing would be found in again."""
         if self.host_cache_gb != "auto":
             if not 0 <= self.host_cache_gb < inf:
                 raise ValueError(f"host_cache_gb is {self.host_cache_gb}; it must be auto, or at least 0, which is off")
@@ -321,10 +342,9 @@ class EngineConfig:
                     f"host_cache_gb is {self.host_cache_gb} and prefix_sharing is off: without it nothing that goes to "
                     "the host would be found again; drop one of them"
                 )
-        self._check_lower_tiers()
-        self._check_chunk_host()
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
+
+    def _check_executor(self) -> None:
+        """Raises ValueError for what the other executor has, and for a cache that the attention backend cannot read."""
         if self.attention_backend == "vllm-flash-attn" and self.kv_cache_dtype == "fp8":
             raise ValueError(
                 "attention_backend is vllm-flash-attn, which reads no FP8, and kv_cache_dtype is fp8; choose auto"
@@ -338,6 +358,11 @@ class EngineConfig:
                 )
         elif self.executor == "padded":
             self._refuse_set(PAGED_OPTIONS, "the paged executor")
+
+    def _check_scheduling(self) -> None:
+        """Raises ValueError for targets and numbers that exclude each other, or that the scheduler or order ignores."""
+        if self.ttft_target is not None and self.order != "deadline":
+            raise ValueError(f"ttft_target is for the deadline order, and order is {self.order}; drop one")
         if self.scheduler in AHEAD_SCHEDULERS:
             if self.prefill_ahead == 0:
                 raise ValueError(f"prefill_ahead is 0, and scheduler is {self.scheduler}, which needs at least 1")
@@ -352,11 +377,6 @@ class EngineConfig:
             raise ValueError("token_budget is auto, which is computed from tbt_target; give a target or a number")
         if self.tbt_target is not None and self.scheduler != "stall-free":
             raise ValueError(f"tbt_target is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
-        self._check_adapters()
-        self._check_tuning()
-        self._check_layout()
-        if self.speculation in ("ngram", "suffix") and (reason := self._no_drafts):
-            raise ValueError(f"speculation is {self.speculation}, and {reason}; drop one")
 
     def _check_chunk_host(self) -> None:
         """Raises ValueError for an address that is none, or under which nobody can reach this host."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.stages import Stages
 from holdfast.engine import in_service
+from holdfast.engine.apps import AppEngine, find
+from holdfast.engine.messages import AppInfo, StartApp
+from holdfast.engine.process import Parent
 from holdfast.lm.execution import cost_profile
 from tests.checkpoints import make
 from tests.tokenizers_made import byte_level
@@ -49,6 +55,17 @@ def small(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(in_service, "SECONDS", 0.3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return lambda **changes: EngineConfig(**{"model": str(checkpoint), **SMALL, **changes})
+
+
+def build_app(config: AppConfig) -> AppInfo:
+    """Build the engine of the one application of `config` in this process, and close it. Raises what a start tells."""
+    (app,) = config.app
+    unheard = cast(Parent, SimpleNamespace(send=lambda message: None))
+    engine = AppEngine(StartApp(app, config, 0.0, 1), find(app), unheard)
+    try:
+        return engine.info(Stages(0.0, time.monotonic))
+    finally:
+        engine.close()
 
 
 def wait_for_end(pid: int, seconds: float = 30.0) -> None:

@@ -21,8 +21,8 @@ from holdfast.core.config import AppConfig
 from holdfast.engine import app_profiles
 from holdfast.engine.app_client import AppClient
 from holdfast.engine.app_profiles import Found, find_profile, measure_profile
-from holdfast.engine.connection import EngineStartError
 from holdfast.engine.profiles import CellProfile, cached_cell_profile_path
+from tests.engine.conftest import build_app
 
 APP = "tiny_apps:adding"
 
@@ -110,16 +110,14 @@ async def test_an_engine_serves_at_the_sizes_of_the_profile(tmp_path: Path) -> N
     data = json.loads(path.read_text())
     data["types"][0]["cost"] = {"sizes": [2, 3, 5], "seconds": [1.0, 1.2, 1.5]}
     path.write_text(json.dumps(data))
-    client = await AppClient.start(APP, config, threads=1)
-    await client.close()
-    assert (client.info.sizes, client.info.profile_path) == (((2, 3, 5),), str(path))
-    client = await AppClient.start(APP, replace(config, app_profile="off"), threads=1)
-    await client.close()
-    assert (client.info.sizes, client.info.profile_path) == (((1, 2, 4, 8, 16),), "")
+    info = build_app(config)
+    assert (info.sizes, info.profile_path) == (((2, 3, 5),), str(path))
+    info = build_app(replace(config, app_profile="off"))
+    assert (info.sizes, info.profile_path) == (((1, 2, 4, 8, 16),), "")
     data["versions"] = "torch 1.0"
     path.write_text(json.dumps(data))
-    with pytest.raises(EngineStartError, match=r"was measured with torch 1\.0"):
-        await AppClient.start(APP, replace(config, app_profile=str(path)), threads=1)
+    with pytest.raises(ValueError, match=r"was measured with torch 1\.0"):
+        build_app(replace(config, app_profile=str(path)))
 
 
 def test_the_command_prints_times_knee_and_sizes_and_writes_a_copy(

@@ -19,6 +19,7 @@ from holdfast.engine.apps import as_declared, devices_of
 from holdfast.engine.connection import EngineDead, EngineStartError
 from holdfast.engine.messages import Tensor
 from holdfast.engine.tensors import pack, unpack
+from tests.engine.conftest import build_app
 
 
 @pytest.fixture(autouse=True)
@@ -123,9 +124,9 @@ async def test_an_engine_that_ends_fails_what_runs_with_its_reason(ending: str, 
         ("tiny_apps:unrunnable", "unrunnable-cell"),
     ],
 )
-async def test_an_application_that_cannot_be_served_ends_the_start_with_the_reason(app: str, reason: str) -> None:
-    with pytest.raises(EngineStartError, match=reason):
-        await start(app)
+def test_an_application_that_cannot_be_served_is_refused_with_the_reason(app: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        build_app(AppConfig(app=(app,), app_device=("cpu",), app_capacity=64))
 
 
 async def test_a_device_that_is_not_there_ends_the_start() -> None:

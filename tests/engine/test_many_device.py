@@ -12,10 +12,12 @@ import pytest
 from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
 from holdfast.core.types import Request, SamplingParams
+from holdfast.engine import in_service
 from holdfast.engine.build import build_engine
 from holdfast.engine.many_device import combined
 from holdfast.engine.paged import threads_of
 from holdfast.engine.profiles import CostProfile
+from holdfast.lm.execution import cost_profile
 from holdfast.lm.types import MemoryMeasurement
 from tests.checkpoints import VOCAB, make
 from tests.engine.conftest import SMALL
@@ -37,6 +39,9 @@ def make_engine(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "four-layers"
     make(directory, "Llama", num_hidden_layers=4, max_position_embeddings=512)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost_profile, "SECONDS_A_POINT", 0.0)
+        patch.setitem(cost_profile.ROUNDS, "cpu", 1)
+        patch.setattr(in_service, "SECONDS", 0.3)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         options = {**SMALL, "model": str(directory), "token_budget": 48}
         yield lambda **changes: build_engine(EngineConfig(**{**options, **changes}))

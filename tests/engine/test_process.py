@@ -95,14 +95,10 @@ def test_a_start_removes_the_socket_of_one_that_was_killed_an_hour_ago(tmp_path,
     assert fresh.exists() and others.exists() and used.exists()
 
 
-def test_the_engine_does_not_inherit_the_api_key(checkpoint):
-    environment = {**ENVIRONMENT, "HOLDFAST_API_KEY": "sesame"}
-    command = [sys.executable, "-c", PARENT, str(checkpoint)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
-        engine = int(parent.stdout.readline())
-        inherited = Path(f"/proc/{engine}/environ").read_bytes()
-        parent.kill()
-    wait_for_end(engine)
+def test_the_engine_does_not_inherit_the_api_key(monkeypatch):
+    monkeypatch.setenv("HOLDFAST_API_KEY", "sesame")
+    with EngineProcess("cpu") as process:
+        inherited = Path(f"/proc/{process.pid}/environ").read_bytes()
     assert b"PYTHONPATH" in inherited and b"sesame" not in inherited
 
 

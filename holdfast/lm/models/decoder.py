@@ -14,11 +14,12 @@ from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight, quantize, row_maxima
 from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.experts.experts import Experts
-from holdfast.lm.kernels.linear.layers import LayerShape, Normed, nothing
+from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape, Normed, nothing
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import ModelSpec, StepInput
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS, MLP_FIELDS, DecoderSpec, elements_of
 from holdfast.lm.models.experts import read_experts
+from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import Piece, Shard, layer_pieces, vocabulary_piece
 
 
@@ -103,10 +104,7 @@ class Decoder:
         self._unquantized = self._empty(max(sizes, default=0))
         self.layers = tuple(self._layer(index, pieces, quantized) for index in shard.layers)
         del self._unquantized
-        self.norm = self._no_norm
-        if decoder.final_norm:
-            parts = (names.norm, names.norm_bias)[: 1 + decoder.layer_norm]
-            self.norm = self._norm(parts, (Piece.all_of(decoder.hidden_size),) * len(parts))
+        self.norm = self._final_norm()
         narrow = bool(decoder.embedding_width)
         hidden, width = decoder.hidden_size, decoder.embedding_size
         self._project_in = self._whole(names.project_in, hidden, width) if narrow and shard.first else None
@@ -114,12 +112,7 @@ class Decoder:
         rows = decoder.position_rows if shard.first else 0
         self._positions = self._whole(names.positions, rows, hidden) if rows else None
         self._embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype).item()
-        if decoder.tied and shard.first and shard.last:
-            self.lm_head = self.embedding
-        elif shard.last:
-            self.lm_head = self._fused((names.embedding if decoder.tied else names.lm_head,), (tokens,))
-        else:
-            self.lm_head = self._none
+        self.lm_head = self._lm_head(tokens)
         del self._source
         self._first_token = tokens.own[0].start
         # A window that no sequence is longer than hides nothing.
@@ -127,27 +120,8 @@ class Decoder:
             None if window is None or window >= max_model_len else window
             for window in own.windows or (None,) * own.num_layers
         )
-        local = decoder.local_rope
-        self._local = tuple(local is not None and window is not None for window in own.windows)
-        shape = LayerShape(
-            num_heads=own.num_heads,
-            num_kv_heads=own.num_kv_heads,
-            head_dim=decoder.head_dim,
-            eps=decoder.rms_eps,
-            activation=decoder.activation,
-            dtype=dtype,
-            inverse_frequencies=decoder.rope.inverse_frequencies(decoder.head_dim, max_model_len).to(device),
-            amplitude=decoder.rope.amplitude,
-            layer_norm=decoder.layer_norm,
-            gated=decoder.gated,
-            qk_norm_whole=decoder.qk_norm_whole,
-        )
-        self._ops = layer_ops_for(shape, group)
-        self._local_ops = self._ops
-        if local is not None:
-            frequencies = local.inverse_frequencies(decoder.head_dim, max_model_len).to(device)
-            shape = replace(shape, inverse_frequencies=frequencies, amplitude=local.amplitude)
-            self._local_ops = layer_ops_for(shape, group)
+        self._local = tuple(decoder.local_rope is not None and window is not None for window in own.windows)
+        self._ops, self._local_ops = self._layer_ops(own, max_model_len)
         self.spec = ModelSpec(
             architecture=decoder.architecture,
             num_layers=own.num_layers,
@@ -170,6 +144,47 @@ class Decoder:
     def _none(self) -> torch.Tensor:
         """The embedding or the LM head of a stage that has none, [0, hidden]."""
         return self._empty(0, self.decoder.hidden_size)
+
+    def _final_norm(self) -> torch.Tensor:
+        """The weight of the norm before the LM head."""
+        if not self.decoder.final_norm:
+            return self._no_norm
+        parts = (self.decoder.names.norm, self.decoder.names.norm_bias)[: 1 + self.decoder.layer_norm]
+        return self._norm(parts, (Piece.all_of(self.decoder.hidden_size),) * len(parts))
+
+    def _lm_head(self, tokens: Piece) -> torch.Tensor:
+        """The LM head of this device's tokens: the embedding itself where the two are tied and both are here."""
+        decoder, names = self.decoder, self.decoder.names
+        if not self.shard.last:
+            return self._none
+        if decoder.tied and self.shard.first:
+            return self.embedding
+        return self._fused((names.embedding if decoder.tied else names.lm_head,), (tokens,))
+
+    def _layer_ops(self, own: DecoderSpec, max_model_len: int) -> tuple[LayerOps, LayerOps]:
+        """What layers compute with, and what those with a window do, which may have a RoPE of their own."""
+
+        def frequencies(rope: Rope) -> torch.Tensor:
+            return rope.inverse_frequencies(own.head_dim, max_model_len).to(self._device)
+
+        shape = LayerShape(
+            num_heads=own.num_heads,
+            num_kv_heads=own.num_kv_heads,
+            head_dim=own.head_dim,
+            eps=own.rms_eps,
+            activation=own.activation,
+            dtype=self._dtype,
+            inverse_frequencies=frequencies(own.rope),
+            amplitude=own.rope.amplitude,
+            layer_norm=own.layer_norm,
+            gated=own.gated,
+            qk_norm_whole=own.qk_norm_whole,
+        )
+        ops, local = layer_ops_for(shape, self.group), own.local_rope
+        if local is None:
+            return ops, ops
+        shape = replace(shape, inverse_frequencies=frequencies(local), amplitude=local.amplitude)
+        return ops, layer_ops_for(shape, self.group)
 
     def _layer(self, index: int, pieces: dict[str, tuple[Piece, ...]], quantized: tuple[str, ...]) -> LayerWeights:
         family, weights = self.decoder.names, dict[str, Any](input_norm=self._no_norm, post_norm=self._no_norm)

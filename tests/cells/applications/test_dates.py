@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import date
+from functools import cache
 from random import Random
 
 import numpy as np
@@ -14,22 +15,26 @@ from scripts import cell_data
 from scripts.train_cells import answers, run_together
 from tests.cells.applications.references import DatesReference, returning_h, text_of
 
-CASES = cell_data.cases_of_test("dates", 1000)
+
+@cache
+def cases() -> list[cell_data.Case]:
+    """What the application is held to."""
+    return cell_data.cases_of_test("dates", 1000)
 
 
 def test_at_least_97_of_100_held_out_dates_are_right() -> None:
-    given = answers(dates.load(), [case.text for case in CASES])
-    assert sum(found == case.answer for found, case in zip(given, CASES, strict=True)) >= 970
+    given = answers(dates.load(), [case.text for case in cases()])
+    assert sum(found == case.answer for found, case in zip(given, cases(), strict=True)) >= 970
 
 
 def test_dates_and_states_equal_plain_pytorch() -> None:
     application, reference = dates.load(), DatesReference()
     application.decoder = returning_h(application.decoder)
     application.cells = (application.encoder, application.decoder)
-    graphs = [application.unfold(text_of(case.text)) for case in CASES[:60]]
+    graphs = [application.unfold(text_of(case.text)) for case in cases()[:60]]
     for graph in graphs:
         graph.result("h", range(graph.nodes - dates.MOST_STEPS, graph.nodes), "h")
-    for case, results in zip(CASES, run_together(application, graphs), strict=False):
+    for case, results in zip(cases(), run_together(application, graphs), strict=False):
         written, h = reference.run(case.text)
         assert application.finish(results)["date"].tolist() == written
         np.testing.assert_allclose(results["h"], h.numpy(), atol=1e-5, rtol=0)
@@ -95,7 +100,7 @@ def test_a_text_that_is_no_good_is_refused_with_the_reason(text: str, reason: st
 def test_no_date_of_a_test_is_ever_trained_with() -> None:
     random = Random(5)
     trained = [next(cell_data.written_dates(random, test=False)).answer[0] for _ in range(3000)]
-    assert not {*trained} & {case.answer[0] for case in CASES}
+    assert not {*trained} & {case.answer[0] for case in cases()}
 
 
 @pytest.mark.parametrize(

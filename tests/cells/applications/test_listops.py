@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import islice
 from random import Random
 
@@ -14,7 +15,11 @@ from scripts import cell_data
 from scripts.train_cells import answers, run_together
 from tests.cells.applications.references import ListOpsReference, returning_h, text_of
 
-CASES = cell_data.cases_of_test("listops", 1000)
+
+@cache
+def cases() -> list[cell_data.Case]:
+    """What the application is held to."""
+    return cell_data.cases_of_test("listops", 1000)
 
 
 def value(text: str) -> int:
@@ -32,31 +37,31 @@ def value(text: str) -> int:
 
 
 def test_at_least_97_of_100_held_out_expressions_are_right() -> None:
-    given = answers(listops.load(), [case.text for case in CASES])
-    assert sum(found == case.answer for found, case in zip(given, CASES, strict=True)) >= 970
+    given = answers(listops.load(), [case.text for case in cases()])
+    assert sum(found == case.answer for found, case in zip(given, cases(), strict=True)) >= 970
 
 
 def test_values_and_states_equal_plain_pytorch() -> None:
     application, reference = listops.load(), ListOpsReference()
     application.internal = returning_h(application.internal)
     application.cells = (application.leaf, application.internal, application.read)
-    graphs = [application.unfold(text_of(case.text)) for case in CASES[:60]]
+    graphs = [application.unfold(text_of(case.text)) for case in cases()[:60]]
     for graph in graphs:
         graph.result("h", graph.nodes - 2, "h")
-    for case, results in zip(CASES, run_together(application, graphs), strict=False):
+    for case, results in zip(cases(), run_together(application, graphs), strict=False):
         found, h = reference.run(case.text)
         assert results["value"].tolist() == found
         np.testing.assert_allclose(results["h"], h.numpy(), atol=1e-5, rtol=0)
 
 
 def test_the_answers_of_the_data_are_those_of_arithmetic() -> None:
-    for case in CASES:
+    for case in cases():
         assert case.answer == [value(case.text)]
 
 
 def test_expressions_reach_the_depth_and_the_length_that_the_docs_state() -> None:
-    tokens = [len(case.text.split()) for case in CASES]
-    depths = [max(np.cumsum([(word[0] == "[") - (word == "]") for word in case.text.split()])) for case in CASES]
+    tokens = [len(case.text.split()) for case in cases()]
+    depths = [max(np.cumsum([(word[0] == "[") - (word == "]") for word in case.text.split()])) for case in cases()]
     assert max(depths) == cell_data.EXPRESSION_DEPTH
     assert 80 < max(tokens) <= cell_data.EXPRESSION_TOKENS
 
@@ -118,4 +123,4 @@ def test_an_expression_that_is_no_good_is_refused_with_the_reason(text: str, rea
 
 def test_expressions_of_training_and_test_differ() -> None:
     trained = {case.text for case in islice(cell_data.expressions(Random(5), test=False), 3000)}
-    assert not trained & {case.text for case in CASES}
+    assert not trained & {case.text for case in cases()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from functools import cache
 from itertools import islice
 from random import Random
 
@@ -15,7 +16,11 @@ from scripts import cell_data
 from scripts.train_cells import answers, run_together
 from tests.cells.applications.references import TaggerReference, returning_h, text_of
 
-CASES = cell_data.cases_of_test("tagger", 1000)
+
+@cache
+def cases() -> list[cell_data.Case]:
+    """What the application is held to."""
+    return cell_data.cases_of_test("tagger", 1000)
 
 
 def tags_of(text: str) -> dict[str, str]:
@@ -26,18 +31,18 @@ def tags_of(text: str) -> dict[str, str]:
 
 
 def test_at_least_97_of_100_held_out_sentences_are_right_in_every_word() -> None:
-    given = answers(tagger.load(), [case.text for case in CASES])
-    assert sum(tags == case.answer for tags, case in zip(given, CASES, strict=True)) >= 970
+    given = answers(tagger.load(), [case.text for case in cases()])
+    assert sum(tags == case.answer for tags, case in zip(given, cases(), strict=True)) >= 970
 
 
 def test_tags_and_states_equal_plain_pytorch() -> None:
     application, reference = tagger.load(), TaggerReference()
     application.step = returning_h(application.step)
     application.cells = (application.step,)
-    graphs = [application.unfold(text_of(case.text)) for case in CASES[:60]]
+    graphs = [application.unfold(text_of(case.text)) for case in cases()[:60]]
     for graph in graphs:
         graph.result("h", range(graph.nodes), "h")
-    for case, results in zip(CASES, run_together(application, graphs), strict=False):
+    for case, results in zip(cases(), run_together(application, graphs), strict=False):
         tags, h = reference.run(case.text)
         assert application.finish(results)["tag"].tolist() == tags
         np.testing.assert_allclose(results["h"], h.numpy(), atol=1e-5, rtol=0)
@@ -45,16 +50,16 @@ def test_tags_and_states_equal_plain_pytorch() -> None:
 
 def test_a_tagger_that_forgets_is_wrong_in_most_sentences() -> None:
     reference = TaggerReference(remembers=False)
-    assert sum(reference.run(case.text)[0] == case.answer for case in CASES[:200]) < 60
+    assert sum(reference.run(case.text)[0] == case.answer for case in cases()[:200]) < 60
 
 
 def test_no_tags_by_word_alone_are_right_in_most_sentences() -> None:
     count: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for text, tags in CASES:
+    for text, tags in cases():
         for word, tag in zip(text.split(), tags, strict=True):
             count[word][tag] += 1
     usual = {word: tags.most_common(1)[0][0] for word, tags in count.items()}
-    right = sum([usual[word] for word in text.split()] == tags for text, tags in CASES)
+    right = sum([usual[word] for word in text.split()] == tags for text, tags in cases())
     assert right < 500
 
 

@@ -11,7 +11,7 @@ go on and are removed; and every job that is left has computed each of its micro
 import random
 import sys
 from collections import Counter
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 
 import pytest
@@ -159,14 +159,20 @@ def play(seed, name="stall-free"):
     return history
 
 
+@cache
+def seen_in(seed, name):
+    """What a history came to in which every request and every job got what it gets alone."""
+    return play(seed, name).seen
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(35))
 def test_requests_and_jobs_of_a_random_history_both_get_what_they_get_alone(name, seed):
-    play(seed, name)
+    seen_in(seed, name)
 
 
 def test_random_histories_exercise_every_way_of_giving_memory_back():
-    seen = sum((play(seed).seen for seed in range(100, 150)), Counter())
+    seen = sum((seen_in(seed, "stall-free") for seed in range(50)), Counter())
     assert seen["jobs done"] > 100
     assert min(seen[name] for name in ("run", "drop", "offload", "restore")) > 20 and seen["release"] > 3
     assert min(seen["kept"], seen["recomputed"], seen["beside requests"]) > 50

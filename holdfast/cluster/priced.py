@@ -157,6 +157,13 @@ class PricedRouter:
         size = self.rules.block_size
         return {name: Found(min(most, blocks * size)) for name, blocks in self.prefixes.find(turn.chain).items()}
 
+    def unknown(self, turn: Turn) -> int:
+        """As `Router.unknown`."""
+        conversation = self._conversations.get(self._key(turn) or "")
+        if conversation is not None and conversation.owner is not None:
+            return 0
+        return turn.prompt_tokens - max((found.tokens for found in self.known(turn).values()), default=0)
+
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
         """As `Router.choose`: the cheapest of those that are fair to choose.
 
@@ -168,13 +175,17 @@ class PricedRouter:
         while another is fair to choose.
         """
         able = ready(replicas)
-        known = self.known(turn) if found is None else {replica.name: found(replica.name) for replica in replicas}
+        known = self.known(turn)
+        if found is not None:
+            told = {replica.name: found(replica.name) for replica in replicas}
+            known |= {name: held for name, held in told.items() if held is not None}
         loads = {replica.name: self._load(replica, now) for replica in able}
         fair = self.fair(loads)
         conversation = self._conversations.get(self._key(turn) or "")
         if conversation is not None and now - conversation.left_at < self.rules.settle and conversation.left in fair:
             fair = fair - {conversation.left} or fair
-        sources = {replica.name: known.get(replica.name, Found()).tokens for replica in replicas}
+        # Copies go from host tier to host tier: what lies lower stays where it is.
+        sources = {replica.name: known.get(replica.name, Found())._replace(lower=0).tokens for replica in replicas}
         source = max(sources, key=lambda name: (sources[name], -self._links.get(name, 0.0)))
         prices = {
             replica.name: self.price(turn, replica, known.get(replica.name, Found()), source, sources[source], now)

@@ -189,6 +189,24 @@ def test_map_finds_the_longest_prefix_that_was_sent_to_each_replica(seed):
         sent.append((asked.key, len(asked.chain), choice.replica))
 
 
+def test_only_what_another_replica_may_hold_unknown_to_the_router_is_unknown():
+    router = priced()
+    assert router.unknown(turn(1, 100)) == 1603
+    serve(router, "a", turn(1, 100), views(2), 0.0)
+    assert router.unknown(turn(1, 300)) == 0  # what is new of a known conversation lies nowhere
+    assert router.unknown(Turn("other", chain(1, 300), 4803, 20)) == 3203  # another one that begins alike
+    router.lost(router.owner("1"))
+    assert router.unknown(turn(1, 300)) == 4803
+
+
+def test_what_lies_below_the_host_tier_counts_where_it_is_and_is_copied_from_nowhere():
+    router = priced()
+    held = {"r0": Found(lower=1600), "r1": Found(host=800)}
+    choice = router.choose(turn(1, 100), views(3), 0.0, held.get)
+    assert choice.replica == "r0" and choice.move_from is None
+    assert [choice.priced[name].fetched for name in ("r0", "r1", "r2")] == [0, 0, 800]
+
+
 def test_next_turn_goes_where_the_conversation_is():
     router = priced()
     first = serve(router, "a", turn(1, 100), views(4), 0.0).replica

@@ -11,7 +11,7 @@ from holdfast.cluster.routing import Found, Move, ReplicaState, ReplicaView, Rou
 from tests.lab.simulator.simulation import COST
 
 BLOCK = 16
-RULES = RoutingRules(block_size=BLOCK, step_tokens=1024, fair_ms=300.0, settle=5.0, patience=0.0, thrift=0.5)
+RULES = RoutingRules(block_size=BLOCK, step_tokens=1024, fair_ms=300.0, settle=5.0, thrift=0.5)
 PRICING = Pricing(COST, RULES.step_tokens)
 
 
@@ -56,7 +56,7 @@ class Oracle:
         self.requests = []
         """[id, replica, work, decode, per token, has its first token]"""
         self.given = []
-        """Replica, work in ms, when."""
+        """[replica, work in ms, when, conversation]; all of a conversation's is its owner's."""
         self.since = {}
         self.links = {}
         """By replica, when its link is free."""
@@ -65,17 +65,20 @@ class Oracle:
 
     def recent(self, replica, now):
         """The work that it got, fading to 1/e in a minute."""
-        return sum(work * exp((at - now) / 60) for name, work, at in self.given if name == replica)
+        return sum(work * exp((at - now) / 60) for name, work, at, _ in self.given if name == replica)
 
     def waiting(self, replica):
         return [each for each in self.requests if each[1] == replica and not each[5]]
+
+    def decoding(self, replica):
+        """What the answers under way add to each step, in ms."""
+        return sum(each[4] for each in self.requests if each[1] == replica and each[5])
 
     def wait(self, replica, now):
         waiting = self.waiting(replica)
         if not waiting:
             return 0.0
-        decoding = sum(each[4] for each in self.requests if each[1] == replica and each[5])
-        stretch = 1 + decoding / PRICING.step
+        stretch = 1 + self.decoding(replica) / PRICING.step
         done = min(waiting[0][2] * stretch, (now - self.since[replica]) * 1e3)
         return max(0.0, sum(each[2] for each in waiting) * stretch - done)
 
@@ -86,7 +89,12 @@ class Oracle:
         """The cheaper of bringing what another has and computing it."""
         have, best = found[view.name].tokens, max(each.tokens for each in found.values())
         wait, lift = self.wait(view.name, now), found[view.name].host * view.host_ms_per_token
-        computed = wait + lift + PRICING.prefill(have, asked.prompt_tokens)
+        decoding = self.decoding(view.name)
+
+        def stretched(work):
+            return work + decoding * (1 + work / PRICING.step)
+
+        computed = wait + lift + stretched(PRICING.prefill(have, asked.prompt_tokens))
         if best <= have or view.link_ms_per_token is None:
             return computed
         link, work = (best - have) * view.link_ms_per_token, PRICING.prefill(best, asked.prompt_tokens)
@@ -96,7 +104,7 @@ class Oracle:
         copied = (best - have) * view.host_ms_per_token
         if link + copied + work >= PRICING.prefill(have, asked.prompt_tokens):
             return computed
-        return max(wait, link) + lift + copied + work
+        return max(wait, link) + lift + copied + stretched(work)
 
     def allowed(self, asked, able, now):
         loads = {view.name: self.load(view.name, now) for view in able}
@@ -114,7 +122,10 @@ class Oracle:
             self.since[replica] = now
         token = PRICING.token(asked.prompt_tokens + asked.output_estimate // 2)
         self.requests.append([request, replica, work, token * asked.output_estimate, token, False])
-        self.given.append((replica, work + token * asked.output_estimate, now))
+        self.given.append([replica, work + token * asked.output_estimate, now, asked.key])
+        for each in self.given:
+            if each[3] == asked.key:
+                each[0] = replica
         owner, left, at = self.left.get(asked.key, (replica, None, 0.0))
         self.left[asked.key] = (replica, owner, now) if owner != replica else (replica, left, at)
 

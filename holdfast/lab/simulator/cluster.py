@@ -92,7 +92,7 @@ def simulate_cluster(
     *,
     replicas: int,
     link: Link | None = None,
-    asks: bool = True,
+    asks: bool = False,
     pipeline: Pipeline | None = None,
     events: Sequence[ClusterEvent] = (),
     concurrency: int | None = None,
@@ -103,9 +103,9 @@ def simulate_cluster(
 
     Each replica is as in `simulate`, with a host tier of its own. State goes from replica to replica over `link`, from
     host tier to host tier; each replica sends and receives one chain at a time. Without a link or a host tier nothing
-    is moved. With `asks`, the router is told what each replica holds; else it knows only its own map. A replica that
-    fails loses its state; its requests go on elsewhere, with the tokens that they have. One that drains finishes what
-    it has. After `until` virtual seconds the run ends with what is recorded by then.
+    is moved. With `asks`, the router is told what each replica holds; else it knows only its own map, as the server
+    does. A replica that fails loses its state; its requests go on elsewhere, with the tokens that they have. One that
+    drains finishes what it has. After `until` virtual seconds the run ends with what is recorded by then.
 
     Deterministic. Raises ValueError as `simulate`, for less than one replica, for an event of an unknown replica, for
     padded rows, and if no replica is left.

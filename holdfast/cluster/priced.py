@@ -152,18 +152,21 @@ class PricedRouter:
         backlog = self.requests[replica]
         return backlog.wait(now, self.pricing.step) + backlog.decode
 
-    def known(self, turn: Turn) -> dict[str, Found]:
-        """By the router's own map, what replicas hold of a prompt; without those that hold nothing."""
-        most = max(0, turn.prompt_tokens - 1)
-        size = self.rules.block_size
-        return {name: Found(min(most, blocks * size)) for name, blocks in self.prefixes.find(turn.chain).items()}
+    def known(self, turn: Turn) -> dict[str, tuple[Found, int]]:
+        """By the router's own map, what replicas hold of a prompt; without those that hold nothing.
+
+        For each, what it has once it has computed what was sent to it, and the tokens that others may copy now.
+        """
+        most, size = max(0, turn.prompt_tokens - 1), self.rules.block_size
+        held = self.prefixes.find(turn.chain).items()
+        return {name: (Found(min(most, each.expected * size)), min(most, each.there * size)) for name, each in held}
 
     def unknown(self, turn: Turn) -> int:
         """As `Router.unknown`."""
         conversation = self._conversations.get(self._key(turn) or "")
         if conversation is not None and conversation.owner is not None:
             return 0
-        return turn.prompt_tokens - max((found.tokens for found in self.known(turn).values()), default=0)
+        return turn.prompt_tokens - max((found.tokens for found, _ in self.known(turn).values()), default=0)
 
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
         """As `Router.choose`: the cheapest of those that are fair to choose.
@@ -179,17 +182,18 @@ class PricedRouter:
         known = self.known(turn)
         if found is not None:
             told = {replica.name: found(replica.name) for replica in replicas}
-            known |= {name: held for name, held in told.items() if held is not None}
+            # Copies go from host tier to host tier: what lies lower stays where it is.
+            known |= {name: (held, held.device + held.host) for name, held in told.items() if held is not None}
         loads = {replica.name: self._load(replica, now) for replica in able}
         fair = self.fair(loads)
         conversation = self._conversations.get(self._key(turn) or "")
         if conversation is not None and now - conversation.left_at < self.rules.settle and conversation.left in fair:
             fair = fair - {conversation.left} or fair
-        # Copies go from host tier to host tier: what lies lower stays where it is.
-        sources = {replica.name: known.get(replica.name, Found())._replace(lower=0).tokens for replica in replicas}
+        nothing = Found(), 0
+        sources = {replica.name: known.get(replica.name, nothing)[1] for replica in replicas}
         source = max(sources, key=lambda name: (sources[name], -self._links.get(name, 0.0)))
         prices = {
-            replica.name: self.price(turn, replica, known.get(replica.name, Found()), source, sources[source], now)
+            replica.name: self.price(turn, replica, known.get(replica.name, nothing)[0], source, sources[source], now)
             for replica in able
         }
         ranks = {name: self._rank(prices[name]) for name in fair}
@@ -230,9 +234,9 @@ class PricedRouter:
         if choice.move_from is not None and price is not None:
             self._occupy(choice.move_from, choice.replica, price.link, now)
         key = self._key(turn) or (turn.chain[-1].hex() if turn.chain else None)
-        underway = Underway(choice.replica, work, token * turn.output_estimate, token, key)
+        underway = Underway(choice.replica, work, token * turn.output_estimate, token, turn.chain, key)
         self.requests.sent(request, underway, now)
-        self.prefixes.add(turn.chain, choice.replica)
+        self.prefixes.add(turn.chain, choice.replica, there=False)
         if key is None:
             self._add_work(choice.replica, work + underway.decode, now)
             return
@@ -255,7 +259,9 @@ class PricedRouter:
 
     def started(self, request: str, now: float) -> None:
         """As `Router.started`."""
-        self.requests.started(request, now)
+        underway = self.requests.started(request, now)
+        if underway is not None:
+            self.prefixes.add(underway.chain, underway.replica, there=True)
 
     def ended(self, request: str, now: float, chain: Sequence[bytes] = ()) -> None:
         """As `Router.ended`."""
@@ -263,7 +269,7 @@ class PricedRouter:
         if underway is None:
             return
         if chain:
-            self.prefixes.add(chain, underway.replica)
+            self.prefixes.add(chain, underway.replica, there=True)
         conversation = self._conversations.get(underway.key or "")
         if underway.key is None or conversation is None:
             return
@@ -277,7 +283,7 @@ class PricedRouter:
         """As `Router.moved`. A move of which nothing arrived changes nothing, and may be tried again."""
         arrived = move.chain[: tokens // self.rules.block_size]
         if arrived:
-            self.prefixes.add(arrived, move.target)
+            self.prefixes.add(arrived, move.target, there=True)
         conversation = self._conversations.get(move.key)
         if conversation is None:
             return

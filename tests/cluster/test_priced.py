@@ -49,6 +49,11 @@ def serve(router, request, asked, replicas, now):
     return choice
 
 
+def expected(known, name):
+    """Tokens that a replica has, or is about to have, by a router's map."""
+    return known.get(name, (Found(), 0))[0].tokens
+
+
 class Oracle:
     """All that a router is told, in lists."""
 
@@ -192,7 +197,7 @@ def test_map_finds_the_longest_prefix_that_was_sent_to_each_replica(seed):
         known = router.known(asked)
         for name in (view.name for view in views(4)):
             longest = max((blocks for one, blocks, at in sent if (one, at) == (asked.key, name)), default=0)
-            held = known.get(name, Found()).tokens
+            held = expected(known, name)
             most = min(longest, len(asked.chain)) * BLOCK
             # One block in eight is remembered, and each chain's last.
             assert most - 8 * BLOCK < held <= most or held == most
@@ -230,6 +235,18 @@ def test_conversations_are_spread_by_what_they_cost_where_all_are_idle():
     router = priced()
     homes = [serve(router, str(n), turn(n, 400 if n in (0, 3, 6) else 2), views(3), float(n)).replica for n in range(9)]
     assert len({homes[0], homes[3], homes[6]}) == 3
+
+
+def test_state_is_copied_only_once_it_is_computed():
+    router = priced(fair_ms=1e9)
+    asked = turn(1, 400)
+    router.sent("a", asked, router.choose(asked, views(1), 0.0), 0.0)
+    price = router.choose(turn(2, 400), views(2), 0.0).priced["r1"]
+    again = Turn("other", chain(1, 400), 6403, 20)
+    assert router.choose(again, views(2), 0.0).priced["r1"].fetched == price.fetched == 0
+    assert expected(router.known(again), "r0") == 6400  # there it waits for the prompt that has it
+    router.started("a", 1.0)
+    assert router.choose(again, views(2), 1.0).priced["r1"].fetched == 6400
 
 
 @pytest.mark.parametrize("keyed", [True, False])
@@ -321,7 +338,7 @@ def test_idle_conversations_leave_an_overloaded_replica_costliest_first():
     router.moved(moves[0], moves[0].tokens, 10.2)
     router.moved(moves[1], 0, 10.2)
     assert router.owner("1") == moves[0].target and router.owner("3") == "r0"
-    assert router.known(turn(1, 301))[moves[0].target].tokens == 301 * BLOCK
+    assert expected(router.known(turn(1, 301)), moves[0].target) == 301 * BLOCK
 
 
 def test_all_conversations_leave_a_draining_replica_and_none_a_balanced_one():
@@ -342,7 +359,7 @@ def test_turn_during_a_move_decides_where_the_conversation_lives():
     choice = serve(router, "b", turn(1, 110), [v for v in views(3) if v.name not in ("r0", move.target)], 1.5)
     router.moved(move, move.tokens, 2.0)
     assert router.owner("1") == choice.replica
-    assert router.known(turn(1, 110))[move.target].tokens == 100 * BLOCK  # the copy is there, too
+    assert expected(router.known(turn(1, 110)), move.target) == 100 * BLOCK  # the copy is there, too
 
 
 def test_request_id_cannot_be_under_way_twice():

@@ -37,7 +37,7 @@ LINK = "ethernet-100g"
 CONTEXT = 200_000
 SPEEDS = {".jsonl": 4.0, ".csv": 30.0}
 """How many times as fast as recorded a trace arrives."""
-RATE, THINK, COUNT = 8.0, 5.0, 2400
+RATE, THINK, COUNT = 10.0, 5.0, 1200
 """Of the skewed load: conversations a second, mean seconds before a turn, and conversations."""
 
 

@@ -41,8 +41,6 @@ class RoutingRules:
     """How much a ms of computing weighs beyond itself, as it also delays the turns that come later."""
     settle: float = 30.0
     """Seconds after a change of replica in which a conversation does not go back, nor move ahead of need."""
-    alike: float = 0.0
-    """Prices within this share of the cheapest count as equal: no estimate is better than that."""
     window: float = 60.0
     """Seconds in which work that a replica got fades to 1/e: the time over which its share is judged."""
     uneven: float = 0.2
@@ -60,7 +58,7 @@ class RoutingRules:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.fair_ratio < 1:
             raise ValueError(f"fair_ratio is {self.fair_ratio}; it must be at least 1")
-        for name in ("fair_ms", "thrift", "settle", "alike", "uneven"):
+        for name in ("fair_ms", "thrift", "settle", "uneven"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not self.window > 0:
@@ -198,7 +196,7 @@ class PricedRouter:
         }
         ranks = {name: self._rank(prices[name]) for name in fair}
         cheapest = min(ranks.values())
-        near = [name for name in ranks if ranks[name] <= cheapest + max(EQUAL, self.rules.alike * cheapest)]
+        near = [name for name in ranks if ranks[name] <= cheapest + EQUAL]
         chosen = min(near, key=lambda name: (self._recent_work(name, now), ranks[name], name))
         return Choice(chosen, source if prices[chosen].fetched else None, prices)
 

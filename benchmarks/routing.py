@@ -1,13 +1,14 @@
 """Replicas behind a router, simulated: the priced router beside other policies, on traces and on a skewed load.
 
 usage: python benchmarks/routing.py WORKLOAD [WORKLOAD ...] [--policies NAME ...] [--replicas 8] [--speed X]
-                                    [--requests N] [--jobs N] [--json FILE] [--map-alone]
+                                    [--requests N] [--seed N] [--jobs N] [--json FILE] [--asks]
 
-A WORKLOAD is a Mooncake trace (.jsonl), an Azure trace (.csv) or `skewed`: ShareGPT-like conversations of which 8% are
-very long. Each replica is a Llama-3-8B shape on an H200 by its measured profile, with a host tier of 200 GB; prompts
-beyond the measured context are extrapolated. Replicas are joined by 100-gigabit Ethernet. For each policy: the share of
-reusable prompt tokens found, of what one replica with endless memory would find; TTFT; throughput; and how far the
-busiest and the idlest replica are apart, in busy time and in tokens computed, as a share of the mean.
+A WORKLOAD is a Mooncake trace (.jsonl), an Azure trace (.csv) or `skewed`: ShareGPT-like conversations of which 8%
+are very long, measured until the last of them arrives. Each replica is a Llama-3-8B shape on an H200 by its measured
+profile, with a host tier of 200 GB; prompts beyond the measured context are extrapolated. Replicas are joined by
+100-gigabit Ethernet. For each policy: the share of reusable prompt tokens found, of what one replica with endless
+memory would find; TTFT; throughput; and how far the busiest and the idlest replica are apart, in busy time and in
+tokens computed, as a share of the mean.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import multiprocessing
 import time
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +37,16 @@ LINK = "ethernet-100g"
 CONTEXT = 200_000
 SPEEDS = {".jsonl": 4.0, ".csv": 30.0}
 """How many times as fast as recorded a trace arrives."""
-RATE, THINK = 8.0, 5.0
-"""Of the skewed load: conversations a second, and mean seconds before a turn."""
+RATE, THINK, COUNT = 10.0, 5.0, 1200
+"""Of the skewed load: conversations a second, mean seconds before a turn, and conversations."""
 
 
-def load(name: str, speed: float | None, requests: int | None) -> tuple[Workload, int, float]:
+def load(name: str, speed: float | None, requests: int | None, seed: int) -> tuple[Workload, int, float]:
     """The conversations, the tokens of a block, and how fast they arrive: times a trace's pace, or a second."""
     if name == "skewed":
         rate = speed or RATE
-        made = workloads.skewed(requests or 600, THINK, 0)
-        return workloads.gamma_arrivals(workloads.fit_context(made, CONTEXT), rate, 0), 16, rate
+        made = workloads.skewed(requests or COUNT, THINK, seed)
+        return workloads.gamma_arrivals(workloads.fit_context(made, CONTEXT), rate, seed), 16, rate
     kind = Path(name).suffix
     if kind not in SPEEDS:
         raise SystemExit(f"workload {name} is unknown; give a .jsonl or .csv trace, or skewed")
@@ -57,24 +59,29 @@ def load(name: str, speed: float | None, requests: int | None) -> tuple[Workload
 def measure(job: tuple[str, str, argparse.Namespace]) -> dict[str, Any]:
     """One policy on one workload."""
     name, policy, arguments = job
-    workload, block_size, pace = load(name, arguments.speed, arguments.requests)
+    workload, block_size, pace = load(name, arguments.speed, arguments.requests, arguments.seed)
     profile = replace(deploy("llama-3-8b", "h200").profile, max_model_len=CONTEXT)
     config = EngineConfig(host_cache_gb=200.0, block_size=block_size, max_model_len=CONTEXT)
     rules = RoutingRules(block_size=block_size, step_tokens=profile.token_budget)
     router, began = make_router(policy, profile.cost, rules), time.perf_counter()
+    # A skewed load never ends: with its last conversations alone it would say little of a load.
+    until = workload[-1].arrival if name == "skewed" else inf
     outcome = simulate_cluster(
-        config, profile, workload, router, replicas=arguments.replicas, link=LINKS[LINK], asks=not arguments.map_alone
-    )
+        config, profile, workload, router,
+        replicas=arguments.replicas, link=LINKS[LINK], asks=arguments.asks, until=until,
+    )  # fmt: skip
     figures = summary(outcome.records)
     return dict(
-        workload=Path(name).name, pace=pace, policy=policy + " (map alone)" * arguments.map_alone,
+        workload=Path(name).name, pace=pace, seed=arguments.seed,
+        policy=policy + ", told what replicas hold" * arguments.asks,
         replicas=arguments.replicas, block_size=block_size,
-        requests=len(outcome.records), seconds=round(outcome.seconds, 2),
+        requests_asked=arguments.requests, requests=len(outcome.records), seconds=round(outcome.seconds, 2),
         reusable_tokens=outcome.reusable_tokens, found=round(outcome.found, 4),
         **{key: round(figures[key], 2) for key in (
             "median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "mean_ttft_ms", "median_itl_ms", "p99_itl_ms",
             "request_throughput", "output_throughput",
         )},
+        busy=round(sum(outcome.busy) / arguments.replicas / outcome.seconds, 4),
         busy_spread=round(outcome.spread, 4),
         computed_spread=round(spread([each.tokens_computed for each in outcome.stats]), 4),
         routed=outcome.routed, fetched_tokens=outcome.fetched_tokens, moves=outcome.moves,
@@ -82,18 +89,23 @@ def measure(job: tuple[str, str, argparse.Namespace]) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a run from others."""
+    return tuple(row.get(name) for name in ("workload", "pace", "seed", "replicas", "requests_asked", "policy"))
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     """A table for each workload, each row with its P99 TTFT against the prefix tree's."""
-    print(
-        f"{'policy':18} {'found':>6} {'TTFT p50':>9} {'p99':>8} {'vs tree':>8} {'req/s':>7} {'busy spread':>12} moves"
-    )
+    widths = dict(found=6, p50=9, p99=8, tree=8, rate=7, busy=5, spread=7, tokens=7, moves=5)
+    print(f"{'policy':18} " + " ".join(f"{name:>{width}}" for name, width in widths.items()))
     tree = next((row["p99_ttft_ms"] for row in rows if row["policy"] == "prefix-tree"), None)
     for row in rows:
         found = f"{row['found']:6.3f}" if row["reusable_tokens"] else "     -"
         ratio = f"{row['p99_ttft_ms'] / tree:8.2f}" if tree else "       -"
         print(
             f"{row['policy']:18} {found} {row['median_ttft_ms']:9.0f} {row['p99_ttft_ms']:8.0f} {ratio} "
-            f"{row['request_throughput']:7.2f} {row['busy_spread']:12.1%} {row['moves']}"
+            f"{row['request_throughput']:7.2f} {row['busy']:5.2f} {row['busy_spread']:7.1%} "
+            f"{row['computed_spread']:7.1%} {row['moves']:5}"
         )
 
 
@@ -104,7 +116,8 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--speed", type=float, help="times a trace's own pace; of `skewed`, conversations a second")
     parser.add_argument("--requests", type=int, help="the first of a trace; of `skewed`, conversations")
-    parser.add_argument("--map-alone", action="store_true", help="the router is not told what replicas hold")
+    parser.add_argument("--seed", type=int, default=0, help="of the skewed load")
+    parser.add_argument("--asks", action="store_true", help="the router is told what replicas hold; no server's is")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", type=Path, help="add the results to this file")
     arguments = parser.parse_args()
@@ -119,8 +132,8 @@ def main() -> None:
         show(of)
     if arguments.json is not None:
         before = json.loads(arguments.json.read_text())["runs"] if arguments.json.exists() else []
-        measured = {(row["workload"], row["policy"]) for row in rows}
-        kept = [row for row in before if (row["workload"], row["policy"]) not in measured]
+        measured = {key(row) for row in rows}
+        kept = [row for row in before if key(row) not in measured]
         arguments.json.write_text(json.dumps(provenance() | {"runs": kept + rows}, indent=1) + "\n")
 
 

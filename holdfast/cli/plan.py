@@ -15,6 +15,7 @@ from rich.text import Text
 
 from holdfast.cli.flags import flag_of, require_at_least_1, require_positive
 from holdfast.cli.output import changed_options, check_outputs, progress_bar
+from holdfast.cluster.config import MOST_REPLICAS, ClusterConfig
 from holdfast.cluster.routing import POLICIES, RouterName
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.engine.checkpoint import Checkpoint, read_json
@@ -162,7 +163,7 @@ def run(
     best = best_of(evaluations)
     show_candidates(console, evaluations, best)
     named = BUILTIN_MODEL if question.model == BUILTIN_MODEL else model
-    advice = recommend(evaluations, question.engine, named, most_devices(question))
+    advice = recommend(evaluations, question.engine, named, most_devices(question), config.router)
     fleet = None
     if config.router is not None and best is not None and best.replicas > 1:
         fleet = evaluate_fleet(question, best, config.router, config.replica_link or REPLICA_LINK)
@@ -269,9 +270,16 @@ def most_devices(question: CapacityQuestion) -> int:
 
 
 def recommend(
-    evaluations: Sequence[Evaluation], engine: EngineConfig, model: str | None, most: int = SERVED_DEVICES
+    evaluations: Sequence[Evaluation],
+    engine: EngineConfig,
+    model: str | None,
+    most: int = SERVED_DEVICES,
+    router: RouterName | None = None,
 ) -> list[str]:
-    """The advice, line by line. If anything can be served, on at most so many devices, the last line is the command."""
+    """The advice, line by line. If anything can be served, on at most so many devices, the last line is the command.
+
+    Several replicas are behind the `router` of this name; None is the default.
+    """
     best = best_of(evaluations)
     if best is None and not any(each.fits for each in evaluations):
         return ["no layout fits these devices: give more --devices, another --device, --tp or --pp, or a smaller model"]
@@ -292,11 +300,14 @@ def recommend(
         lines.append(f"best that can be served: {servable.candidate.policy} on {servable.candidate.layout}, {rate}")
     served = served_model(model)
     notes = [f"{PLACEHOLDER} is the checkpoint's directory"] if served == PLACEHOLDER else []
-    each = "each of the" if servable.candidate.devices == 1 else f"every {servable.candidate.devices} devices,"
-    of = "devices" if servable.candidate.devices == 1 else "times in all"
-    notes += [f"on {each} {servable.replicas} {of}, behind a load balancer"] if servable.replicas > 1 else []
-    where = f" ({', '.join(notes)})" if notes else ""
-    return [*lines, f"to serve it{where}:", serve_command(servable.candidate, engine, served)]
+    replicas, each = servable.replicas, servable.candidate.devices
+    if replicas > 1:
+        hosts = "one host" if replicas * each <= SERVED_DEVICES else "the hosts of a Ray cluster"
+        notes.append(f"{replicas} replicas on the {replicas * each} devices of {hosts}, behind one address")
+    if replicas > MOST_REPLICAS:
+        notes.append(f"run it {-(-replicas // MOST_REPLICAS)} times, as one address has at most {MOST_REPLICAS}")
+    where = f" ({'; '.join(notes)})" if notes else ""
+    return [*lines, f"to serve it{where}:", serve_command(servable.candidate, engine, served, replicas, router)]
 
 
 def served_model(model: str | None) -> str:
@@ -308,8 +319,13 @@ def served_model(model: str | None) -> str:
     return str(directory) if any(directory.glob("*.safetensors")) else PLACEHOLDER
 
 
-def serve_command(chosen: Candidate, engine: EngineConfig, model: str) -> str:
-    """The command line: the options of the candidate, and what is the same for all candidates and no default."""
+def serve_command(
+    chosen: Candidate, engine: EngineConfig, model: str, replicas: int = 1, router: RouterName | None = None
+) -> str:
+    """The command line: the options of the candidate, and what is the same for all candidates and no default.
+
+    Replicas that one host has no devices for run on the nodes of a Ray cluster.
+    """
     default, given = asdict(EngineConfig()), asdict(engine)
     same = ("executor", *SHARED_OPTIONS)
     shared = {name: given[name] for name in given if name in same and given[name] != default[name]}
@@ -319,6 +335,10 @@ def serve_command(chosen: Candidate, engine: EngineConfig, model: str) -> str:
             words.append(flag_of(name if value else f"no_{name}"))
         else:
             words += [flag_of(name), f"{value:g}" if isinstance(value, float) else str(value)]
+    if replicas > 1:
+        words += ["--replicas", str(min(replicas, MOST_REPLICAS))]
+        words += ["--routing", router] if router not in (None, ClusterConfig.routing) else []
+        words += ["--ray"] if replicas * chosen.devices > SERVED_DEVICES else []
     named = f'"{PLACEHOLDER}"' if model == PLACEHOLDER else shlex.quote(model)
     return " ".join(["holdfast serve", named, *map(shlex.quote, words)])
 

@@ -33,6 +33,10 @@ class CountingRouter(ABC):
         """By request, its replica."""
         self._count: dict[str, int] = {}
 
+    def unknown(self, turn: Turn) -> int:
+        """As `Router.unknown`."""
+        return 0
+
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
         """As `Router.choose`."""
         return Choice(self.pick(turn, ready(replicas)))

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 STRIDE = 8
 """Of this many blocks of a prompt, one is remembered, and the last one always."""
+
+
+class Held(NamedTuple):
+    """Leading blocks of a chain that a replica has."""
+
+    expected: int
+    """There already, or once it has computed what was sent to it."""
+    there: int
+    """Computed: what others may copy."""
 
 
 class PrefixMap:
@@ -22,51 +32,54 @@ class PrefixMap:
         self._most, self._stride = most, stride
         self._masks: OrderedDict[bytes, int] = OrderedDict()
         self._bits: dict[str, int] = {}
-        """By replica, its bit in the masks."""
+        """By replica, its bit in the masks: what it is expected to have. The next higher bit is what is there."""
 
     def __len__(self) -> int:
         return len(self._masks)
 
-    def add(self, chain: Sequence[bytes], replica: str) -> None:
-        """The replica has, or is about to compute, the blocks of this chain."""
+    def add(self, chain: Sequence[bytes], replica: str, *, there: bool) -> None:
+        """The replica has the blocks of this chain, or is about to compute them."""
         masks, stride, bit = self._masks, self._stride, self._bit(replica)
+        bits = bit | bit << 1 if there else bit
         last = len(chain) - 1
         for index in (*range(stride - 1, last, stride), last) if last >= 0 else ():
             digest = chain[index]
-            masks[digest] = masks.get(digest, 0) | bit
+            masks[digest] = masks.get(digest, 0) | bits
             masks.move_to_end(digest)
         while len(masks) > self._most:
             masks.popitem(last=False)
 
-    def find(self, chain: Sequence[bytes]) -> dict[str, int]:
-        """By replica, how many leading blocks of this chain it has; without those that have none."""
+    def find(self, chain: Sequence[bytes]) -> dict[str, Held]:
+        """By replica, how much of this chain it has; without those that have nothing."""
         masks, bits = self._masks, self._bits
-        found: dict[str, int] = {}
+        expected: dict[str, int] = {}
+        there: dict[str, int] = {}
         for index in range(len(chain) - 1, -1, -1):
             mask = masks.get(chain[index])
             if mask:
                 for replica, bit in bits.items():
-                    if mask & bit and replica not in found:
-                        found[replica] = index + 1
-                if len(found) == len(bits):
+                    if mask & bit and replica not in expected:
+                        expected[replica] = index + 1
+                    if mask & bit << 1 and replica not in there:
+                        there[replica] = index + 1
+                if len(there) == len(bits):
                     break
-        return found
+        return {replica: Held(blocks, there.get(replica, 0)) for replica, blocks in expected.items()}
 
     def forget(self, replica: str) -> None:
         """This replica has nothing any more. Takes time in proportion to the whole map."""
         bit = self._bits.pop(replica, 0)
         if bit:
             for digest in [digest for digest, mask in self._masks.items() if mask & bit]:
-                if self._masks[digest] == bit:
+                self._masks[digest] &= ~(bit | bit << 1)
+                if not self._masks[digest]:
                     del self._masks[digest]
-                else:
-                    self._masks[digest] &= ~bit
 
     def _bit(self, replica: str) -> int:
         bit = self._bits.get(replica)
         if bit is None:
             taken = {*self._bits.values()}
-            bit = next(1 << place for place in range(len(taken) + 1) if 1 << place not in taken)
+            bit = next(1 << place for place in range(0, 2 * len(taken) + 1, 2) if 1 << place not in taken)
             self._bits[replica] = bit
         return bit
 
@@ -82,6 +95,8 @@ class Underway:
     """What its whole answer adds to the steps that it is in."""
     per_token: float
     """What one token of the answer adds."""
+    chain: Sequence[bytes] = ()
+    """Of its prompt."""
     key: str | None = None
     started: bool = False
 
@@ -144,15 +159,17 @@ class Requests:
         backlog.work += underway.work
         backlog.decode += underway.decode
 
-    def started(self, request: str, now: float) -> None:
-        """Its prompt is computed."""
+    def started(self, request: str, now: float) -> Underway | None:
+        """Its prompt is computed. None if that was known, or the request is not."""
         underway = self._by_id.get(request)
-        if underway is not None and not underway.started:
-            backlog = self._backlogs[underway.replica]
-            self._leave_queue(request, underway, backlog, now)
-            underway.started = True
-            backlog.running[request] = underway
-            backlog.per_token += underway.per_token
+        if underway is None or underway.started:
+            return None
+        backlog = self._backlogs[underway.replica]
+        self._leave_queue(request, underway, backlog, now)
+        underway.started = True
+        backlog.running[request] = underway
+        backlog.per_token += underway.per_token
+        return underway
 
     def ended(self, request: str, now: float) -> Underway | None:
         """Remove a request; None if it is unknown."""

@@ -22,8 +22,6 @@ DIGEST = 32
 """Bytes of a digest."""
 EQUAL = 1.0
 """Milliseconds within which prices count as equal."""
-FADING = 60.0
-"""Seconds in which what a replica got of late fades to 1/e."""
 RECENT = 64
 """Of a replica's idle conversations, so many of those used last are looked at for a move."""
 
@@ -43,8 +41,10 @@ class RoutingRules:
     """How much a ms of computing weighs beyond itself, as it also delays the turns that come later."""
     settle: float = 30.0
     """Seconds after a change of replica in which a conversation does not go back, nor move ahead of need."""
-    patience: float = 60.0
-    """Seconds over which loads are averaged (as an exponential mean) before conversations move away from one."""
+    window: float = 60.0
+    """Seconds in which work that a replica got fades to 1/e: the time over which its share is judged."""
+    uneven: float = 0.2
+    """Conversations move away from a replica whose work of late exceeds the mean by more than this share of it."""
     most_moves: int = 4
     """Moves ahead of need that `rebalance` gives for one replica at a time."""
     most_conversations: int = 1 << 16
@@ -58,9 +58,11 @@ class RoutingRules:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.fair_ratio < 1:
             raise ValueError(f"fair_ratio is {self.fair_ratio}; it must be at least 1")
-        for name in ("fair_ms", "thrift", "settle", "patience"):
+        for name in ("fair_ms", "thrift", "settle", "uneven"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not self.window > 0:
+            raise ValueError(f"window is {self.window}; it must be above 0")
 
 
 class Pricing:
@@ -98,7 +100,8 @@ class Conversation:
     last: float = 0.0
     """When it was last active, in seconds."""
     work: float = 0.0
-    """What its last turn cost a replica, in ms."""
+    """What its turns of late cost, in ms, fading, and when that was so."""
+    worked: float = 0.0
     turns: int = 0
     """Turns so far."""
     underway: int = 0
@@ -128,12 +131,8 @@ class PricedRouter:
         """By replica, the keys of its conversations without a request under way, the least recently active first."""
         self._blocks = 0
         """Of all conversations' chains."""
-        self._pressures: dict[str, float] = {}
-        """By replica, its mean load of late in ms."""
-        self._looked = 0.0
-        """When `rebalance` looked at loads last."""
         self._work: dict[str, tuple[float, float]] = {}
-        """By replica, the work that it got of late in ms, fading, and when that was so."""
+        """By replica, the work of late of the conversations that it has, in ms, fading, and when that was so."""
         self._links: dict[str, float] = {}
         """By replica, when the copies to and from it that this router asked for end."""
 
@@ -151,11 +150,21 @@ class PricedRouter:
         backlog = self.requests[replica]
         return backlog.wait(now, self.pricing.step) + backlog.decode
 
-    def known(self, turn: Turn) -> dict[str, Found]:
-        """By the router's own map, what replicas hold of a prompt; without those that hold nothing."""
-        most = max(0, turn.prompt_tokens - 1)
-        size = self.rules.block_size
-        return {name: Found(min(most, blocks * size)) for name, blocks in self.prefixes.find(turn.chain).items()}
+    def known(self, turn: Turn) -> dict[str, tuple[Found, int]]:
+        """By the router's own map, what replicas hold of a prompt; without those that hold nothing.
+
+        For each, what it has once it has computed what was sent to it, and the tokens that others may copy now.
+        """
+        most, size = max(0, turn.prompt_tokens - 1), self.rules.block_size
+        held = self.prefixes.find(turn.chain).items()
+        return {name: (Found(min(most, each.expected * size)), min(most, each.there * size)) for name, each in held}
+
+    def unknown(self, turn: Turn) -> int:
+        """As `Router.unknown`."""
+        conversation = self._conversations.get(self._key(turn) or "")
+        if conversation is not None and conversation.owner is not None:
+            return 0
+        return turn.prompt_tokens - max((found.tokens for found, _ in self.known(turn).values()), default=0)
 
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
         """As `Router.choose`: the cheapest of those that are fair to choose.
@@ -168,16 +177,21 @@ class PricedRouter:
         while another is fair to choose.
         """
         able = ready(replicas)
-        known = self.known(turn) if found is None else {replica.name: found(replica.name) for replica in replicas}
+        known = self.known(turn)
+        if found is not None:
+            told = {replica.name: found(replica.name) for replica in replicas}
+            # Copies go from host tier to host tier: what lies lower stays where it is.
+            known |= {name: (held, held.device + held.host) for name, held in told.items() if held is not None}
         loads = {replica.name: self._load(replica, now) for replica in able}
         fair = self.fair(loads)
         conversation = self._conversations.get(self._key(turn) or "")
         if conversation is not None and now - conversation.left_at < self.rules.settle and conversation.left in fair:
             fair = fair - {conversation.left} or fair
-        sources = {replica.name: known.get(replica.name, Found()).tokens for replica in replicas}
+        nothing = Found(), 0
+        sources = {replica.name: known.get(replica.name, nothing)[1] for replica in replicas}
         source = max(sources, key=lambda name: (sources[name], -self._links.get(name, 0.0)))
         prices = {
-            replica.name: self.price(turn, replica, known.get(replica.name, Found()), source, sources[source], now)
+            replica.name: self.price(turn, replica, known.get(replica.name, nothing)[0], source, sources[source], now)
             for replica in able
         }
         ranks = {name: self._rank(prices[name]) for name in fair}
@@ -200,7 +214,9 @@ class PricedRouter:
                 brought, work, copied = tokens, rest, tokens * replica.link_ms_per_token
                 bring = max(0.0, link - wait)
                 lift += tokens * replica.host_ms_per_token
-        return Price(wait, bring + lift, work, found, brought, copied)
+        # Each step of the prompt carries the decodes along, and so does the one that it waits for.
+        slower = self.requests[replica.name].per_token * (1 + work / self.pricing.step)
+        return Price(wait + slower, bring + lift, work, found, brought, copied)
 
     def fair(self, loads: Mapping[str, float]) -> set[str]:
         """The replicas that may get a turn under these loads in ms."""
@@ -216,11 +232,11 @@ class PricedRouter:
         if choice.move_from is not None and price is not None:
             self._occupy(choice.move_from, choice.replica, price.link, now)
         key = self._key(turn) or (turn.chain[-1].hex() if turn.chain else None)
-        underway = Underway(choice.replica, work, token * turn.output_estimate, token, key)
+        underway = Underway(choice.replica, work, token * turn.output_estimate, token, turn.chain, key)
         self.requests.sent(request, underway, now)
-        self._work[choice.replica] = self._recent_work(choice.replica, now) + work + underway.decode, now
-        self.prefixes.add(turn.chain, choice.replica)
+        self.prefixes.add(turn.chain, choice.replica, there=False)
         if key is None:
+            self._add_work(choice.replica, work + underway.decode, now)
             return
         conversation = self._conversations.get(key)
         if conversation is None:
@@ -228,8 +244,10 @@ class PricedRouter:
         self._leave_idle(key, conversation)
         conversation.underway += 1
         conversation.turns += 1
-        conversation.work = underway.work + underway.decode
         self._give(conversation, choice.replica, now)
+        self._add_work(choice.replica, work + underway.decode, now)
+        conversation.work = self._faded(conversation.work, conversation.worked, now) + work + underway.decode
+        conversation.worked = now
         self._remember(key, conversation, turn.chain, turn.prompt_tokens, now)
         if turn.chain and turn.key is None:
             self._tails.pop(conversation.tail, None)
@@ -239,7 +257,9 @@ class PricedRouter:
 
     def started(self, request: str, now: float) -> None:
         """As `Router.started`."""
-        self.requests.started(request, now)
+        underway = self.requests.started(request, now)
+        if underway is not None:
+            self.prefixes.add(underway.chain, underway.replica, there=True)
 
     def ended(self, request: str, now: float, chain: Sequence[bytes] = ()) -> None:
         """As `Router.ended`."""
@@ -247,7 +267,7 @@ class PricedRouter:
         if underway is None:
             return
         if chain:
-            self.prefixes.add(chain, underway.replica)
+            self.prefixes.add(chain, underway.replica, there=True)
         conversation = self._conversations.get(underway.key or "")
         if underway.key is None or conversation is None:
             return
@@ -261,7 +281,7 @@ class PricedRouter:
         """As `Router.moved`. A move of which nothing arrived changes nothing, and may be tried again."""
         arrived = move.chain[: tokens // self.rules.block_size]
         if arrived:
-            self.prefixes.add(arrived, move.target)
+            self.prefixes.add(arrived, move.target, there=True)
         conversation = self._conversations.get(move.key)
         if conversation is None:
             return
@@ -278,7 +298,7 @@ class PricedRouter:
             conversation = self._conversations.get(underway.key or "")
             if conversation is not None:
                 conversation.underway -= 1
-        for by_replica in (self._idle, self._pressures, self._work, self._links):
+        for by_replica in (self._idle, self._work, self._links):
             by_replica.pop(replica, None)
         for conversation in self._conversations.values():
             if conversation.owner == replica:
@@ -290,25 +310,22 @@ class PricedRouter:
     def rebalance(self, now: float, replicas: Sequence[ReplicaView]) -> list[Move]:
         """As `Router.rebalance`.
 
-        A replica is overloaded if its mean load of late would make it unfair to choose: a single long prompt moves
-        nobody. Of the conversations with more than one turn, those whose turns cost most leave it first, as far as that
-        brings its load nearer to the least one's. All conversations leave one that drains. Each is moved only if its
-        state can be copied faster than it can be computed again.
+        A replica is overloaded if the work of its conversations of late exceeds the mean by the share `uneven`, where
+        the mean counts as half of the time at least: among replicas that mostly idle there is no need. Of the
+        conversations with more than one turn, those that cost most leave it first, as far as that brings its work
+        nearer to the least one's. All conversations leave one that drains. Each is moved only if its state can be
+        copied faster than it can be computed again.
         """
         able = {replica.name: replica for replica in replicas if replica.state is ReplicaState.READY}
         if not able:
             return []
-        share = 1 - exp(-(now - self._looked) / self.rules.patience) if self.rules.patience else 1.0
-        self._looked, before = now, self._pressures
-        loads = {
-            name: (load := before.get(name, 0.0)) + share * (self._load(replica, now) - load)
-            for name, replica in able.items()
-        }
-        self._pressures = dict(loads)
-        fair, moves = self.fair(loads), list[Move]()
+        loads = {name: self._recent_work(name, now) for name in able}
+        mean = sum(loads.values()) / len(loads)
+        most = mean + self.rules.uneven * max(mean, self.rules.window * 1e3 / 2)
+        moves: list[Move] = []
         for replica in replicas:
             draining = replica.state is ReplicaState.DRAINING
-            if draining or replica.name not in fair:
+            if draining or loads[replica.name] > most:
                 moves += self._moves_from(replica.name, able, loads, now, draining)
         for move in moves:
             self._conversations[move.key].moving = True
@@ -318,7 +335,7 @@ class PricedRouter:
     def _moves_from(
         self, source: str, able: Mapping[str, ReplicaView], loads: dict[str, float], now: float, draining: bool
     ) -> list[Move]:
-        """Moves away from one replica. `loads` is changed as if the next turns were there already."""
+        """Moves away from one replica. `loads`, the work of late in ms, is changed as if they had ended."""
         targets = [name for name, replica in able.items() if name != source and replica.link_ms_per_token is not None]
         moves: list[Move] = []
         for key in self._movable(source, now, draining) if targets else ():
@@ -328,11 +345,12 @@ class PricedRouter:
             link, tokens = able[target].link_ms_per_token or 0.0, conversation.tokens
             if link * tokens >= self.pricing.prefill(0, tokens):
                 continue
-            if not draining and loads[target] + conversation.work >= loads[source]:
+            work = self._faded(conversation.work, conversation.worked, now)
+            if not draining and loads[target] + work >= loads[source]:
                 continue
             if not draining:
-                loads[source] -= conversation.work
-            loads[target] += conversation.work
+                loads[source] -= work
+            loads[target] += work
             moves.append(Move(key, unpack(conversation.chain), tokens, source, target))
             if len(moves) == self.rules.most_moves:
                 break
@@ -348,7 +366,8 @@ class PricedRouter:
                 recent.append(key)
                 if len(recent) == RECENT:
                     break
-        return sorted(recent, key=lambda key: -self._conversations[key].work)
+        conversations = self._conversations
+        return sorted(recent, key=lambda key: -self._faded(conversations[key].work, conversations[key].worked, now))
 
     def _wait(self, turn: Turn, replica: ReplicaView, found: Found, now: float) -> float:
         """Milliseconds until a new turn would begin at a replica."""
@@ -362,8 +381,13 @@ class PricedRouter:
 
     def _recent_work(self, replica: str, now: float) -> float:
         """The work in ms that a replica got of late, each turn's fading with its age."""
-        work, at = self._work.get(replica, (0.0, now))
-        return work * exp((at - now) / FADING)
+        return self._faded(*self._work.get(replica, (0.0, now)), now)
+
+    def _add_work(self, replica: str, work: float, now: float) -> None:
+        self._work[replica] = max(0.0, self._recent_work(replica, now) + work), now
+
+    def _faded(self, work: float, at: float, now: float) -> float:
+        return work * exp((at - now) / self.rules.window)
 
     def _link_wait(self, source: str, target: str, now: float) -> float:
         """Milliseconds until the copies that this router asked for leave both links free."""
@@ -389,9 +413,12 @@ class PricedRouter:
         return next((tails[digest] for digest in reversed(turn.chain) if digest in tails), None) if tails else None
 
     def _give(self, conversation: Conversation, replica: str, now: float) -> None:
-        """From now on this replica has the conversation's state."""
+        """From now on this replica has the conversation's state, and with it the work to come."""
         if conversation.owner not in (replica, None):
             conversation.left, conversation.left_at = conversation.owner, now
+            work = self._faded(conversation.work, conversation.worked, now)
+            self._add_work(conversation.owner or "", -work, now)
+            self._add_work(replica, work, now)
         conversation.owner = replica
 
     def _remember(self, key: str, conversation: Conversation, chain: Sequence[bytes], tokens: int, now: float) -> None:

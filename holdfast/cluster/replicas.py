@@ -23,6 +23,8 @@ from holdfast.cluster.moving import Mover
 from holdfast.cluster.replica import Replica, State
 from holdfast.cluster.routing import (
     Choice,
+    Found,
+    FoundAt,
     Move,
     ReplicaState,
     ReplicaView,
@@ -54,6 +56,12 @@ RESCUE_SECONDS = 60.0
 """How long a request waits for any replica while none serves."""
 CHAIN_BLOCK = 16
 """Tokens of a block of a prompt's chain of digests, where the engine's cache has no blocks."""
+ASK_TOKENS = 512
+"""Of a prompt that the router does not know, so many tokens are worth a question to all engines."""
+ASK_SECONDS = 0.2
+"""How long a request waits for the answers. An engine answers between two steps."""
+DISK_BYTES_PER_SECOND = 1e9
+"""What a disk tier is believed to read."""
 CHAIN_BLOCKS = 1 << 18
 """Blocks of recent prompts whose digests are remembered."""
 
@@ -186,9 +194,10 @@ class Replicas:
         turn = self._turn(stream, key)
         self.counts.routed_tokens += turn.prompt_tokens
         try:
+            found = await self._ask(turn)
             while True:
                 known, begun = len(stream.answer), False
-                replica, engine, choice = await self._choose(stream, turn, patient=resumed)
+                replica, engine, choice = await self._choose(stream, turn, found, patient=resumed)
                 try:
                     if choice.move_from is not None:
                         await self._bring(turn, choice, engine)
@@ -229,7 +238,26 @@ class Replicas:
         finally:
             del self._streams[request_id]
 
-    async def _choose(self, stream: Stream, turn: Turn, *, patient: bool) -> tuple[Replica, EngineClient, Choice]:
+    async def _ask(self, turn: Turn) -> FoundAt | None:
+        """What the engines hold of a prompt that the router does not know; None where asking can find nothing.
+
+        After a restart of the server or of a replica the router's map is empty, and the disk tier has what it had. All
+        other state ends with its engine, or is reached from all of them.
+        """
+        if self.config.disk_cache_dir is None or self.router.unknown(turn) < ASK_TOKENS:
+            return None
+        chain, engines = turn.chain[: (turn.prompt_tokens - 1) // self._block], self.fleet.engines
+
+        async def ask(engine: EngineClient) -> Found | None:
+            with suppress(TimeoutError, EngineDead):
+                return await asyncio.wait_for(engine.found(chain), ASK_SECONDS)
+            return None
+
+        return dict(zip(engines, await asyncio.gather(*map(ask, engines.values())), strict=True)).get
+
+    async def _choose(
+        self, stream: Stream, turn: Turn, found: FoundAt | None, *, patient: bool
+    ) -> tuple[Replica, EngineClient, Choice]:
         """The replica for a request, which counts as sent there. Waits for one while none serves.
 
         Raises NoReplica if none serves for a long time, and QueueFull if all queues are full, unless it is `patient`.
@@ -246,7 +274,7 @@ class Replicas:
         if not able and not patient:
             raise QueueFull(f"the queues of all {len(serving)} replicas are full")
         now = time.monotonic()
-        choice = self.router.choose(turn, self._views(able or serving), now)
+        choice = self.router.choose(turn, self._views(able or serving), now, found)
         replica = next(each for each in serving if each.name == choice.replica)
         engine = replica.engine
         assert engine is not None
@@ -296,7 +324,11 @@ class Replicas:
             state = ReplicaState.READY if takes else ReplicaState.DRAINING
             movable = replica.engine is not None and self.mover.can(replica.engine)
             link = self.mover.ms_per_token if movable else None
-            views.append(ReplicaView(replica.name, free_tokens=free, link_ms_per_token=link, state=state))
+            views.append(
+                ReplicaView(
+                    replica.name, free_tokens=free, link_ms_per_token=link, lower_ms_per_token=self._lower, state=state
+                )
+            )
         return views
 
     def _turn(self, stream: Stream, key: str | None) -> Turn:
@@ -356,6 +388,7 @@ class Replicas:
         self._digests = DigestCache(self._block, CHAIN_BLOCKS)
         self.router = router_for(self.cluster.routing, info, self._block)
         self.mover = Mover(info.memory.block / info.block_size, self._block)
+        self._lower = info.memory.block / info.block_size / DISK_BYTES_PER_SECOND * 1e3
         self.fleet.on_ready = self._adopt
         self.fleet.on_lost = lambda replica: self.router.lost(replica.name)
         self.fleet.before_end = self._move_away

@@ -98,8 +98,8 @@ class Move:
     target: str
 
 
-FoundAt = Callable[[str], Found]
-"""What the replica of this name holds of a turn's prompt."""
+FoundAt = Callable[[str], Found | None]
+"""What the replica of this name really holds of a turn's prompt. None: it did not say; then the router's map counts."""
 
 
 class Router(Protocol):
@@ -110,6 +110,13 @@ class Router(Protocol):
     """
 
     name: RouterName
+
+    def unknown(self, turn: Turn) -> int:
+        """Tokens of a prompt that may lie at some replica without the router's knowledge: what asking could find.
+
+        0 for a conversation that it knows, and from a policy that does not look at state.
+        """
+        ...
 
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
         """The replica for this turn. `found` tells what a replica really holds; None: by the router's own map.

@@ -11,6 +11,7 @@ from served import CONFIG, make_checkpoint
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
 from holdfast.cli.plan import PlanConfig, most_devices, question_of, recommend, serve_command, served_model, shape_named
+from holdfast.cluster.config import ClusterConfig
 from holdfast.core.config import EngineConfig
 from holdfast.lab.planning import Candidate, Evaluation
 from holdfast.lab.simulator.deployment import deploy
@@ -33,11 +34,11 @@ def plan(*arguments):
     return main(["plan", "--jobs", "1", *arguments])
 
 
-def parsed(command):
-    """The EngineConfig of a `holdfast serve` command line."""
+def parsed(command, config=EngineConfig):
+    """The EngineConfig, or another one, of a `holdfast serve` command line."""
     program, *words = shlex.split(command)
     assert program == "holdfast"
-    return build(EngineConfig, vars(make_parser(words[0]).parse_args(words)))
+    return build(config, vars(make_parser(words[0]).parse_args(words)))
 
 
 SMALL = (
@@ -209,9 +210,19 @@ def test_advice_has_the_layout_in_its_command():
     assert (made.tp, made.pp, made.tbt_target) == (2, 2, 45.0)
 
 
-def test_advice_says_where_to_run_the_command_so_many_times():
-    many = Evaluation(Candidate(tp=2), 3.0, FIGURES, 100.0, 4, None)
-    assert "on every 2 devices, 4 times in all, behind a load balancer" in recommend([many], EngineConfig(), None)[1]
+@pytest.mark.parametrize(
+    ("replicas", "hosts", "ray", "times"),
+    [(4, "the 8 devices of one host", None, 1), (6, "the 12 devices of the hosts of a Ray cluster", "auto", 1),
+     (100, "the 200 devices of the hosts of a Ray cluster", "auto", 2)],
+)  # fmt: skip
+def test_advice_serves_replicas_behind_holdfasts_own_router(replicas, hosts, ray, times):
+    many = Evaluation(Candidate(tp=2), 3.0, FIGURES, 100.0, replicas, None)
+    *_, where, command = recommend([many], EngineConfig(), None, router="prefix-tree")
+    assert f"{replicas} replicas on {hosts}, behind one address" in where
+    assert ("run it 2 times" in where) == (times == 2)
+    served = parsed(command, ClusterConfig)
+    assert (served.replicas, served.routing, served.ray) == (min(replicas, 64), "prefix-tree", ray)
+    assert parsed(command).tp == 2
 
 
 @pytest.mark.parametrize(("most", "within"), [(8, "8 devices of a host"), (1, "one device")])

@@ -11,7 +11,7 @@ from holdfast.cluster.routing import Found, Move, ReplicaState, ReplicaView, Rou
 from tests.lab.simulator.simulation import COST
 
 BLOCK = 16
-RULES = RoutingRules(block_size=BLOCK, step_tokens=1024, fair_ms=300.0, settle=5.0, patience=0.0, thrift=0.5)
+RULES = RoutingRules(block_size=BLOCK, step_tokens=1024, fair_ms=300.0, settle=5.0, thrift=0.5)
 PRICING = Pricing(COST, RULES.step_tokens)
 
 
@@ -49,6 +49,11 @@ def serve(router, request, asked, replicas, now):
     return choice
 
 
+def expected(known, name):
+    """Tokens that a replica has, or is about to have, by a router's map."""
+    return known.get(name, (Found(), 0))[0].tokens
+
+
 class Oracle:
     """All that a router is told, in lists."""
 
@@ -56,7 +61,7 @@ class Oracle:
         self.requests = []
         """[id, replica, work, decode, per token, has its first token]"""
         self.given = []
-        """Replica, work in ms, when."""
+        """[replica, work in ms, when, conversation]; all of a conversation's is its owner's."""
         self.since = {}
         self.links = {}
         """By replica, when its link is free."""
@@ -65,17 +70,20 @@ class Oracle:
 
     def recent(self, replica, now):
         """The work that it got, fading to 1/e in a minute."""
-        return sum(work * exp((at - now) / 60) for name, work, at in self.given if name == replica)
+        return sum(work * exp((at - now) / 60) for name, work, at, _ in self.given if name == replica)
 
     def waiting(self, replica):
         return [each for each in self.requests if each[1] == replica and not each[5]]
+
+    def decoding(self, replica):
+        """What the answers under way add to each step, in ms."""
+        return sum(each[4] for each in self.requests if each[1] == replica and each[5])
 
     def wait(self, replica, now):
         waiting = self.waiting(replica)
         if not waiting:
             return 0.0
-        decoding = sum(each[4] for each in self.requests if each[1] == replica and each[5])
-        stretch = 1 + decoding / PRICING.step
+        stretch = 1 + self.decoding(replica) / PRICING.step
         done = min(waiting[0][2] * stretch, (now - self.since[replica]) * 1e3)
         return max(0.0, sum(each[2] for each in waiting) * stretch - done)
 
@@ -86,7 +94,12 @@ class Oracle:
         """The cheaper of bringing what another has and computing it."""
         have, best = found[view.name].tokens, max(each.tokens for each in found.values())
         wait, lift = self.wait(view.name, now), found[view.name].host * view.host_ms_per_token
-        computed = wait + lift + PRICING.prefill(have, asked.prompt_tokens)
+        decoding = self.decoding(view.name)
+
+        def stretched(work):
+            return work + decoding * (1 + work / PRICING.step)
+
+        computed = wait + lift + stretched(PRICING.prefill(have, asked.prompt_tokens))
         if best <= have or view.link_ms_per_token is None:
             return computed
         link, work = (best - have) * view.link_ms_per_token, PRICING.prefill(best, asked.prompt_tokens)
@@ -96,7 +109,7 @@ class Oracle:
         copied = (best - have) * view.host_ms_per_token
         if link + copied + work >= PRICING.prefill(have, asked.prompt_tokens):
             return computed
-        return max(wait, link) + lift + copied + work
+        return max(wait, link) + lift + copied + stretched(work)
 
     def allowed(self, asked, able, now):
         loads = {view.name: self.load(view.name, now) for view in able}
@@ -114,7 +127,10 @@ class Oracle:
             self.since[replica] = now
         token = PRICING.token(asked.prompt_tokens + asked.output_estimate // 2)
         self.requests.append([request, replica, work, token * asked.output_estimate, token, False])
-        self.given.append((replica, work + token * asked.output_estimate, now))
+        self.given.append([replica, work + token * asked.output_estimate, now, asked.key])
+        for each in self.given:
+            if each[3] == asked.key:
+                each[0] = replica
         owner, left, at = self.left.get(asked.key, (replica, None, 0.0))
         self.left[asked.key] = (replica, owner, now) if owner != replica else (replica, left, at)
 
@@ -181,12 +197,30 @@ def test_map_finds_the_longest_prefix_that_was_sent_to_each_replica(seed):
         known = router.known(asked)
         for name in (view.name for view in views(4)):
             longest = max((blocks for one, blocks, at in sent if (one, at) == (asked.key, name)), default=0)
-            held = known.get(name, Found()).tokens
+            held = expected(known, name)
             most = min(longest, len(asked.chain)) * BLOCK
             # One block in eight is remembered, and each chain's last.
             assert most - 8 * BLOCK < held <= most or held == most
         choice = serve(router, str(number), asked, views(4), float(number))
         sent.append((asked.key, len(asked.chain), choice.replica))
+
+
+def test_only_what_another_replica_may_hold_unknown_to_the_router_is_unknown():
+    router = priced()
+    assert router.unknown(turn(1, 100)) == 1603
+    serve(router, "a", turn(1, 100), views(2), 0.0)
+    assert router.unknown(turn(1, 300)) == 0  # what is new of a known conversation lies nowhere
+    assert router.unknown(Turn("other", chain(1, 300), 4803, 20)) == 3203  # another one that begins alike
+    router.lost(router.owner("1"))
+    assert router.unknown(turn(1, 300)) == 4803
+
+
+def test_what_lies_below_the_host_tier_counts_where_it_is_and_is_copied_from_nowhere():
+    router = priced()
+    held = {"r0": Found(lower=1600), "r1": Found(host=800)}
+    choice = router.choose(turn(1, 100), views(3), 0.0, held.get)
+    assert choice.replica == "r0" and choice.move_from is None
+    assert [choice.priced[name].fetched for name in ("r0", "r1", "r2")] == [0, 0, 800]
 
 
 def test_next_turn_goes_where_the_conversation_is():
@@ -201,6 +235,18 @@ def test_conversations_are_spread_by_what_they_cost_where_all_are_idle():
     router = priced()
     homes = [serve(router, str(n), turn(n, 400 if n in (0, 3, 6) else 2), views(3), float(n)).replica for n in range(9)]
     assert len({homes[0], homes[3], homes[6]}) == 3
+
+
+def test_state_is_copied_only_once_it_is_computed():
+    router = priced(fair_ms=1e9)
+    asked = turn(1, 400)
+    router.sent("a", asked, router.choose(asked, views(1), 0.0), 0.0)
+    price = router.choose(turn(2, 400), views(2), 0.0).priced["r1"]
+    again = Turn("other", chain(1, 400), 6403, 20)
+    assert router.choose(again, views(2), 0.0).priced["r1"].fetched == price.fetched == 0
+    assert expected(router.known(again), "r0") == 6400  # there it waits for the prompt that has it
+    router.started("a", 1.0)
+    assert router.choose(again, views(2), 1.0).priced["r1"].fetched == 6400
 
 
 @pytest.mark.parametrize("keyed", [True, False])
@@ -292,7 +338,7 @@ def test_idle_conversations_leave_an_overloaded_replica_costliest_first():
     router.moved(moves[0], moves[0].tokens, 10.2)
     router.moved(moves[1], 0, 10.2)
     assert router.owner("1") == moves[0].target and router.owner("3") == "r0"
-    assert router.known(turn(1, 301))[moves[0].target].tokens == 301 * BLOCK
+    assert expected(router.known(turn(1, 301)), moves[0].target) == 301 * BLOCK
 
 
 def test_all_conversations_leave_a_draining_replica_and_none_a_balanced_one():
@@ -313,7 +359,7 @@ def test_turn_during_a_move_decides_where_the_conversation_lives():
     choice = serve(router, "b", turn(1, 110), [v for v in views(3) if v.name not in ("r0", move.target)], 1.5)
     router.moved(move, move.tokens, 2.0)
     assert router.owner("1") == choice.replica
-    assert router.known(turn(1, 110))[move.target].tokens == 100 * BLOCK  # the copy is there, too
+    assert expected(router.known(turn(1, 110)), move.target) == 100 * BLOCK  # the copy is there, too
 
 
 def test_request_id_cannot_be_under_way_twice():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replica import State
 from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, SequenceOutput
+from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams, SequenceOutput
 from holdfast.engine.client import AdapterError, Delta, EngineClient, Stream
 from holdfast.engine.connection import EngineDead, EngineStartError, QueueFull
 from holdfast.engine.generation import GenerationDefaults
 from holdfast.engine.pooling import NONE
 from holdfast.engine.text import TokenIds
 from holdfast.lm.types import SchedulerStats
+from tests.lab.simulator.simulation import PROFILE
 
 PROMPT = list(range(40))
 FOUR = SamplingParams(temperature=0.0, max_tokens=4)
@@ -56,6 +58,8 @@ class Scripted(EngineClient):
         """Tokens after the first wait for it."""
         self.gate.set()
         self.hangs, self.is_full, self.refuses = False, False, ""
+        self.on_disk, self.searches = 0, 0
+        """Tokens of any prompt that its disk tier has, and how often it was asked."""
         self.computed = 7
 
     @property
@@ -89,6 +93,12 @@ class Scripted(EngineClient):
         if self.dead.is_set():
             raise EngineDead(self.reason)
         return stats(running=1, blocks_total=100, tokens_computed=self.computed)
+
+    async def found(self, chain: Sequence[bytes]) -> Found:
+        self.searches += 1
+        if self.hangs:
+            await asyncio.sleep(3600)
+        return Found(lower=min(self.on_disk, 16 * len(chain)))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
         if self.refuses:
@@ -342,6 +352,33 @@ async def test_a_request_is_refused_only_when_all_queues_are_full(started: Any) 
     scripts.engines[1].is_full = True
     with pytest.raises(QueueFull, match="all 2 replicas"):
         await read(replicas)
+
+
+@pytest.mark.parametrize("disk", [True, False])
+async def test_a_router_that_has_restarted_finds_a_conversation_on_the_disk_of_its_replica(
+    started: Any, tmp_path: Path, disk: bool
+) -> None:
+    PROFILE.save(tmp_path / "profile.json")
+
+    def prepare(engine: Scripted) -> None:
+        profile = str(tmp_path / "profile.json")
+        engine.info = engine_info(vocab_size=1 << 20, max_model_len=4096, num_blocks=400, profile_path=profile)
+        engine.config = EngineConfig(disk_cache_dir=str(tmp_path) if disk else None, host_cache_gb=1.0)
+        engine.on_disk = 2000 if engine.number == 2 else 0
+
+    async def ask(prompt: list[int]) -> None:
+        async with aclosing(replicas.stream(prompt, FOUR, conversation="old")) as deltas:
+            assert [delta async for delta in deltas]
+
+    scripts = Scripts(prepare)
+    replicas = await started(scripts, 3, routing="priced")
+    scripts.engines[1].hangs = True  # it holds nobody up for long
+    await ask(list(range(16, 2016)))
+    assert [len(engine.asked) for engine in scripts.engines] == ([0, 0, 1] if disk else [1, 0, 0])
+    await ask(list(range(16, 3016)))  # the router knows the conversation now, and asks nobody
+    assert [engine.searches for engine in scripts.engines] == [disk] * 3
+    await ask([7] * 400)  # computing this is as quick as asking
+    assert [engine.searches for engine in scripts.engines] == [disk] * 3
 
 
 async def test_counters_go_on_when_an_engine_has_ended(started: Any) -> None:

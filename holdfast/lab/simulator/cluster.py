@@ -92,7 +92,7 @@ def simulate_cluster(
     *,
     replicas: int,
     link: Link | None = None,
-    asks: bool = True,
+    asks: bool = False,
     pipeline: Pipeline | None = None,
     events: Sequence[ClusterEvent] = (),
     concurrency: int | None = None,
@@ -103,9 +103,9 @@ def simulate_cluster(
 
     Each replica is as in `simulate`, with a host tier of its own. State goes from replica to replica over `link`, from
     host tier to host tier; each replica sends and receives one chain at a time. Without a link or a host tier nothing
-    is moved. With `asks`, the router is told what each replica holds; else it knows only its own map. A replica that
-    fails loses its state; its requests go on elsewhere, with the tokens that they have. One that drains finishes what
-    it has. After `until` virtual seconds the run ends with what is recorded by then.
+    is moved. With `asks`, the router is told what each replica holds; else it knows only its own map, as the server
+    does. A replica that fails loses its state; its requests go on elsewhere, with the tokens that they have. One that
+    drains finishes what it has. After `until` virtual seconds the run ends with what is recorded by then.
 
     Deterministic. Raises ValueError as `simulate`, for less than one replica, for an event of an unknown replica, for
     padded rows, and if no replica is left.
@@ -208,6 +208,8 @@ class Sent:
     replica: int
     attempt: int
     """Counts its replicas: what comes from an earlier one is not read."""
+    reusable: int
+    """Prompt tokens of earlier requests."""
     started: bool = False
     """Whether its present replica has given a token."""
     tokens: list[int] = field(default_factory=list)
@@ -269,9 +271,9 @@ class Cluster:
             round(self._answers / self._answered),
         )
         most = (len(request.prompt) - 1) // self._block_size
-        self.reusable += sum(map(self._seen.__contains__, chain[:most])) * self._block_size
+        reusable = sum(map(self._seen.__contains__, chain[:most])) * self._block_size
         self._seen.update(chain)
-        self._route(Sent(request, turn, 0, 0))
+        self._route(Sent(request, turn, 0, 0, reusable))
 
     def advance(self) -> Iterable[SequenceOutput]:
         """Let the next event happen; the tokens that it gives."""
@@ -349,11 +351,14 @@ class Cluster:
             sent = self._sent[output.request_id]
             if sent.cached is None:
                 sent.cached, sent.scheduled = output.cached_tokens, output.scheduled_at
+                self.reusable += sent.reusable
             if output.tokens and not sent.started:
                 router.started(output.request_id, self.now)
                 sent.started = True
             sent.tokens += output.tokens
-            read.append(output._replace(cached_tokens=sent.cached, scheduled_at=sent.scheduled))
+            if sent.attempt > 1:  # what its first replica said counts
+                output = output._replace(cached_tokens=sent.cached, scheduled_at=sent.scheduled)
+            read.append(output)
             if output.finish_reason is not None:
                 self._end(sent, output.finish_reason)
         if node.loop.has_work():

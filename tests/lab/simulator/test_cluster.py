@@ -20,7 +20,7 @@ from tests.lab.simulator.simulation import PROFILE
 TIERED = replace(PROFILE, token_bytes=1000, copy_rate=1e9)
 CONFIG = EngineConfig(max_sequences=16, host_cache_gb=0.02)
 LINK = Link("test", 1e9, 1e-5)
-RULES = RoutingRules(step_tokens=256, fair_ms=200.0, patience=1.0)
+RULES = RoutingRules(step_tokens=256, fair_ms=200.0, window=1.0)
 
 
 def run(workload, *, policy="priced", replicas=3, config=CONFIG, link=LINK, rules=RULES, **options):
@@ -65,8 +65,8 @@ def test_round_robin_computes_again_what_the_priced_router_finds():
     assert priced.found > 0.97 and blind.found < 0.75
 
 
-def test_router_finds_state_by_its_own_map_alone():
-    assert run(chats(40), asks=False).found > 0.95
+def test_router_finds_the_same_by_its_own_map_as_if_told():
+    assert run(chats(40)).found > 0.95 < run(chats(40), asks=True).found
 
 
 def long_and_short():
@@ -129,7 +129,7 @@ def test_blocks_are_accounted_for_at_every_step(monkeypatch):
     monkeypatch.setattr(cluster.Replica, "make", made)
     monkeypatch.setattr(cluster.Cluster, "_step", stepped)
     small = replace(CONFIG, host_cache_gb=0.005)
-    outcome = run(chats(25), config=small, rules=replace(RULES, fair_ms=5.0, fair_ratio=1.0, patience=0.0))
+    outcome = run(chats(25), config=small, rules=replace(RULES, fair_ms=5.0, fair_ratio=1.0, uneven=0.0))
     assert checked > 100 and outcome.moved_tokens + outcome.fetched_tokens > 0
 
 

@@ -101,8 +101,9 @@ class TierThreads:
             assert disk is not None
             if job.kind == "write":
                 now = self._clock()
-                return [disk.write(block, rows[block.host], max(0.0, now - block.last_use)) for block in blocks]
-            return [disk.read(block, rows[block.host]) for block in blocks]
+                ages = [max(0.0, now - block.last_use) for block in blocks]
+                return disk.write(blocks, [rows[block.host] for block in blocks], ages)
+            return disk.read(blocks, [rows[block.host] for block in blocks])
         assert remote is not None
         if job.kind == "probe":
             return remote.probe(blocks)

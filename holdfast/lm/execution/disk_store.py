@@ -26,6 +26,8 @@ last use. A CRC-32 of it follows."""
 MAGIC = b"HFKV"
 ENTRY_BYTES = 64
 PAGE = 4096
+RUN_BYTES = 1 << 20
+"""Bytes of one read or write, roughly: large enough for a disk's full rate, small enough to check some meanwhile."""
 MOST_BLOCKS = 512
 """Blocks of one read or write. A system takes at most 1,024 pieces, and each may need one for the gap behind it."""
 LEAST_LEFT = 1 << 30
@@ -121,7 +123,7 @@ class DiskStore:
     def write(self, blocks: Sequence[TierBlock], data: Sequence[memoryview], ages: Sequence[float]) -> list[Outcome]:
         """Write blocks to their places. `ages` are the seconds since their last uses."""
         outcomes: list[Outcome] = ["failed"] * len(blocks)
-        for first, run in runs(blocks):
+        for first, run in self._runs(blocks):
             try:
                 self._clear(first, len(run))
                 sums = [checksum_of(blocks[at], data[at]) for at in run]
@@ -144,7 +146,11 @@ class DiskStore:
     def read(self, blocks: Sequence[TierBlock], targets: Sequence[memoryview]) -> list[Outcome]:
         """Read each block into its target. Unless it is `done`, its place is cleared, and the target holds anything."""
         outcomes: list[Outcome] = ["failed"] * len(blocks)
-        for first, run in runs(blocks):
+        asked = [*self._runs(blocks)]
+        for first, run in asked:  # the device is busy with all of them from now on, while the first are checked
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._blocks, first * self._stride, len(run) * self._stride, os.POSIX_FADV_WILLNEED)
+        for first, run in asked:
             pieces, _ = self._pieces(targets, run)
             try:
                 count = os.preadv(self._blocks, pieces, first * self._stride)
@@ -162,6 +168,20 @@ class DiskStore:
                 with contextlib.suppress(OSError):
                     self._clear(first + number)
         return outcomes
+
+    def _runs(self, blocks: Sequence[TierBlock]) -> Iterator[tuple[int, list[int]]]:
+        """Blocks whose places follow each other: the first place, and the numbers of the blocks in order of place."""
+        first, run, most = 0, list[int](), max(1, min(MOST_BLOCKS, RUN_BYTES // self._stride))
+        for at in sorted(range(len(blocks)), key=lambda at: blocks[at].slot):
+            slot = blocks[at].slot
+            if run and (slot != first + len(run) or len(run) == most):
+                yield first, run
+                run = []
+            if not run:
+                first = slot
+            run.append(at)
+        if run:
+            yield first, run
 
     def _pieces(self, data: Sequence[memoryview], run: Sequence[int]) -> tuple[list[memoryview], int]:
         """The memory of the blocks at `run` as it lies in the file, and its bytes."""
@@ -181,21 +201,6 @@ class DiskStore:
             self.closed.set()
             for descriptor in (self._index, self._blocks, self._lock):
                 os.close(descriptor)
-
-
-def runs(blocks: Sequence[TierBlock]) -> Iterator[tuple[int, list[int]]]:
-    """Blocks whose places follow each other: the first place, and the numbers of the blocks in the order of places."""
-    first, run = 0, list[int]()
-    for at in sorted(range(len(blocks)), key=lambda at: blocks[at].slot):
-        slot = blocks[at].slot
-        if run and (slot != first + len(run) or len(run) == MOST_BLOCKS):
-            yield first, run
-            run = []
-        if not run:
-            first = slot
-        run.append(at)
-    if run:
-        yield first, run
 
 
 def checksum_of(block: TierBlock, data: memoryview) -> int:

@@ -352,14 +352,24 @@ class BlockPool:
             for digest in digests:
                 self.host.touch(digest, use)
 
-    def swap_in(self, block: int, digest: bytes, index: int) -> BlockCopy:
-        """Cache an owned block that the current plan fills from the host. Returns the copy to do."""
-        source = self.find_on_host(digest)
-        if source is None:
-            raise RuntimeError(f"block {block} is to be filled from the host, which does not have its contents")
-        self.cache_block(block, digest, index)
-        self.swapped_in += 1
-        return BlockCopy(source, block)
+    def swap_in(self, blocks: Iterable[tuple[int, bytes, int]]) -> tuple[BlockCopy, ...]:
+        """Cache owned blocks that the current plan fills from the host, each with its digest and its place in its
+        sequence. Returns the copies to do."""
+        copies, cached = list[BlockCopy](), list[bytes]()
+        for block, digest, index in blocks:
+            source = self.find_on_host(digest)
+            if source is None:
+                raise RuntimeError(f"block {block} is to be filled from the host, which does not have its contents")
+            if not self._owners[block]:
+                raise RuntimeError(f"block {block} is cached, but nobody owns it")
+            if digest not in self._cached:
+                self._index.add(block, digest, index)
+                cached.append(digest)
+            copies.append(BlockCopy(source, block))
+        if self.host is not None:
+            self.host.mark_in_use(cached)
+        self.swapped_in += len(copies)
+        return tuple(copies)
 
     def reserve_on_host(self, index: int, now: float, victims: Victims | None = None) -> int | None:
         """Reserve a host block for state from elsewhere, the `index`-th block of a sequence that is active at `now`.

@@ -178,6 +178,18 @@ class HostPool:
         hold.holders += 1
         return block
 
+    def hold_all(self, digests: Iterable[bytes], use: Use) -> list[int]:
+        """`hold` for blocks that are here, are not duplicates, and are used together now. No digest comes twice."""
+        blocks = self.find_all(digests)
+        for block in self._retained.remove(blocks):
+            self._held[block].last_use = use
+        for block in blocks:
+            hold = self._held.get(block)
+            if hold is None:
+                hold = self._held[block] = Hold(use)
+            hold.holders += 1
+        return blocks
+
     def release(self, blocks: Iterable[int]) -> None:
         """End one hold of each block. After the last it is a duplicate or retained, as it would be without them.
 

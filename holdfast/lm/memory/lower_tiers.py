@@ -291,16 +291,14 @@ class LowerTiers:
         targets, evicted = host.reserve_all(len(indices), inf, host.victims(now))
         self._pool.evicted_from_host(evicted)
         digests = [there[index] for index in indices[: len(targets)]]
+        slots = [NO_SLOT] * len(digests)
         if tier == "disk":
             assert disk is not None
             self._uses += 1
-            disk.touch_all(digests, (now, self._uses))
-        blocks: list[TierBlock] = []
-        for index, digest, target in zip(indices, digests, targets, strict=False):
-            slot = disk.hold(digest) if tier == "disk" and disk is not None else NO_SLOT
-            assert slot is not None
-            self._arriving[digest] = Arrival(target, [fetch])
-            blocks.append(TierBlock(digest, index, target, slot))
+            slots = disk.hold_all(digests, (now, self._uses))
+        targets.reverse()  # so that blocks that follow each other mostly do so on the host, too
+        blocks = [*map(TierBlock, digests, indices, targets, slots)]
+        self._arriving.update((block.digest, Arrival(block.host, [fetch])) for block in blocks)
         fetch.pending.update(digests)
         if blocks:
             fetch.size[tier] = size * len(blocks) + ahead

@@ -147,7 +147,7 @@ def test_a_swapped_in_block_stays_on_the_host_until_its_place_is_needed():
     pool.free(pool.allocate(2, 0.0), 0.0)
     assert found(pool, 0) == ["host"]
     (block,) = pool.allocate(1, 0.0)
-    assert pool.swap_in(block, digest(0), 0) == BlockCopy(0, block)
+    assert pool.swap_in([(block, digest(0), 0)]) == (BlockCopy(0, block),)
     assert found(pool, 0) == ["both"]
     idle(pool, 1)
     (copy,) = pool.swap_out(1, 0, 0.0)
@@ -229,7 +229,7 @@ def test_swapping_in_a_block_that_the_host_lacks_raises():
     pool = pool_of(2, 2)
     (block,) = pool.allocate(1, 0.0)
     with pytest.raises(RuntimeError, match="which does not have its contents"):
-        pool.swap_in(block, digest(0), 0)
+        pool.swap_in([(block, digest(0), 0)])
 
 
 def test_check_finds_a_lost_host_block_and_a_pinned_block_without_a_copy():
@@ -406,7 +406,8 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
         fresh = self.pool.allocate(len(missing), self.now)
         for block, number in zip(fresh, missing, strict=True):
             if self.pool.find_on_host(digest(number)) is not None:
-                assert self.memory[self.pool.swap_in(block, digest(number), number).source] == digest(number)
+                (copy,) = self.pool.swap_in([(block, digest(number), number)])
+                assert self.memory[copy.source] == digest(number)
             else:
                 self.pool.cache_block(block, digest(number), number)
         self.tables.append(shared + fresh)

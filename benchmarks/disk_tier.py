@@ -41,7 +41,7 @@ from typing import Any
 
 from invocation import provenance
 
-from holdfast.lm.execution.disk_store import ENTRY_BYTES, DiskStore
+from holdfast.lm.execution.disk_store import ENTRY, ENTRY_BYTES, DiskStore
 from holdfast.lm.tiers import TierBlock
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -399,7 +399,7 @@ def bad_files(directory: Path) -> dict[str, Any]:
             file.write(bytes([byte ^ 1 << draw.randrange(8)]))
     with (own / "index").open("r+b") as file:
         for slot in range(PLACES - 10, PLACES):
-            file.seek(slot * ENTRY_BYTES + draw.randrange(80))
+            file.seek(slot * ENTRY_BYTES + draw.randrange(ENTRY.size))
             file.write(draw.randbytes(3))
     store = open_store(directory)
     stored = store.stored()

@@ -232,7 +232,7 @@ def simulate(
         rules = RoutingRules(block_size=config.block_size, step_tokens=profile.token_budget)
         steps = list[tuple[int, float]]()
         outcome = simulate_cluster(
-            config, slower, conversations(args), make_router(policy, slower.cost, rules),  # type: ignore[arg-type]
+            config, slower, conversations(args), make_router(policy, profile.cost, rules),  # type: ignore[arg-type]
             replicas=args.replicas, link=LOOPBACK, asks=False, cores=os.cpu_count(),
             wrap=lambda executor, clock, steps=steps: Noted(executor, steps),  # type: ignore[misc]
         )  # fmt: skip

@@ -41,7 +41,7 @@ from typing import Any
 
 from invocation import provenance
 
-from holdfast.lm.execution.disk_store import ENTRY_BYTES, DiskStore
+from holdfast.lm.execution.disk_store import ENTRY, ENTRY_BYTES, DiskStore
 from holdfast.lm.tiers import TierBlock
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -156,7 +156,9 @@ def serve(options: dict[str, Any]) -> None:
     if (threads := options.get("threads")) is not None:
         torch.set_num_threads(threads)
     engine = build_engine(EngineConfig(**options))
-    loop, tiers = engine.loop, engine.tiers
+    loop, tiers, woken = engine.loop, engine.tiers, threading.Event()
+    if tiers is not None:
+        tiers.wake = woken.set
     lines, stages = iter(sys.stdin.readline, ""), {each.name: each.end - each.begin for each in engine.info.stages}
     print(json.dumps({"stages": stages, "disk blocks": loop.stats().disk_blocks_cached}), flush=True)
     for number, line in enumerate(lines):
@@ -179,7 +181,8 @@ def serve(options: dict[str, Any]) -> None:
                     tokens += output.tokens
                     cached = output.cached_tokens
                 if not tokens and tiers is not None and tiers.awaited:
-                    time.sleep(2e-4)  # the engine's process sleeps here until it is woken
+                    woken.wait(0.05)  # as the engine's process does
+                    woken.clear()
             while loop.step() is not None and loop.planner.stats().running:
                 pass
             print(json.dumps({"seconds": first, "tokens": tokens, "cached": cached}), flush=True)
@@ -331,16 +334,18 @@ def open_store(directory: Path) -> DiskStore:
 
 
 def write_for_ever(directory: Path, known: list[bytes], seed: int) -> None:
-    """Write blocks in four threads, each to places of its own, until killed."""
+    """Write up to 7 blocks at a time in four threads, each to places of its own, until killed."""
     store = open_store(directory)
     store.stored()
 
     def write(thread: int) -> None:
         draw = random.Random(1000 * seed + thread)
         while True:
-            number = draw.randrange(NUMBERS)
-            block = TierBlock(bytes([number]) * 32, number, slot=4 * draw.randrange(PLACES // 4) + thread)
-            store.write(block, memoryview(known[number]), time.time())
+            count, own = draw.randrange(1, 8), PLACES // 4
+            first = own * thread + draw.randrange(own - count)
+            numbers = [draw.randrange(NUMBERS) for _ in range(count)]
+            blocks = [TierBlock(bytes([each]) * 32, each, slot=first + at) for at, each in enumerate(numbers)]
+            store.write(blocks, [memoryview(known[each]) for each in numbers], [time.time()] * count)
 
     for thread in range(4):
         threading.Thread(target=write, args=(thread,), daemon=True).start()
@@ -349,7 +354,7 @@ def write_for_ever(directory: Path, known: list[bytes], seed: int) -> None:
 
 def kills(count: int, directory: Path) -> dict[str, Any]:
     known, draw = [contents(number) for number in range(NUMBERS)], random.Random(4)
-    target, read, wrong, refused, least = bytearray(SIZE), 0, 0, 0, PLACES
+    target, read, wrong, refused, least = bytearray(SIZE * PLACES), 0, 0, 0, PLACES
     for kill in range(count):
         child = os.fork()
         if child == 0:
@@ -363,12 +368,12 @@ def kills(count: int, directory: Path) -> dict[str, Any]:
         store = open_store(directory)
         stored = store.stored()
         least = min(least, len(stored)) if kill > 50 else least
-        for each in stored:
-            number = each.digest[0]
-            outcome = store.read(TierBlock(each.digest, each.place, slot=each.slot), memoryview(target))
+        blocks = [TierBlock(each.digest, each.place, slot=each.slot) for each in stored]
+        targets = [memoryview(target)[at * SIZE : (at + 1) * SIZE] for at in range(len(blocks))]
+        for block, data, outcome in zip(blocks, targets, store.read(blocks, targets), strict=True):
             read += outcome == "done"
             refused += outcome != "done"
-            wrong += outcome == "done" and bytes(target) != known[number]
+            wrong += outcome == "done" and data != known[block.digest[0]]
         store.close()
     return {
         "kills": count, "blocks read whole": read, "corrupt blocks that were read as whole": wrong,
@@ -380,8 +385,8 @@ def bad_files(directory: Path) -> dict[str, Any]:
     """Flip a bit in each of 100 blocks, and overwrite 10 entries of the index."""
     known, store, draw = [contents(number) for number in range(PLACES)], open_store(directory), random.Random(5)
     store.stored()
-    for number in range(PLACES):
-        store.write(TierBlock(bytes([number]) * 32, number, slot=number), memoryview(known[number]), time.time())
+    blocks = [TierBlock(bytes([number]) * 32, number, slot=number) for number in range(PLACES)]
+    store.write(blocks, [memoryview(data) for data in known], [time.time()] * PLACES)
     store.close()
     (own,) = directory.glob("kv-*")
     bad = draw.sample(range(PLACES - 10), 100)
@@ -394,13 +399,12 @@ def bad_files(directory: Path) -> dict[str, Any]:
             file.write(bytes([byte ^ 1 << draw.randrange(8)]))
     with (own / "index").open("r+b") as file:
         for slot in range(PLACES - 10, PLACES):
-            file.seek(slot * ENTRY_BYTES + draw.randrange(80))
+            file.seek(slot * ENTRY_BYTES + draw.randrange(ENTRY.size))
             file.write(draw.randbytes(3))
-    store, target = open_store(directory), bytearray(SIZE)
+    store = open_store(directory)
     stored = store.stored()
-    outcomes = [
-        store.read(TierBlock(each.digest, each.place, slot=each.slot), memoryview(target)) for each in stored
-    ]  # fmt: skip
+    blocks = [TierBlock(each.digest, each.place, slot=each.slot) for each in stored]
+    outcomes = store.read(blocks, [memoryview(bytearray(SIZE)) for _ in blocks])
     left = len(store.stored())
     store.close()
     return {
@@ -414,8 +418,8 @@ def index_time(directory: Path, places: int = 100_000) -> dict[str, Any]:
     store = DiskStore(directory, places * (4096 + ENTRY_BYTES), 64, {"weights": "1"})
     store.stored()
     data = memoryview(bytes(64))
-    for slot in range(places):
-        store.write(TierBlock(slot.to_bytes(32, "big"), 0, slot=slot), data, time.time())
+    blocks = [TierBlock(slot.to_bytes(32, "big"), 0, slot=slot) for slot in range(places)]
+    store.write(blocks, [data] * places, [time.time()] * places)
     began = time.perf_counter()
     count = len(store.stored())
     seconds = time.perf_counter() - began

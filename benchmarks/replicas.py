@@ -1,7 +1,8 @@
 """Routing policies on real replicas, beside the simulator: conversations on several CPU engines of the built-in model.
 
 usage: python benchmarks/replicas.py [--policies NAME ...] [--replicas 4] [--conversations 24] [--rate 1.0] [--think 2]
-                                     [--long 0.15] [--json FILE]
+                                     [--long 0.15] [--shorter 12] [--least 4] [--parts DIR]
+                                     [--json FILE]
 
 Each policy gets engines of its own, one CPU thread each, with small caches in both tiers, and the same conversations:
 of ShareGPT-like lengths, shortened to the model's context, of which a share is long. A turn holds all turns before it,
@@ -9,9 +10,15 @@ with the answers that came. Measured by the client, in this process, over `clust
 first token, throughput, and the share of reusable prompt tokens that came from a cache, of all that one engine with
 endless memory would have found. Spread: how far the busiest and the idlest replica are apart, as a share of the mean.
 
-Then the simulator runs the same conversations with the same router over the engine's cost profile. Several engines
-share few cores here, and the profile was taken on an idle machine; so all times of the profile are stretched by one
-factor, such that the simulated devices are busy for as long as the real ones were. The rest is the simulator's own.
+Then the simulator runs the same conversations with the same router over the engine's cost profile, with the cores of
+this machine: steps take longer while more engines compute than there are cores. The profile was estimated while all
+engines started, and the machine may do other work. So the profile's times are stretched by two factors for each run:
+such that steps of decodes alone, and other steps, take as long in all as they did in the real run. What a request takes
+besides its steps (sockets, text, planning) is measured by a few short prompts before each run, and added to each
+simulated time until the first token. The rest is the simulator's own.
+
+With --parts, real runs are kept there, and a policy that has been run is not run again. So they can be done in parts;
+the last call simulates them all.
 """
 
 from __future__ import annotations
@@ -19,13 +26,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from invocation import provenance
 
 from holdfast.cluster.config import ClusterConfig
@@ -41,11 +53,14 @@ from holdfast.lab.simulator.cluster import simulate_cluster
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.workloads import Conversation, PromptTokens, Turn
 from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.types import LanguageExecutor, StepPlan, StepResult
 
 CONTEXT = 2000
 """Most tokens of a conversation."""
-SHORTER = 12
-"""ShareGPT's lengths are divided by this."""
+MOST_DECODES = 8
+"""A step of no more tokens has decodes alone."""
+PROBES = 15
+"""Short prompts that measure what a request takes besides its steps."""
 COPY_RATE = 5e9
 """Bytes a second between the two tiers of an engine on a CPU, where they are not measured."""
 LOOPBACK = Link("loopback", 1e9, 1e-4)
@@ -54,12 +69,11 @@ LOOPBACK = Link("loopback", 1e9, 1e-4)
 def conversations(args: argparse.Namespace) -> list[Conversation]:
     """The same for each policy."""
     made = workloads.skewed(args.conversations, args.think, args.seed, long_share=args.long)
-    short = [
-        replace(one, turns=tuple(
-            Turn(max(4, turn.prompt // SHORTER), max(4, turn.output // SHORTER), turn.think) for turn in one.turns
-        ))
-        for one in made
-    ]  # fmt: skip
+
+    def shorter(turn: Turn) -> Turn:
+        return Turn(max(args.least, turn.prompt // args.shorter), max(4, turn.output // args.shorter), turn.think)
+
+    short = [replace(one, turns=tuple(map(shorter, one.turns))) for one in made]
     return workloads.gamma_arrivals(workloads.fit_context(short, CONTEXT), args.rate, args.seed)
 
 
@@ -109,19 +123,21 @@ class Client:
         return block_digests(b"", tokens[: len(tokens) // size * size], size)
 
 
-async def serve(args: argparse.Namespace, policy: str) -> tuple[dict[str, Any], CostProfile, EngineConfig]:
-    """One policy on real engines."""
+async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
+    """One policy on real engines. Its figures, and what the simulator needs to know, go to `directory`."""
     config = EngineConfig(device="cpu", threads=args.replicas, cache_gb=args.cache_gb, host_cache_gb=args.host_gb)
     cluster = ClusterConfig(replicas=args.replicas, routing=policy)  # type: ignore[arg-type]
     spawner = LocalSpawner(config, args.replicas)
     replicas = await Replicas.start(cluster, spawner)
     try:
-        busy = [0.0] * args.replicas
+        busy, steps = [0.0] * args.replicas, list[tuple[int, float]]()
         for replica in replicas.members:
             assert replica.engine is not None
-            replica.engine.on_steps = lambda tokens, seconds, number=replica.number: busy.__setitem__(
-                number, busy[number] + sum(seconds)
-            )
+            replica.engine.on_steps = partial(add_busy, busy, steps, replica.number)
+        besides = await probe(replicas, busy)
+        before = [replica.taken for replica in replicas.members]
+        busy[:] = [0.0] * args.replicas
+        steps.clear()
         client, began = Client(replicas), time.monotonic()
         work = conversations(args)
         await asyncio.gather(*(client.converse(number, one, began) for number, one in enumerate(work)))
@@ -130,20 +146,46 @@ async def serve(args: argparse.Namespace, policy: str) -> tuple[dict[str, Any], 
         figures = of_records(client.records, client.reusable, seconds) | dict(
             busy_s=[round(each, 2) for each in busy],
             busy_spread=round((max(busy) - min(busy)) * len(busy) / sum(busy), 3),
-            routed=[replica.taken for replica in replicas.members], moves=replicas.counts.moves,
-            moved_tokens=replicas.counts.moved_tokens,
+            routed=[replica.taken - taken for replica, taken in zip(replicas.members, before, strict=True)],
+            moves=replicas.counts.moves, moved_tokens=replicas.counts.moved_tokens, besides_steps_ms=round(besides, 2),
+            seconds_of_steps=[round(each, 3) for each in seconds_of(steps)],
         )  # fmt: skip
         profile, memory = CostProfile.load(Path(replicas.info.profile_path)), replicas.info.memory
-        profile = replace(
+        replace(
             profile, token_bytes=memory.block // replicas.info.block_size, copy_rate=profile.copy_rate or COPY_RATE
-        )
-        return figures, profile, replicas.config
+        ).save(directory / f"{policy}.profile")
+        (directory / f"{policy}.config").write_text(json.dumps(asdict(replicas.config)))
+        (directory / f"{policy}.json").write_text(json.dumps(figures))
     finally:
         await replicas.close()
 
 
-def of_records(records: Sequence[Record], reusable: int, seconds: float) -> dict[str, Any]:
-    first = sorted(1e3 * (record.token_times[0] - record.arrival) for record in records)
+def add_busy(
+    busy: list[float], steps: list[tuple[int, float]], number: int, tokens: Sequence[int], seconds: Sequence[float]
+) -> None:
+    """These steps of a replica have ended."""
+    busy[number] += sum(seconds)
+    steps += zip(tokens, seconds, strict=True)
+
+
+async def probe(replicas: Replicas, busy: list[float]) -> float:
+    """Milliseconds that a request takes besides its steps: the median of short prompts on idle engines."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    found = []
+    for number in range(PROBES):
+        await replicas.health()
+        before, began = sum(busy), time.monotonic()
+        async with aclosing(replicas.stream((*range(10 + number, 26 + number),), params)) as deltas:
+            async for _ in deltas:
+                pass
+        seconds = time.monotonic() - began
+        await replicas.health()  # its steps are told before the answer
+        found.append(1e3 * (seconds - (sum(busy) - before)))
+    return percentile(sorted(found), 0.5)
+
+
+def of_records(records: Sequence[Record], reusable: int, seconds: float, besides_ms: float = 0.0) -> dict[str, Any]:
+    first = sorted(1e3 * (record.token_times[0] - record.arrival) + besides_ms for record in records)
     tokens = sum(len(record.token_times) for record in records)
     found = sum(record.cached_tokens for record in records)
     return dict(
@@ -154,21 +196,56 @@ def of_records(records: Sequence[Record], reusable: int, seconds: float) -> dict
     )  # fmt: skip
 
 
-def simulate(args: argparse.Namespace, policy: str, profile: CostProfile, config: EngineConfig, busy: float) -> Any:
-    """The same in virtual time, with devices that are busy for `busy` seconds in all."""
-    factor, figures = 1.0, dict[str, Any]()
-    for _ in range(3):
-        slower = replace(profile, cost=profile.cost.slower(factor, factor))
+class Noted:
+    """A simulated executor whose steps are noted."""
+
+    def __init__(self, executor: LanguageExecutor, steps: list[tuple[int, float]]) -> None:
+        self._executor, self._steps = executor, steps
+        self._tokens = deque[int]()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._tokens.append(plan.num_tokens)
+        self._executor.submit(plan)
+
+    def collect(self) -> StepResult:
+        result = self._executor.collect()
+        self._steps.append((self._tokens.popleft(), result.seconds))
+        return result
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def seconds_of(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds of the steps of decodes alone, and of the others."""
+    decodes = sum(seconds for tokens, seconds in steps if tokens <= MOST_DECODES)
+    return decodes, sum(seconds for _, seconds in steps) - decodes
+
+
+def simulate(
+    args: argparse.Namespace, policy: str, real: dict[str, Any], profile: CostProfile, config: EngineConfig
+) -> dict[str, Any]:
+    """The same in virtual time, with steps of each kind that take as long as the real ones did, all together."""
+    factors, figures = [1.0, 1.0], dict[str, Any]()
+    for _ in range(5):
+        slower = replace(profile, cost=profile.cost.slower(*factors))
         rules = RoutingRules(block_size=config.block_size, step_tokens=profile.token_budget)
+        steps = list[tuple[int, float]]()
         outcome = simulate_cluster(
             config, slower, conversations(args), make_router(policy, profile.cost, rules),  # type: ignore[arg-type]
-            replicas=args.replicas, link=LOOPBACK, asks=False,
+            replicas=args.replicas, link=LOOPBACK, asks=False, cores=os.cpu_count(),
+            wrap=lambda executor, clock, steps=steps: Noted(executor, steps),  # type: ignore[misc]
         )  # fmt: skip
-        figures = of_records(outcome.records, outcome.reusable_tokens, outcome.seconds) | dict(
+        figures = of_records(
+            outcome.records, outcome.reusable_tokens, outcome.seconds, real["besides_steps_ms"]
+        ) | dict(
             busy_s=[round(each, 2) for each in outcome.busy], busy_spread=round(outcome.spread, 3),
-            routed=outcome.routed, stretched=round(factor, 2),
+            routed=outcome.routed, stretched=[round(factor, 3) for factor in factors],
         )  # fmt: skip
-        factor *= busy / sum(outcome.busy)
+        factors = [
+            factor * wanted / took
+            for factor, wanted, took in zip(factors, real["seconds_of_steps"], seconds_of(steps), strict=True)
+        ]
     return figures
 
 
@@ -183,15 +260,27 @@ def main() -> None:
     parser.add_argument("--cache-gb", type=float, default=0.02, help="KV cache of each engine")
     parser.add_argument("--host-gb", type=float, default=0.05, help="host tier of each engine")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shorter", type=int, default=12, help="ShareGPT's lengths are divided by this")
+    parser.add_argument("--least", type=int, default=4, help="tokens that a turn adds to its prompt at least")
+    parser.add_argument("--parts", type=Path, help="where real runs are kept; default: a temporary directory")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        parts = args.parts or Path(temporary)
+        parts.mkdir(parents=True, exist_ok=True)
+        for policy in args.policies:
+            if not (parts / f"{policy}.json").exists():
+                asyncio.run(serve(args, policy, parts))
+        real = {policy: json.loads((parts / f"{policy}.json").read_text()) for policy in args.policies}
+        first = args.policies[0]
+        profile = CostProfile.load(parts / f"{first}.profile")
+        config = msgspec.json.decode((parts / f"{first}.config").read_bytes(), type=EngineConfig)
+    pairs = ("median_ttft_ms", "mean_ttft_ms", "p99_ttft_ms", "output_tokens_per_s", "found")
     rows = []
-    for policy in args.policies:
-        real, profile, config = asyncio.run(serve(args, policy))
-        simulated = simulate(args, policy, profile, config, sum(real["busy_s"]))
-        pairs = ("median_ttft_ms", "mean_ttft_ms", "p99_ttft_ms", "output_tokens_per_s", "found")
-        off = {name: round(simulated[name] / real[name] - 1, 3) for name in pairs if real[name]}
-        rows.append(dict(policy=policy, real=real, simulated=simulated, simulated_off_by=off))
+    for policy, figures in real.items():
+        simulated = simulate(args, policy, figures, profile, config)
+        off = {name: round(simulated[name] / figures[name] - 1, 3) for name in pairs if figures[name]}
+        rows.append(dict(policy=policy, real=figures, simulated=simulated, simulated_off_by=off))
         print(json.dumps(rows[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(provenance() | {"runs": rows}, indent=1) + "\n")

@@ -244,9 +244,8 @@ class Loan:
         """Release all, and wait for no more. In the loop's thread, once nothing is read any more."""
         self.given.cancel()
         blocks, self._blocks, self._waiting = self._blocks, [], []
-        for block in blocks:
-            if block is not None and self._pool.host is not None:
-                self._pool.host.release(block)
+        if self._pool.host is not None:
+            self._pool.host.release([block for block in blocks if block is not None])
 
 
 class Room:
@@ -287,10 +286,12 @@ class Room:
 
     def arrived(self, blocks: Sequence[int]) -> int:
         """These blocks are filled: let requests find them. Returns how many were missing. In the loop's thread."""
-        now, count = self._desk.now(), 0
+        filled = []
         for block in blocks:
             index, digest = self._places.pop(block)
-            count += self._pool.cache_on_host(block, digest, index, now)
+            filled.append((block, digest, index))
+        count = self._pool.cache_on_host(filled, self._desk.now())
+        for _, digest, _ in filled:
             held = self._host.hold(digest)
             assert held is not None
             self._held.append(held)
@@ -302,6 +303,5 @@ class Room:
         self._desk.note_filling(-len(self._places) - len(self._held))
         for block in self._places:
             self._host.free(block)
-        for block in self._held:
-            self._host.release(block)
+        self._host.release(self._held)
         self._places, self._held = {}, []

@@ -64,7 +64,7 @@ class Side:
             for number in numbers:
                 block = self.scheduler.pool.reserve_on_host(0, 0.0)
                 self.memory[block][:] = contents(number)
-                self.scheduler.pool.cache_on_host(block, digest(number), 0, 0.0)
+                self.scheduler.pool.cache_on_host([(block, digest(number), 0)], 0.0)
 
         self.do(keep)
 

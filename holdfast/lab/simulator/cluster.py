@@ -21,7 +21,7 @@ from holdfast.lab.workloads import Workload
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import DigestCache, block_digests
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import LanguageLoop, SchedulerStats
+from holdfast.lm.types import LanguageExecutor, LanguageLoop, SchedulerStats
 
 ROOT = Identity().root()
 """What the digests of all simulated requests start from."""
@@ -96,6 +96,8 @@ def simulate_cluster(
     pipeline: Pipeline | None = None,
     events: Sequence[ClusterEvent] = (),
     concurrency: int | None = None,
+    cores: int | None = None,
+    wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
     on_progress: Callable[[int], None] = lambda done: None,
     until: float = inf,
 ) -> ClusterOutcome:
@@ -107,17 +109,27 @@ def simulate_cluster(
     does. A replica that fails loses its state; its requests go on elsewhere, with the tokens that they have. One that
     drains finishes what it has. After `until` virtual seconds the run ends with what is recorded by then.
 
+    With `cores`, the replicas are engines of one thread each, on one CPU of so many cores: a step that begins while
+    more of them compute than there are cores takes as much longer. `wrap` is as for `make_loop`, for each replica.
+
     Deterministic. Raises ValueError as `simulate`, for less than one replica, for an event of an unknown replica, for
     padded rows, and if no replica is left.
     """
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; it must be at least 1")
+    if cores is not None and cores < 1:
+        raise ValueError(f"cores is {cores}; it must be at least 1")
     if on_rows(config, profile):
         raise ValueError("executor is padded, whose rows do not move between replicas; simulate one replica alone")
     for event in events:
         if not 0 <= event.replica < replicas:
             raise ValueError(f"replica {event.replica} is to {event.kind}, and there are {replicas}, from 0")
-    nodes = [Replica.make(f"replica-{number}", config, profile, pipeline) for number in range(replicas)]
+    nodes: list[Replica] = []
+
+    def pace(now: float) -> float:
+        return 1.0 if cores is None else max(1.0, sum(node.stepping for node in nodes) / cores)
+
+    nodes += [Replica.make(f"replica-{number}", config, profile, pipeline, pace, wrap) for number in range(replicas)]
     cluster = Cluster(nodes, router, profile, config.block_size, link, asks, events)
     clients = Conversations(workload, cluster.add, vocab_size=VOCAB_SIZE, concurrency=concurrency)
     cluster.keyed = [len(conversation.turns) > 1 or not conversation.turns[0].hashes for conversation in workload]
@@ -162,10 +174,18 @@ class Replica:
     """When its link becomes free in each direction."""
 
     @classmethod
-    def make(cls, name: str, config: EngineConfig, profile: CostProfile, pipeline: Pipeline | None) -> Replica:
-        """An idle replica."""
+    def make(
+        cls,
+        name: str,
+        config: EngineConfig,
+        profile: CostProfile,
+        pipeline: Pipeline | None,
+        pace: Callable[[float], float],
+        wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor],
+    ) -> Replica:
+        """An idle replica, whose steps take `pace` of their beginning times as long as the profile says."""
         clock = VirtualClock()
-        loop, executor, *_ = make_loop(config, profile, clock, pipeline=pipeline)
+        loop, executor, *_ = make_loop(config, profile, clock, pipeline=pipeline, pace=pace, wrap=wrap)
         planner = loop.planner
         assert isinstance(planner, Scheduler) and isinstance(planner.memory, BlockPool)
         return cls(name, clock, loop, executor, planner.memory)

@@ -13,18 +13,23 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.lm.tiers import Outcome, StoredBlock, TierBlock
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the bytes in the files mean something else."""
-ENTRY = struct.Struct("<4sI32s32sd")
+ENTRY = struct.Struct("<4sI32sId")
 """Of a place in use: MAGIC, the block's place in its sequence, its digest, the checksum, seconds since the epoch at its
 last use. A CRC-32 of it follows."""
 MAGIC = b"HFKV"
-ENTRY_BYTES = 96
+ENTRY_BYTES = 64
 PAGE = 4096
+RUN_BYTES = 1 << 20
+"""Bytes of one read or write, roughly: large enough for a disk's full rate, small enough to check some meanwhile."""
+MOST_BLOCKS = 512
+"""Blocks of one read or write. A system takes at most 1,024 pieces, and each may need one for the gap behind it."""
 LEAST_LEFT = 1 << 30
 """Bytes of the file system that are left to others."""
 IDENTITY = re.compile(r"kv-[0-9a-f]{32}")
@@ -35,10 +40,10 @@ class DiskStore:
 
         PATH/lock                 held while an engine uses the directory
         PATH/kv-IDENTITY/about    what the identity stands for, for people
-        PATH/kv-IDENTITY/index    an entry of 96 bytes for each place
+        PATH/kv-IDENTITY/index    an entry of 64 bytes for each place
         PATH/kv-IDENTITY/blocks   the blocks, each at a multiple of 4 KiB
 
-    An entry is cleared before its place is written to, and made when the block is complete. It has a SHA-256 of the
+    An entry is cleared before its place is written to, and made when the block is complete. It has a CRC-32 of the
     block and of what identifies it, and each read compares that. So a kill at any moment leaves a place that is empty,
     or whole. Nothing is synced: what a power failure leaves of unwritten pages is found by the same checksums, at the
     read that would use them, and costs computing.
@@ -46,7 +51,8 @@ class DiskStore:
     The identity is that of model, types, layout, block size and version. Another one has another subdirectory, and what
     it left is removed, so the directory stays within its size.
 
-    Places are read and written in several threads; no place is written while another thread uses it.
+    Places that follow each other are read, or written, by one call of the system. Several threads do so; no place is
+    written while another thread uses it.
     """
 
     def __init__(self, directory: Path, size: int, block_bytes: int, identity: dict[str, str]) -> None:
@@ -72,8 +78,10 @@ class DiskStore:
         except BaseException:
             os.close(self._lock)
             raise
-        self._sums: list[bytes] = [b""] * self.num_blocks
+        self._sums: list[int | None] = [None] * self.num_blocks
         """The checksum of each place in use."""
+        self._gap = memoryview(bytearray(self._stride - block_bytes))
+        """What lies between two blocks. Its bytes mean nothing."""
         self.closed = threading.Event()
 
     def _open(self, directory: Path, size: int, identity: dict[str, str]) -> None:
@@ -112,36 +120,80 @@ class DiskStore:
             found.append(StoredBlock(slot, digest, place, max(0.0, now - used)))
         return sorted(found, key=lambda block: -block.age)
 
-    def write(self, block: TierBlock, data: memoryview, used: float) -> Outcome:
-        """Write a block to its place. `used` is when it was last used, in seconds of `time.time`."""
-        try:
-            self.clear(block.slot)
-            checksum = checksum_of(block, data)
-            if os.pwrite(self._blocks, data, block.slot * self._stride) != len(data):
-                return "failed"
-            entry = ENTRY.pack(MAGIC, block.place, block.digest, checksum, used)
-            os.pwrite(self._index, (entry + crc(entry)).ljust(ENTRY_BYTES, b"\0"), block.slot * ENTRY_BYTES)
-        except OSError:
-            return "failed"
-        self._sums[block.slot] = checksum
-        return "done"
+    def write(self, blocks: Sequence[TierBlock], data: Sequence[memoryview], used: Sequence[float]) -> list[Outcome]:
+        """Write blocks to their places. `used` is when each was last used, in seconds of `time.time`."""
+        outcomes: list[Outcome] = ["failed"] * len(blocks)
+        for first, run in self._runs(blocks):
+            try:
+                self._clear(first, len(run))
+                sums = [checksum_of(blocks[at], data[at]) for at in run]
+                pieces, size = self._pieces(data, run)
+                if os.pwritev(self._blocks, pieces, first * self._stride) != size:
+                    continue
+                entries = []
+                for at, checksum in zip(run, sums, strict=True):
+                    block = blocks[at]
+                    entry = ENTRY.pack(MAGIC, block.place, block.digest, checksum, used[at])
+                    entries.append((entry + crc(entry)).ljust(ENTRY_BYTES, b"\0"))
+                os.pwrite(self._index, b"".join(entries), first * ENTRY_BYTES)
+            except OSError:
+                continue
+            self._sums[first : first + len(run)] = sums
+            for at in run:
+                outcomes[at] = "done"
+        return outcomes
 
-    def read(self, block: TierBlock, target: memoryview) -> Outcome:
-        """Read a block into `target`. Unless it is `done`, the place is cleared, and `target` holds anything."""
-        try:
-            count = os.preadv(self._blocks, [target], block.slot * self._stride)
-        except OSError:
-            return "failed"
-        if count == len(target) and checksum_of(block, target) == self._sums[block.slot]:
-            return "done"
-        with contextlib.suppress(OSError):
-            self.clear(block.slot)
-        return "corrupt"
+    def read(self, blocks: Sequence[TierBlock], targets: Sequence[memoryview]) -> list[Outcome]:
+        """Read each block into its target. Unless it is `done`, its place is cleared, and the target holds anything."""
+        outcomes: list[Outcome] = ["failed"] * len(blocks)
+        asked = [*self._runs(blocks)]
+        for first, run in asked:  # the device is busy with all of them from now on, while the first are checked
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._blocks, first * self._stride, len(run) * self._stride, os.POSIX_FADV_WILLNEED)
+        for first, run in asked:
+            pieces, _ = self._pieces(targets, run)
+            try:
+                count = os.preadv(self._blocks, pieces, first * self._stride)
+            except OSError:
+                if len(run) > 1:  # of which some may be readable
+                    for at in run:
+                        (outcomes[at],) = self.read([blocks[at]], [targets[at]])
+                continue
+            for number, at in enumerate(run):
+                whole = count >= number * self._stride + self.block_bytes
+                if whole and checksum_of(blocks[at], targets[at]) == self._sums[first + number]:
+                    outcomes[at] = "done"
+                    continue
+                outcomes[at] = "corrupt"
+                with contextlib.suppress(OSError):
+                    self._clear(first + number)
+        return outcomes
 
-    def clear(self, slot: int) -> None:
-        """Empty a place. Raises OSError."""
-        self._sums[slot] = b""
-        os.pwrite(self._index, bytes(ENTRY_BYTES), slot * ENTRY_BYTES)
+    def _runs(self, blocks: Sequence[TierBlock]) -> Iterator[tuple[int, list[int]]]:
+        """Blocks whose places follow each other: the first place, and the numbers of the blocks in order of place."""
+        first, run, most = 0, list[int](), max(1, min(MOST_BLOCKS, RUN_BYTES // self._stride))
+        for at in sorted(range(len(blocks)), key=lambda at: blocks[at].slot):
+            slot = blocks[at].slot
+            if run and (slot != first + len(run) or len(run) == most):
+                yield first, run
+                run = []
+            if not run:
+                first = slot
+            run.append(at)
+        if run:
+            yield first, run
+
+    def _pieces(self, data: Sequence[memoryview], run: Sequence[int]) -> tuple[list[memoryview], int]:
+        """The memory of the blocks at `run` as it lies in the file, and its bytes."""
+        if not self._gap:
+            return [data[at] for at in run], len(run) * self._stride
+        pieces = [piece for at in run for piece in (data[at], self._gap)][:-1]
+        return pieces, len(run) * self._stride - len(self._gap)
+
+    def _clear(self, first: int, count: int = 1) -> None:
+        """Empty `count` places from the first on. Raises OSError."""
+        self._sums[first : first + count] = [None] * count
+        os.pwrite(self._index, bytes(count * ENTRY_BYTES), first * ENTRY_BYTES)
 
     def close(self) -> None:
         """Close the files and let another engine have the directory."""
@@ -151,11 +203,9 @@ class DiskStore:
                 os.close(descriptor)
 
 
-def checksum_of(block: TierBlock, data: memoryview) -> bytes:
-    """SHA-256 of a block's bytes and of what identifies it."""
-    found = hashlib.sha256(data)
-    found.update(struct.pack("<I", block.place) + block.digest)
-    return found.digest()
+def checksum_of(block: TierBlock, data: memoryview) -> int:
+    """CRC-32 of what identifies a block, and then of its bytes."""
+    return zlib.crc32(data, zlib.crc32(block.place.to_bytes(4, "little") + block.digest))
 
 
 def crc(data: bytes) -> bytes:

@@ -19,7 +19,7 @@ LIFETIME = 86_400
 """Seconds that a block stays in the service unless it is used."""
 CONNECT_SECONDS, ANSWER_SECONDS = 0.2, 2.0
 """How long the service may take to accept a connection, and to answer."""
-HEAD = struct.Struct("<4s32s")
+HEAD = struct.Struct("<4sI")
 """Before a block's bytes: MAGIC and the checksum."""
 MAGIC = b"HFKV"
 

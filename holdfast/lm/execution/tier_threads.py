@@ -102,9 +102,9 @@ class TierThreads:
         if job.tier == "disk":
             assert disk is not None
             if job.kind == "write":
-                began = self._clock_began
-                return [disk.write(block, rows[block.host], began + block.last_use) for block in blocks]
-            return [disk.read(block, rows[block.host]) for block in blocks]
+                used = [self._clock_began + block.last_use for block in blocks]
+                return disk.write(blocks, [rows[block.host] for block in blocks], used)
+            return disk.read(blocks, [rows[block.host] for block in blocks])
         assert remote is not None
         if job.kind == "probe":
             return remote.probe(blocks)

@@ -352,14 +352,24 @@ class BlockPool:
             for digest in digests:
                 self.host.touch(digest, use)
 
-    def swap_in(self, block: int, digest: bytes, index: int) -> BlockCopy:
-        """Cache an owned block that the current plan fills from the host. Returns the copy to do."""
-        source = self.find_on_host(digest)
-        if source is None:
-            raise RuntimeError(f"block {block} is to be filled from the host, which does not have its contents")
-        self.cache_block(block, digest, index)
-        self.swapped_in += 1
-        return BlockCopy(source, block)
+    def swap_in(self, blocks: Iterable[tuple[int, bytes, int]]) -> tuple[BlockCopy, ...]:
+        """Cache owned blocks that the current plan fills from the host, each with its digest and its place in its
+        sequence. Returns the copies to do."""
+        copies, cached = list[BlockCopy](), list[bytes]()
+        for block, digest, index in blocks:
+            source = self.find_on_host(digest)
+            if source is None:
+                raise RuntimeError(f"block {block} is to be filled from the host, which does not have its contents")
+            if not self._owners[block]:
+                raise RuntimeError(f"block {block} is cached, but nobody owns it")
+            if digest not in self._cached:
+                self._index.add(block, digest, index)
+                cached.append(digest)
+            copies.append(BlockCopy(source, block))
+        if self.host is not None:
+            self.host.mark_in_use(cached)
+        self.swapped_in += len(copies)
+        return tuple(copies)
 
     def reserve_on_host(self, index: int, now: float, victims: Victims | None = None) -> int | None:
         """Reserve a host block for state from elsewhere, the `index`-th block of a sequence that is active at `now`.
@@ -375,21 +385,26 @@ class BlockPool:
         self.evicted_from_host(lost)
         return block
 
-    def cache_on_host(self, block: int, digest: bytes, index: int, now: float) -> bool:
-        """State from elsewhere is complete in a reserved host block. Returns whether it was missing there.
+    def cache_on_host(self, blocks: Iterable[tuple[int, bytes, int]], now: float) -> int:
+        """State from elsewhere is complete in reserved host blocks, each with its digest and place in its sequence.
 
-        If its digest has come by another way meanwhile, the block is free.
+        Returns how many were missing there. Where a digest has come by another way meanwhile, the block is free.
         """
-        host = self.host
+        host, cached, owners = self.host, self._cached, self._owners
         assert host is not None
-        if host.find(digest) is not None:
-            host.free(block)
-            return False
         self._uses += 1
-        on_device = self._cached.get(digest)
-        in_use = on_device is not None and self._owners[on_device] > 0
-        host.cache_block(block, digest, index, None if in_use else (now, self._uses))
-        return True
+        used, idle = list[tuple[int, bytes, int]](), list[tuple[int, bytes, int]]()
+        for each in blocks:
+            block, digest, _ = each
+            if host.find(digest) is not None:
+                host.free(block)
+            elif (on_device := cached.get(digest)) is not None and owners[on_device]:
+                used.append(each)
+            else:
+                idle.append(each)
+        host.cache_all(used, None)
+        host.cache_all(idle, (now, self._uses))
+        return len(used) + len(idle)
 
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
         """Begin to swap out chunks in plan `step`, the lowest value first, as many as needed. Returns the copies to do.

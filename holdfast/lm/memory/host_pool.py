@@ -105,15 +105,35 @@ class HostPool:
             self._free += evicted
         return self._free.pop(), self._index.remove(evicted)
 
+    def reserve_all(self, count: int, value: float, victims: Victims) -> tuple[list[int], list[bytes]]:
+        """`reserve` for up to `count` blocks of this value: as many as there is room for, and what was evicted."""
+        blocks, lost = list[int](), list[bytes]()
+        while len(blocks) < count:
+            if free := self._free[len(blocks) - count :]:
+                del self._free[-len(free) :]
+                blocks += reversed(free)
+                continue
+            block, evicted = self.reserve(value, victims)
+            lost += evicted
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks, lost
+
     def cache_block(self, block: int, digest: bytes, index: int, last_use: Use | None) -> None:
         """Finish the copy to a reserved block, the `index`-th of its sequence.
 
         `last_use` is that of the device block if it is idle, and None if it is in use.
         """
-        self._index.add(block, digest, index)
-        self._settle(block, index, last_use)
+        self.cache_all(((block, digest, index),), last_use)
+
+    def cache_all(self, blocks: Collection[tuple[int, bytes, int]], last_use: Use | None) -> None:
+        """`cache_block` for blocks of one last use, each with its digest and its place in its sequence."""
+        for block, digest, index in blocks:
+            self._index.add(block, digest, index)
+        self._settle([block for block, _, _ in blocks], last_use)
         if self.told is not None:
-            self.told.append((digest, last_use))
+            self.told += [(digest, last_use) for _, digest, _ in blocks]
 
     def take(self, blocks: Collection[int]) -> None:
         """Reserve these free blocks: they hold state already."""
@@ -158,18 +178,34 @@ class HostPool:
         hold.holders += 1
         return block
 
-    def release(self, block: int) -> None:
-        """End one hold of a block. After the last it is a duplicate or retained, as it would be without them.
+    def hold_all(self, digests: Iterable[bytes], use: Use) -> list[int]:
+        """`hold` for blocks that are here, are not duplicates, and are used together now. No digest comes twice."""
+        blocks = self.find_all(digests)
+        for block in self._retained.remove(blocks):
+            self._held[block].last_use = use
+        for block in blocks:
+            hold = self._held.get(block)
+            if hold is None:
+                hold = self._held[block] = Hold(use)
+            hold.holders += 1
+        return blocks
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """End one hold of each block. After the last it is a duplicate or retained, as it would be without them.
 
         Raises RuntimeError for a block that is not held.
         """
-        hold = self._held.get(block)
-        if hold is None:
-            raise RuntimeError(f"block {block} of the host tier is released, but nobody holds it")
-        hold.holders -= 1
-        if not hold.holders:
-            del self._held[block]
-            self._settle(block, self._index.indices[block], hold.last_use)
+        ended: dict[Use | None, list[int]] = {}
+        for block in blocks:
+            hold = self._held.get(block)
+            if hold is None:
+                raise RuntimeError(f"block {block} of the host tier is released, but nobody holds it")
+            hold.holders -= 1
+            if not hold.holders:
+                del self._held[block]
+                ended.setdefault(hold.last_use, []).append(block)
+        for last_use, of_use in ended.items():
+            self._settle(of_use, last_use)
 
     def mark_in_use(self, digests: Iterable[bytes]) -> None:
         """The device blocks of these digests are in use: their copies here are duplicates."""
@@ -190,18 +226,25 @@ class HostPool:
 
     def touch(self, digest: bytes, use: Use) -> None:
         """Count the block with this digest as used again, unless it is a duplicate."""
-        block = self.find(digest)
-        if block is not None and block in self._retained.blocks:
-            self._retained.renew(block, use)
-        elif block is not None and (hold := self._held.get(block)) is not None and hold.last_use is not None:
-            hold.last_use = use
+        self.touch_all((digest,), use)
 
-    def _settle(self, block: int, index: int, last_use: Use | None) -> None:
-        """Make a cached block a duplicate, or retain it if it has a last use."""
+    def touch_all(self, digests: Iterable[bytes], use: Use) -> None:
+        """`touch` for blocks that were used together."""
+        blocks, retained, indices = self.find_all(dict.fromkeys(digests)), self._retained, self._index.indices
+        others = set(retained.remove(blocks))
+        kept = [block for block in blocks if block not in others] if others else blocks
+        retained.add_all(kept, map(indices.__getitem__, kept), use)
+        for block in others:
+            if (hold := self._held.get(block)) is not None and hold.last_use is not None:
+                hold.last_use = use
+
+    def _settle(self, blocks: Iterable[int], last_use: Use | None) -> None:
+        """Make cached blocks duplicates, or retain them if they have a last use."""
         if last_use is None:
-            self._duplicates[block] = None
+            self._duplicates.update(dict.fromkeys(blocks))
         else:
-            self._retained.add_all((block,), (index,), last_use)
+            blocks = tuple(blocks)
+            self._retained.add_all(blocks, map(self._index.indices.__getitem__, blocks), last_use)
 
     def _not_held(self, digests: Iterable[bytes], last_use: Use | None) -> list[int]:
         """The blocks of those digests that are here and not held. What is held has this last use from now on."""

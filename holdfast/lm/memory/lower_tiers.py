@@ -13,14 +13,14 @@ from holdfast.lm.memory.prices import Link, Prices
 from holdfast.lm.memory.retention import MIN_AGE, Use
 from holdfast.lm.tiers import NO_SLOT, JobKind, LowerShape, TierBlock, TierDone, TierJob, TierName
 
-JOB_BYTES = 1 << 20
-"""Bytes of a job, roughly: enough for a disk's full rate, and a few of them keep several threads busy."""
 TIERS = {
     "f": "being brought back to the host",
     "k": "on the disk",
     "r": "in the remote tier, when it was last asked",
 }
 """Where the state of a block can lie behind the host, by letters that `block_pool.TIERS` does not have."""
+JOB_BYTES = 4 << 20
+"""Bytes of a job, roughly: a disk reads large pieces fastest, and handing jobs over takes time, too."""
 WRITE_BYTES = 64 << 20
 """Bytes that are written to one tier at a time. Their blocks cannot be evicted meanwhile."""
 REMOTE_PAUSE = 10.0
@@ -222,14 +222,18 @@ class LowerTiers:
         """Look at what the host tells of blocks that it got, or that have been used again."""
         told, self._told = self._told, []
         self._host.told = self._told
+        disk, used = self.disk, dict[Use, list[bytes]]()
         for digest, use in told:
-            if self.disk is not None:
-                if self.disk.find(digest) is None:
+            if disk is not None:
+                if disk.find(digest) is None:
                     self._dirty["disk"][digest] = None
                 elif use is not None:
-                    self.disk.touch(digest, use)
+                    used.setdefault(use, []).append(digest)
             if self._remote and digest not in self._known:
                 self._dirty["remote"][digest] = None
+        if disk is not None:
+            for use, digests in used.items():
+                disk.touch_all(digests, use)
 
     def _write(self, tier: TierName, now: float) -> None:
         """Begin to write blocks to a tier, as many as may be under way."""
@@ -250,7 +254,7 @@ class LowerTiers:
                 assert disk is not None and victims is not None
                 taken, _ = disk.reserve(self._value(index, last, now), victims)
                 if taken is None:
-                    host.release(source)
+                    host.release((source,))
                     continue
                 slot = taken
             writing.add(digest)
@@ -300,25 +304,19 @@ class LowerTiers:
             fetch.queued += 1
             self._queue.append((fetch, tier, {index: there[index] for index in chosen}))
             return
-        victims = host.victims(now)
-        blocks: list[TierBlock] = []
-        for index in sorted(chosen, reverse=True)[: host.ready // 2]:
-            digest = there[index]
-            target, evicted = host.reserve(inf, victims)
-            self._pool.evicted_from_host(evicted)
-            if target is None:
-                break
-            slot = NO_SLOT
-            if tier == "disk":
-                assert disk is not None
-                self._uses += 1
-                disk.touch(digest, (now, self._uses))
-                held = disk.hold(digest)
-                assert held is not None
-                slot = held
-            self._arriving[digest] = Arrival(target, [fetch])
-            fetch.pending.add(digest)
-            blocks.append(TierBlock(digest, index, target, slot))
+        indices = sorted(chosen, reverse=True)[: host.ready // 2]
+        targets, evicted = host.reserve_all(len(indices), inf, host.victims(now))
+        self._pool.evicted_from_host(evicted)
+        digests = [there[index] for index in indices[: len(targets)]]
+        slots = [NO_SLOT] * len(digests)
+        if tier == "disk":
+            assert disk is not None
+            self._uses += 1
+            slots = disk.hold_all(digests, (now, self._uses))
+        targets.reverse()  # so that blocks that follow each other mostly do so on the host, too
+        blocks = [*map(TierBlock, digests, indices, targets, slots)]
+        self._arriving.update((block.digest, Arrival(block.host, [fetch])) for block in blocks)
+        fetch.pending.update(digests)
         if blocks:
             fetch.size[tier] = size * len(blocks) + ahead
         self._begin(tier, "read", blocks)
@@ -334,8 +332,7 @@ class LowerTiers:
             return
         fetch.open, fetch.over = False, True
         self._held -= len(fetch.held)
-        for block in fetch.held:
-            self._host.release(block)
+        self._host.release(fetch.held)
         fetch.held.clear()
 
     def end_wait(self, fetch: Fetch) -> None:
@@ -362,10 +359,10 @@ class LowerTiers:
                 self._remote_from = now + REMOTE_PAUSE
 
     def _finish_write(self, job: TierJob, ended: TierDone) -> None:
-        host, disk = self._host, self.disk
+        disk = self.disk
+        self._host.release([block.host for block in job.blocks])
         for block, outcome in zip(job.blocks, ended.outcomes, strict=True):
             self._writing[job.tier].discard(block.digest)
-            host.release(block.host)
             if outcome == "done":
                 self._written[job.tier] += 1
             if job.tier == "remote":
@@ -381,35 +378,39 @@ class LowerTiers:
 
     def _finish_read(self, job: TierJob, ended: TierDone, now: float) -> None:
         disk, tier = self.disk, job.tier
+        if tier == "disk":
+            assert disk is not None
+            disk.release([block.slot for block in job.blocks])
+        came, ends = list[tuple[int, bytes, int]](), dict[Fetch, tuple[list[bytes], list[bytes]]]()
         for block, outcome in zip(job.blocks, ended.outcomes, strict=True):
-            arrival = self._arriving.pop(block.digest)
-            if tier == "disk":
-                assert disk is not None
-                disk.release(block.slot)
-                if outcome != "done":
-                    disk.drop(block.digest)
-            elif outcome == "done":
-                self._know(block.digest)
-            else:
-                self._known.pop(block.digest, None)
-            if outcome == "done":
-                self._read[tier] += 1
-                self._pool.cache_on_host(arrival.host, block.digest, block.place, now)
+            digest, done = block.digest, outcome == "done"
+            arrival = self._arriving.pop(digest)
+            if done:
+                came.append((arrival.host, digest, block.place))
             else:
                 self._corrupt += outcome == "corrupt"
                 self._host.free(arrival.host)
+            if tier == "remote":
+                self._know(digest) if done else self._known.pop(digest, None)
+            elif not done:
+                assert disk is not None
+                disk.drop(digest)
             for fetch in arrival.fetches:
-                self._arrive(fetch, tier, block.digest, outcome == "done", now)
+                ends.setdefault(fetch, ([], []))[not done].append(digest)
+        self._read[tier] += len(came)
+        self._pool.cache_on_host(came, now)
+        for fetch, (digests, lost) in ends.items():
+            self._arrive(fetch, tier, digests, lost, now)
 
-    def _arrive(self, fetch: Fetch, tier: TierName, digest: bytes, came: bool, now: float) -> None:
-        """Tell a fetch of one of its blocks, which may not have come."""
-        if fetch.over or digest not in fetch.pending:
+    def _arrive(self, fetch: Fetch, tier: TierName, came: list[bytes], lost: list[bytes], now: float) -> None:
+        """Tell a fetch of those of its blocks that have come, and of those that have not."""
+        if fetch.over:
             return
-        fetch.pending.discard(digest)
-        if came and (block := self._host.hold(digest)) is not None:
-            fetch.held.append(block)
-            fetch.came[tier] += 1
-            self._held += 1
+        held = [block for digest in came if digest in fetch.pending and (block := self._host.hold(digest)) is not None]
+        fetch.held += held
+        fetch.came[tier] += len(held)
+        self._held += len(held)
+        fetch.pending.difference_update(came, lost)
         if not fetch.pending and len(fetch.size) == 1:
             self.links[tier].observe(fetch.size.get(tier, 0), now - fetch.began)
 

@@ -166,7 +166,7 @@ class SequenceCache:
             rest = iter(fresh)
             self.blocks.extend(found.device[index] if index in found.device else next(rest) for index in range(count))
         self.capacity = count * pool.block_size
-        copies = tuple(pool.swap_in(self.blocks[index], digest, index) for index, digest in found.host.items())
+        copies = pool.swap_in([(self.blocks[index], digest, index) for index, digest in found.host.items()])
         self._settle(found)
         return copies
 

@@ -89,6 +89,13 @@ def test_long_conversations_on_one_host_are_spread_by_the_priced_router():
     assert priced.found > 0.95
 
 
+def test_engines_that_share_a_core_take_turns():
+    work = workloads.fixed(40, 200, 60)  # all at once
+    alone, together = (run(work, policy="round-robin", replicas=2, cores=cores) for cores in (2, 1))
+    assert alone == run(work, policy="round-robin", replicas=2), "there is a core for each"
+    assert together.seconds == pytest.approx(2 * alone.seconds, rel=0.05)
+
+
 def test_state_is_brought_over_a_fast_link_and_computed_again_over_a_slow_one():
     work = long_and_short()
     fast, slow, none = run(work), run(work, link=Link("slow", 1e4, 1e-3)), run(work, link=None)
@@ -137,6 +144,7 @@ def test_blocks_are_accounted_for_at_every_step(monkeypatch):
     ("options", "message"),
     [
         ({"replicas": 0}, "replicas is 0"),
+        ({"cores": 0}, "cores is 0"),
         ({"events": [ClusterEvent(1.0, "fail", 3)]}, "replica 3 is to fail, and there are 3"),
         ({"config": replace(CONFIG, executor="padded")}, "executor is padded"),
         ({"events": [ClusterEvent(0.1, "fail", n) for n in range(3)]}, "none of 0 replicas is ready"),

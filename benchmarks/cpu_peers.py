@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--llama-server", type=Path, metavar="PATH", help="llama.cpp's server; without it, none runs")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="more options of `holdfast serve`")
-    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--json", type=Path, help="file for the results; rows of other streams stay")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     most, length = max(args.streams), args.prompt + args.output + 8
@@ -344,7 +344,11 @@ def main() -> None:
         print(f"{streams} streams: Holdfast gives so many times as many: {ratios}")
     if args.json is not None:
         about = provenance() | {"threads": args.threads, "prompt": args.prompt, "output": args.output}
-        args.json.write_text(json.dumps(about | {"parameters": count, "rows": rows}, indent=1) + "\n")
+        before = json.loads(args.json.read_text())["rows"] if args.json.exists() else {}
+        every = {
+            name: before.get(name, {}) | {str(at): row for at, row in found.items()} for name, found in rows.items()
+        }
+        args.json.write_text(json.dumps(about | {"parameters": count, "rows": every}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,11 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
+
+PACKED_ROWS = range(4, 129)
+"""Numbers of rows whose products read a packed weight, by `benchmarks/products_cpu.py`, as is LEAST_PACKED."""
+LEAST_PACKED, MOST_PACKED = 4 << 20, 1 << 30
+"""Bytes of a weight that is worth packing, and of all weights of a device that get a packed copy."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine from `LayerOps.rotation`, in the layout that the same object's `rotate_and_write` takes."""
@@ -98,6 +103,25 @@ class LayerOps:
         frequencies = shape.inverse_frequencies
         self._rotates = bool(frequencies.any())
         self._amplitudes = torch.where(frequencies == 0, 1.0, shape.amplitude)
+        self._packed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By its address, a weight and its packed copy."""
+
+    def pack(self, weights: Iterable[Weight]) -> int:
+        """Keep a second copy of large float32 weights on a CPU, as oneDNN reads them, for `linear`; its bytes.
+
+        MKL packs a weight again for every product, which for a few rows takes a third as long as the product. Weights
+        of more than MOST_PACKED bytes together get no copy. None of them may change afterwards. Weights with fewer
+        outputs than inputs gain nothing.
+        """
+        dense = [each for each in weights if isinstance(each, torch.Tensor) and each.dtype == torch.float32]
+        large = [each for each in dense if each.device.type == "cpu" and each.nbytes >= LEAST_PACKED]
+        size = sum(each.nbytes for each in large)
+        if size > MOST_PACKED or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return 0
+        with torch.inference_mode():
+            for each in large:
+                self._packed[each.data_ptr()] = each, torch.ops.mkldnn._reorder_linear_weight(each.contiguous())
+        return size
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
         """The stream [T, hidden] of tokens ids [T]. `embedding` has this device's tokens, from `first` on."""
@@ -331,6 +355,10 @@ class LayerOps:
         """x times weight transposed, plus bias. A quantized weight is dequantized first, which is slow."""
         if not isinstance(weight, torch.Tensor):
             weight = weight.dequantized(x.dtype)
+        elif len(x) in PACKED_ROWS and weight.data_ptr() in self._packed:
+            _, packed = self._packed[weight.data_ptr()]
+            product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+            return product
         return functional.linear(x, weight, bias)
 
     def _angles(self, positions: torch.Tensor) -> Rotation:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.lm.kernels.fp8 import FP8
-from holdfast.lm.kernels.linear import fused_layers, layer_ops_for
+from holdfast.lm.kernels.linear import fused_layers, layer_ops_for, layers
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps, LayerShape
 from holdfast.lm.kernels.lora.protocol import Finish
@@ -198,6 +198,24 @@ def test_padding_is_not_written(device: str) -> None:
     slot_is_written = (~data.isnan()).flatten(3).all(-1).flatten(1)
     assert slot_is_written.tolist() == [[slot == 5 for slot in range(8)]] * 2
     assert int((~data.isnan()).sum()) == 2 * 32
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 7, 128, 129])
+def test_products_with_packed_weights_equal_float64(tokens: int) -> None:
+    ops = oracle(shape_of("cpu"))
+    weight = drawn(512, 2056, device="cpu", spread=0.05).t()  # stored by inputs, as the decoder does
+    bias, x = drawn(2056, device="cpu"), drawn(tokens, 1024, device="cpu")[:, ::2]
+    assert ops.pack([weight, drawn(8, 8, device="cpu")]) == weight.nbytes  # small ones are not worth it
+    expected = x.double() @ weight.double().t()
+    torch.testing.assert_close(ops.linear(x, weight).double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(ops.linear(x, weight, bias).double(), expected + bias, rtol=1e-5, atol=1e-4)
+
+
+def test_weights_beyond_the_limit_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "MOST_PACKED", (8 << 20) - 1)
+    weight = drawn(1024, 1024, device="cpu")
+    assert oracle(shape_of("cpu")).pack([weight]) == weight.nbytes
+    assert oracle(shape_of("cpu")).pack([weight, weight.clone()]) == 0
 
 
 def test_layer_ops_for_chooses_pytorch_on_a_cpu() -> None:

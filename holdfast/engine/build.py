@@ -26,7 +26,7 @@ from holdfast.engine.many_device import ManyDevice
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.move_desk import MoveDesk
 from holdfast.engine.paged import check_layout, make_paged_device, make_rank, threads_of
-from holdfast.engine.profiles import CostProfile, cached_profile_path
+from holdfast.engine.profiles import CostProfile, cached_profile_path, held
 from holdfast.engine.rank_messages import Loaded, StartRank
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.state_beyond import begin_moves, open_tiers
@@ -508,17 +508,18 @@ def find_profile(
     for a file that is not a profile.
     """
     in_full = measure or device.config.token_budget == "auto"
-    if path.is_file() and not measure:
-        stored = CostProfile.load(path)
-        if stored.measured or not in_full:
-            return stored
-    on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
-    with stages.stage("profile"):
-        if isinstance(device, PaddedDevice):
-            profile = make_padded_profile(device, shape, in_full=in_full)
-        else:
-            profile = make_profile(device, shape, in_full=in_full)
-    profile.save(path)
+    with held(path):
+        if path.is_file() and not measure:
+            stored = CostProfile.load(path)
+            if stored.measured or not in_full:
+                return stored
+        on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
+        with stages.stage("profile"):
+            if isinstance(device, PaddedDevice):
+                profile = make_padded_profile(device, shape, in_full=in_full)
+            else:
+                profile = make_profile(device, shape, in_full=in_full)
+        profile.save(path)
     return profile
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -203,6 +205,18 @@ def _load(path: Path, kind: type[ProfileT], command: str) -> ProfileT:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path} is not a profile: {error}; measure again with `{command}`") from None
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a profile's file while it is made.
+
+    Engines that start together would slow each other down while they measure. So one measures, and the others find it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # a process that dies lets go
+        yield
 
 
 def cached_profile_path(directory: Path, precision: str, device: str) -> Path:

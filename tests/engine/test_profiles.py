@@ -1,13 +1,21 @@
 """Profile files: a path for each combination, exact reading, and refusal of damaged files."""
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
 
 from holdfast.core.cell_cost import CellCost
 from holdfast.core.config import EngineConfig
-from holdfast.engine.profiles import CellProfile, CellType, CostProfile, cached_cell_profile_path, cached_profile_path
+from holdfast.engine.profiles import (
+    CellProfile,
+    CellType,
+    CostProfile,
+    cached_cell_profile_path,
+    cached_profile_path,
+    held,
+)  # fmt: skip
 from holdfast.lm.types import precision_of
 from tests.lab.simulator.simulation import PROFILE
 
@@ -35,6 +43,30 @@ def test_a_profile_survives_saving_and_loading(tmp_path):
         lambda data: data.update(dtype="bfloat16, fp8 weights"),
     ],
 )
+def test_engines_that_start_together_measure_once(tmp_path):
+    path, measured = tmp_path / "profiles" / "tiny.json", []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def start(number):
+        with held(path):
+            if not path.is_file():
+                begun.set()
+                assert go_on.wait(10)
+                measured.append(number)
+                PROFILE.save(path)
+
+    engines = [threading.Thread(target=start, args=(number,)) for number in range(3)]
+    for engine in engines:
+        engine.start()
+    assert begun.wait(10)
+    assert not path.is_file()
+    go_on.set()
+    for engine in engines:
+        engine.join()
+    assert len(measured) == 1
+    assert CostProfile.load(path) == PROFILE
+
+
 def test_a_damaged_profile_is_refused_with_its_file_and_the_way_out(tmp_path, damage):
     path = tmp_path / "profile.json"
     PROFILE.save(path)

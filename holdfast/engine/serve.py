@@ -14,10 +14,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stage, Stages
 from holdfast.engine import messages
 from holdfast.engine.process import FAILED, Parent, await_link, die_with_parent, end_process, exit_at_end_of_input
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from holdfast.engine.move_desk import MoveDesk
     from holdfast.engine.tier_desk import TierDesk
     from holdfast.engine.tuning_desk import TuningDesk
+
+T = TypeVar("T")
 
 STEPS_PER_COLLECTION = 64
 """Python's new garbage is collected after this many steps, and at each pause. What survives is not looked at again."""
@@ -125,7 +130,8 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
     stages = begin(start.began, parent, loading or Loading(start.config.device))
     from holdfast.engine.build import build_engine
 
-    loop, info, desk, tuning, grammars, _, moves, tiers = build_engine(
+    build = partial(
+        build_engine,
         start.config,
         stages=stages,
         measure=start.measure,
@@ -134,6 +140,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
         ranks=ranks,
         chunk_secret=start.chunk_secret,
     )
+    loop, info, desk, tuning, grammars, _, moves, tiers = build() if computes_on_gpu(start.config) else apart(build)
     # What exists now lives as long as the process: no collection need scan it. `serve` decides when to collect.
     gc.collect()
     gc.freeze()
@@ -153,6 +160,23 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
         loop.close()
         if tuning is not None:
             tuning.close()
+
+
+def computes_on_gpu(config: EngineConfig) -> bool:
+    """Whether steps run on a GPU."""
+    import torch
+
+    return config.device != "cpu" and torch.cuda.is_available()
+
+
+def apart(build: Callable[[], T]) -> T:
+    """What `build` returns, or raises, in a thread that ends.
+
+    OpenMP keeps a team of threads for each thread that has computed. Steps on a CPU run in a thread of their own. Were
+    there a second team, OpenMP would count more threads than cores, and let its threads sleep between two products.
+    """
+    with ThreadPoolExecutor(1, "holdfast-build") as thread:
+        return thread.submit(build).result()
 
 
 def run_app(start: messages.StartApp, parent: Parent, loading: Loading) -> None:

@@ -122,6 +122,9 @@ class Decoder:
         )
         self._local = tuple(decoder.local_rope is not None and window is not None for window in own.windows)
         self._ops, self._local_ops = self._layer_ops(own, max_model_len)
+        if device.type == "cpu":
+            weights = (weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
+            self._bytes += self._ops.pack((*weights, self.lm_head))
         self.spec = ModelSpec(
             architecture=decoder.architecture,
             num_layers=own.num_layers,

@@ -84,7 +84,8 @@ def test_choices_share_their_prompt_and_are_reproducible_by_seed(serving: Servin
 def test_a_client_that_leaves_frees_its_blocks(serving: Serving, stream: bool) -> None:
     body = {"model": "bytes", "messages": HELLO, "stream": stream}
     headers = {"authorization": "Bearer one"}
-    with httpx.Client(base_url=serving.url, headers=headers, timeout=httpx.Timeout(30, read=0.2)) as client:
+    patience = httpx.Timeout(30, read=30 if stream else 0.2)
+    with httpx.Client(base_url=serving.url, headers=headers, timeout=patience) as client:
         if stream:
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 lines = response.iter_lines()

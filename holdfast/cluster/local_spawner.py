@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib.util
 import os
@@ -44,6 +45,10 @@ class LocalSpawner:
         self.config = share(config, most, on_gpus=bool(self._gpus))
         """How each engine runs."""
         self._secret = secrets.token_bytes(32)
+        self._measured = asyncio.Event()
+        """Set once the first engine, which measures its pace, needs the cores for itself no more."""
+        if self._gpus:
+            self._measured.set()
 
     def place(self, number: int) -> str:
         """As `Spawner.place`."""
@@ -51,16 +56,21 @@ class LocalSpawner:
 
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
         """As `Spawner.start`."""
+        if number:
+            await self._measured.wait()
         process, self._process = self._process, None
         if process is None:
             process = EngineProcess(self.config.device, environment=self.environment(number))
-        return await EngineClient.start(
-            with_own_files(self.config, number),
-            on_progress=on_progress,
-            process=process,
-            priced=number == 0,
-            chunk_secret=self._secret,
-        )
+        try:
+            return await EngineClient.start(
+                with_own_files(self.config, number),
+                on_progress=on_progress,
+                process=process,
+                priced=number == 0,
+                chunk_secret=self._secret,
+            )
+        finally:
+            self._measured.set()
 
     async def stop(self, number: int, engine: EngineClient) -> None:
         """As `Spawner.stop`."""

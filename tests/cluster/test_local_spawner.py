@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from holdfast.cluster import local_spawner
@@ -35,6 +37,32 @@ def test_engines_on_the_cpu_share_cores_and_memory_and_see_no_gpu(monkeypatch: p
     monkeypatch.setattr(local_spawner, "free_gb", lambda: 8.0)
     shared = share(EngineConfig(threads=6), 4, on_gpus=False)
     assert (shared.threads, shared.cache_gb, shared.host_cache_gb) == (1, 1.0, 0.25)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(("device", "at_once"), [("cpu", [0]), ("auto", [0, 1, 2])])
+async def test_on_the_cpu_the_first_engine_measures_its_pace_alone(
+    monkeypatch: pytest.MonkeyPatch, device: str, at_once: list[int]
+) -> None:
+    measured, begun = asyncio.Event(), list[int]()
+
+    class Engine:
+        @staticmethod
+        async def start(config: EngineConfig, *, process: int, priced: bool, **others: object) -> int:
+            begun.append(process)
+            if priced:
+                await measured.wait()
+            return process
+
+    spawner = LocalSpawner(EngineConfig(device=device), 3)  # type: ignore[arg-type]
+    numbers = iter(range(3))
+    monkeypatch.setattr(local_spawner, "EngineClient", Engine)
+    monkeypatch.setattr(local_spawner, "EngineProcess", lambda device, environment: next(numbers))
+    starts = [asyncio.create_task(spawner.start(number, print)) for number in range(3)]
+    await asyncio.sleep(0)
+    assert begun == at_once
+    measured.set()
+    assert await asyncio.gather(*starts) == [0, 1, 2]  # type: ignore[comparison-overlap]
 
 
 def test_sizes_that_are_given_are_those_of_each_engine() -> None:

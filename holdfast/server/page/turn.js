@@ -118,6 +118,12 @@ export class TurnView {
   }
 }
 
+/** How a call is named. */
+const CALLED = {
+  function_call: (item) => ['Calls ', el('code', {}, item.name)],
+  web_search_call: (item) => ['Searched the web for ', el('q', {}, item.action?.query)],
+};
+
 /** An item of an answer as it grows: a message, reasoning, or a call of a tool. */
 class ItemView {
   constructor(item) {
@@ -132,7 +138,7 @@ class ItemView {
       this.element = el('details', { class: 'reasoning' }, this.summary, this.body);
     } else {
       this.body = el('div', {});
-      this.element = el('details', { class: 'call' }, el('summary', {}, item.type === 'function_call' ? ['Calls ', el('code', {}, item.name)] : item.type), this.body);
+      this.element = el('details', { class: 'call' }, el('summary', {}, CALLED[item.type]?.(item) ?? item.type), this.body);
     }
     this.markdown = item.type === 'message' || item.type === 'reasoning' ? new Markdown(this.body) : null;
   }
@@ -144,7 +150,7 @@ class ItemView {
   }
 
   whole(item) {
-    this.text = this.markdown ? textOf(item) : (item.arguments ?? item.output ?? '');
+    this.text = this.markdown ? textOf(item) : (item.arguments ?? item.output ?? JSON.stringify(item.results, null, 1) ?? '');
     if (this.markdown) this.markdown.draw(this.text);
     else this.body.replaceChildren(codeBlock(this.text, 'json'));
   }

@@ -27,22 +27,6 @@ def test_a_profile_survives_saving_and_loading(tmp_path):
     assert [child.name for child in path.parent.iterdir()] == ["profile.json"]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data.pop("cost"),
-        lambda data: data["cost"].update(linear_tokens=[1]),
-        lambda data: data["cost"].update(linear_tokens=[], linear_seconds=[]),
-        lambda data: data["cost"].update(attention_queries=[], attention_seconds=[]),
-        lambda data: data["cost"]["linear_tokens"].reverse(),
-        lambda data: data["cost"]["linear_seconds"].__setitem__(0, -0.001),
-        lambda data: data["cost"].update(burst={"share": 0.0, "seconds": 0.04}),
-        lambda data: data["cost"].update(burst={"share": 0.9, "seconds": "long"}),
-        lambda data: data.update(tile=0),
-        lambda data: data.update(quantization="int4"),
-        lambda data: data.update(dtype="bfloat16, fp8 weights"),
-    ],
-)
 def test_engines_that_start_together_measure_once(tmp_path):
     path, measured = tmp_path / "profiles" / "tiny.json", []
     begun, go_on = threading.Event(), threading.Event()
@@ -67,6 +51,22 @@ def test_engines_that_start_together_measure_once(tmp_path):
     assert CostProfile.load(path) == PROFILE
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data.pop("cost"),
+        lambda data: data["cost"].update(linear_tokens=[1]),
+        lambda data: data["cost"].update(linear_tokens=[], linear_seconds=[]),
+        lambda data: data["cost"].update(attention_queries=[], attention_seconds=[]),
+        lambda data: data["cost"]["linear_tokens"].reverse(),
+        lambda data: data["cost"]["linear_seconds"].__setitem__(0, -0.001),
+        lambda data: data["cost"].update(burst={"share": 0.0, "seconds": 0.04}),
+        lambda data: data["cost"].update(burst={"share": 0.9, "seconds": "long"}),
+        lambda data: data.update(tile=0),
+        lambda data: data.update(quantization="int4"),
+        lambda data: data.update(dtype="bfloat16, fp8 weights"),
+    ],
+)
 def test_a_damaged_profile_is_refused_with_its_file_and_the_way_out(tmp_path, damage):
     path = tmp_path / "profile.json"
     PROFILE.save(path)

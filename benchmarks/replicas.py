@@ -11,8 +11,8 @@ first token, throughput, and the share of reusable prompt tokens that came from 
 endless memory would have found. Spread: how far the busiest and the idlest replica are apart, as a share of the mean.
 
 Then the simulator runs the same conversations with the same router over the engine's cost profile, with the cores of
-this machine: steps take longer while more engines compute than there are cores. The profile was estimated while all
-engines started, and the machine may do other work. So the profile's times are stretched by two factors for each run:
+this machine: steps take longer while more engines compute than there are cores. The first engine estimates the profile
+by a few steps, and the machine may do other work. So the profile's times are stretched by two factors for each run:
 such that steps of decodes alone, and other steps, take as long in all as they did in the real run. What a request takes
 besides its steps (sockets, text, planning) is measured by a few short prompts before each run, and added to each
 simulated time until the first token. The rest is the simulator's own.

@@ -103,7 +103,9 @@ def read_query(arguments: str) -> str:
         given: Any = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         given = None
-    query = given.get("query") if isinstance(given, dict) else None
+    query = given.get("query") if isinstance(given, dict) else given
+    if query is None and isinstance(given, dict) and len(given) == 1:
+        (query,) = given.values()  # models call it q or input, too
     if not isinstance(query, str) or not query.strip():
         raise SearchFailed("the arguments have no query")
     return query[:MOST_QUERY]

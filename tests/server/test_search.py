@@ -128,7 +128,14 @@ async def test_a_search_engine_that_is_gone_is_a_failed_search() -> None:
     await web.close()
 
 
-@pytest.mark.parametrize("arguments", ["", "{", "[]", '{"query": 3}', '{"query": "  "}', "[" * 9999])
+@pytest.mark.parametrize("arguments", ['{"query": "tides", "days": 3}', '{"q": "tides"}', '"tides"'])
+def test_the_query_is_found_under_its_name_or_as_the_only_argument(arguments: str) -> None:
+    assert read_query(arguments) == "tides"
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "{", "[]", '{"a": "b", "c": "d"}', '{"query": 3}', '{"query": "  "}', "[" * 9999]
+)
 def test_arguments_without_a_query_are_no_search(arguments: str) -> None:
     with pytest.raises(SearchFailed):
         read_query(arguments)

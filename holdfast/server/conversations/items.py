@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.server.conversations.compaction import OPENING, decode_compacted
@@ -81,15 +81,27 @@ def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
     items: list[Item] = []
     for index, item in enumerate(given):
         place = f"{name}[{index}]"
-        items += _read_compaction(item, place) if item.get("type") == "compaction" else [_read_item(item, place)]
+        if item.get("type") == "compaction":
+            refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), place)
+            items += _expanded(item, place)
+        else:
+            items.append(_read_item(item, place))
     return items
 
 
-def _read_compaction(item: Mapping[str, Any], name: str) -> list[Item]:
+def _expanded(item: Mapping[str, Any], name: str) -> list[Item]:
     """What a compaction stands for: the user's messages, then the summary."""
-    refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), name)
     found = decode_compacted(item.get("encrypted_content"), f"{name}.encrypted_content")
     return [*(new_item("user", text) for text in found.said), new_item("assistant", f"{OPENING}{found.summary}")]
+
+
+def unfolded(items: Iterable[Item]) -> Iterator[Item]:
+    """The same items, with what a compaction stands for in its place."""
+    for item in items:
+        if item["type"] == "compaction":
+            yield from _expanded(item, "compaction")
+        else:
+            yield item
 
 
 def _read_item(item: Mapping[str, Any], name: str) -> Item:
@@ -164,7 +176,7 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
     names: dict[str, str] = {}
     answering: dict[str, Any] | None = None
     """The assistant's message that calls may join."""
-    for item in items:
+    for item in unfolded(items):
         match item["type"]:
             case "message":
                 role, content = ROLES[item["role"]], "\n".join([part["text"] for part in item["content"]])

@@ -538,7 +538,7 @@ def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
     """The answer to /v1/responses/compact: the user's messages of these items, then the summary in the response."""
     texts = (part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
     content = encode_compacted(Compacted("".join(texts)))
-    said = [item for item in items if item.get("role") == "user"]
+    said = [item | {"id": new_id("msg")} for item in items if item.get("role") == "user"]
     return {
         "id": response["id"],
         "object": "response.compaction",

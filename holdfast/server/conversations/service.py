@@ -23,7 +23,7 @@ from holdfast.server.conversations.protocol import (
     replay,
 )  # fmt: skip
 from holdfast.server.conversations.store import AsyncStore
-from holdfast.server.conversations.values import RUNNING
+from holdfast.server.conversations.values import RUNNING, Context, Turn
 from holdfast.server.conversations.writing import Writing
 from holdfast.server.protocol import ApiError
 from holdfast.server.search import WebSearch
@@ -100,7 +100,10 @@ class Responses:
             return len((await writing.compose(most=None)).tokens)
 
     async def compact(self, wanted: CompactRequest, tenant: str) -> dict[str, Any]:
-        """A turn's input and what it builds on, as fewer items: the user's own, and a summary. Raises ApiError."""
+        """A turn's input and what it builds on, as fewer items: the user's own, and a summary. Raises ApiError.
+
+        It is stored as a response without a parent, so that a turn can go on from its id.
+        """
         most = wanted.max_output_tokens or max(1, min(MOST_TOKENS, self.service.client.info.max_model_len // 4))
         writing = self.write(replace_struct(wanted, store=False, max_output_tokens=most), tenant)
         if not writing.input and wanted.previous_response_id is None:
@@ -109,7 +112,14 @@ class Responses:
         given = list(writing.input)
         writing.input.append(new_item("user", SUMMARIZE))
         response = await writing.whole()
-        return compacted(response, [*writing.context.items, *given])
+        made = compacted(response, [*writing.context.items, *given])
+        if wanted.store:
+            *said, summary = made["output"]
+            stored = response | {"store": True, "output": [summary]}
+            await self.store.run(
+                lambda store: store.turns.commit(Turn(response=stored, tenant=tenant, input=said, context=Context()))
+            )
+        return made
 
     def running(self, tenant: str, response: str) -> Background | None:
         """A background response that this process is writing."""

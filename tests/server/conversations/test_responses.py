@@ -304,8 +304,17 @@ class TestCompaction:
         given: Any = [*said, sealed, {"role": "user", "content": "go"}]
         await api.responses.create(model="tiny", input=given)
         assert prompts(client)[-1] == f"<user>hello<user>and on<assistant>{OPENING}{ANSWER}<user>go<assistant>"
+
+    async def test_a_turn_can_go_on_from_it_if_it_is_stored(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+        first = await api.responses.create(model="tiny", input="hello")
+        made = await api.responses.compact(model="tiny", previous_response_id=first.id)
+        found = await api.responses.retrieve(made.id)
+        assert (found.status, [item.type for item in found.output]) == ("completed", ["compaction"])
+        await api.responses.create(model="tiny", input="go", previous_response_id=made.id)
+        assert prompts(client)[-1] == f"<user>hello<assistant>{OPENING}{ANSWER}<user>go<assistant>"
+        other = await api.responses.compact(model="tiny", input="hello", extra_body={"store": False})
         with pytest.raises(openai.NotFoundError):
-            await api.responses.retrieve(made["id"])
+            await api.responses.retrieve(other.id)
 
     async def test_its_length_is_bounded_by_the_context_or_the_client(
         self, api: openai.AsyncOpenAI, client: FakeClient

@@ -295,10 +295,8 @@ REASONS = (
     (r"web_search", "the model does not search, or has no query"),
     (r"get_time|'completed' == 'incomplete'|assert 0 (?:==|>)|assert 1 == 2|Los Angeles", NO_CALL),
     (r"== 'function_call'|\"function_call\" but", NO_CALL),
-    (
-        r"langchain_chain|langchain_multi|langgraph_multi",
-        "asks about the world, which the model does not know",
-    ),
+    (r"pineapple|context_loading", "the model does not say again what it was told"),
+    (r"langchain_chain|langchain_multi|langgraph_multi", "asks about the world, which the model does not know"),
     (r"JSONDecodeError|length limit|timed? ?out|`response.incomplete`|got 1, not 2", NO_END),
     (r"hosted by remote::openai|return reasoning|live mode|reasoning_effort", "skipped for servers of this kind"),
 )

@@ -34,7 +34,7 @@ from holdfast.server.protocol import (
     template_options,
 )
 from holdfast.server.replies import RequestUsage, encode
-from holdfast.server.search import SEARCH_KINDS, SEARCH_TOOL
+from holdfast.server.search import SEARCH_TOOL
 from holdfast.server.tools import read_toolset, search_results
 
 MAX_NEW_ITEMS = 20
@@ -354,7 +354,7 @@ class ResponseShape:
                     yield from self._add(reasoning_item(""))
                 self.output[-1]["content"][0]["text"] += text
                 yield self._part("response.reasoning_text.delta", delta=text)
-            case CallBegin(name) if name == SEARCH_TOOL.name and self._has_search():
+            case CallBegin(name) if name == SEARCH_TOOL.name and search_results(self.response["tools"]):
                 yield from self._add(search_item())
                 self.searches[len(self.output) - 1] = ""
                 yield self._of_item("response.web_search_call.in_progress")
@@ -378,9 +378,6 @@ class ResponseShape:
         if item["status"] == "completed":
             yield self._of_item("response.web_search_call.completed", at)
         yield self._event("response.output_item.done", output_index=at, item=item)
-
-    def _has_search(self) -> bool:
-        return any(tool["type"] in SEARCH_KINDS for tool in self.response["tools"])
 
     def tell(self, logprobs: Sequence[dict[str, Any]]) -> None:
         """Add the records of further tokens to the message, if there is one."""

@@ -121,7 +121,7 @@ class Writing:
                 yield event
 
     async def _round(self, written: Written) -> AsyncGenerator[Event, None]:
-        """The events of one answer of the model, which is noted. A response that searches the web has several."""
+        """The events of one answer of the model, noted in `written`. A response that searches the web has several."""
         reader: AnswerReader | None = None
         told: list[dict[str, Any]] = []
         before = len(self.shape.output)
@@ -150,7 +150,7 @@ class Writing:
         self.shape.tell(told)
 
     async def _search(self, reason: FinishReason) -> AsyncGenerator[Event, None]:
-        """Do the web searches of a round that ended so, as far as they are whole and may be done."""
+        """The events of a round's web searches. They fail if the round was cut short, or if no more are allowed."""
         for at, arguments in list(self.shape.searches.items()):
             query, results = "", None
             with suppress(SearchFailed):
@@ -248,9 +248,7 @@ class Writing:
         """The tokens of the prompt behind what was found. Those of the prompt before it are known."""
         service = self.server.service
         known = self.prompt.answered(service.client.text, "", (), FinishReason.LENGTH)
-        context = replace(
-            self.context, tokens=known.tokens, characters=known.characters, digest=known.digest
-        )  # fmt: skip
+        context = replace(self.context, tokens=known.tokens, characters=known.characters, digest=known.digest)
         self.prompt = await self._compose(context, service.client.info.max_model_len)
         self.known = min(self.known, self.prompt.known)
         check_length(len(self.prompt.tokens), service.client, self.wanted)

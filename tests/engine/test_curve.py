@@ -209,11 +209,13 @@ async def test_an_engine_that_cannot_reach_its_client_ends_and_says_so(tmp_path)
         ]
         key = zmq.curve_keypair()
         link = Link(f"tcp://127.0.0.1:{port}", key[0].decode(), key[0].decode(), key[1].decode())
-        done = await asyncio.to_thread(
-            subprocess.run, command, input=f"{' '.join(link)}\n".encode(), stderr=subprocess.PIPE, timeout=60
-        )
-    assert done.returncode == curve.LOST
-    assert f"the API process at tcp://127.0.0.1:{port} cannot be reached".encode() in done.stderr
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdin.write(f"{' '.join(link)}\n".encode())
+            process.stdin.flush()  # it stays open: an engine whose input ends takes its client for gone
+            status = await asyncio.to_thread(process.wait, 60)
+            said = process.stderr.read()
+    assert status == curve.LOST
+    assert f"the API process at tcp://127.0.0.1:{port} cannot be reached".encode() in said
 
 
 def test_the_watch_over_a_link_ends_quietly_with_the_link():

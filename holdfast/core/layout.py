@@ -39,6 +39,11 @@ class Layout:
         """Which part of the layers a rank is in."""
         return rank // self.tp
 
+    @property
+    def drawing_rank(self) -> int:
+        """The first rank of the last stage, which draws the tokens."""
+        return (self.pp - 1) * self.tp
+
     def ranks_of(self, stage: int) -> range:
         """The ranks that share the layers of a stage."""
         return range(stage * self.tp, (stage + 1) * self.tp)

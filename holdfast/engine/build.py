@@ -25,18 +25,16 @@ from holdfast.engine.in_service import in_service
 from holdfast.engine.many_device import ManyDevice
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.move_desk import MoveDesk
-from holdfast.engine.paged import check_layout, make_paged_device, make_rank, threads_of
+from holdfast.engine.paged import check_layout, grammar_compiler, make_paged_device, make_rank, threads_of
 from holdfast.engine.profiles import CostProfile, cached_profile_path, held
 from holdfast.engine.rank_messages import Loaded, StartRank
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.state_beyond import begin_moves, open_tiers
-from holdfast.engine.text import read_tokenizer
 from holdfast.engine.tier_desk import TierDesk
 from holdfast.engine.trace import TracedExecutor, about_engine
 from holdfast.engine.tuning_desk import TuningDesk, TuningRules
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
-from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
@@ -311,9 +309,9 @@ def make_grammars(
         return GrammarDesk(
             scheduler.add, None, "structured output runs on the paged executor, and this model runs on padded rows"
         )
-    if config.pp > 1:
-        return GrammarDesk(scheduler.add, None, f"structured output needs pp 1, and this engine has pp {config.pp}")
-    compiler = GrammarCompiler(partial(read_tokenizer, checkpoint.directory), shape.vocab_size, shape.eos_token_ids)
+    compiler = grammar_compiler(checkpoint, shape.vocab_size, shape.eos_token_ids)
+    if isinstance(device, ManyDevice) and config.layout.drawing_rank:
+        return GrammarDesk(scheduler.add, compiler, announce=device.expect)
     device.follow(Matchers(compiler))
     return GrammarDesk(scheduler.add, compiler)
 

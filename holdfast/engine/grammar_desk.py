@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from holdfast.core.types import Request
+from holdfast.core.types import Grammar, Request
 from holdfast.engine import messages
 from holdfast.lm.grammar.compiler import GrammarCompiler, GrammarError
 
@@ -16,11 +16,20 @@ THREADS = 2
 class GrammarDesk:
     """Takes requests that have a grammar. For the thread of the loop, but for what compiles."""
 
-    def __init__(self, add: Callable[[Request], None], compiler: GrammarCompiler | None, refusal: str = "") -> None:
-        """`add` queues a request. Without a compiler every grammar is refused, with the reason `refusal`."""
+    def __init__(
+        self,
+        add: Callable[[Request], None],
+        compiler: GrammarCompiler | None,
+        refusal: str = "",
+        announce: Callable[[Grammar], None] = lambda grammar: None,
+    ) -> None:
+        """`add` queues a request. Without a compiler every grammar is refused, with the reason `refusal`.
+
+        `announce` is called when a request comes: whoever compiles its grammar too should begin.
+        """
         self.wake: Callable[[], None] = lambda: None
         """Called in another thread when a grammar has been compiled."""
-        self._add, self._compiler, self._refusal = add, compiler, refusal
+        self._add, self._compiler, self._refusal, self._announce = add, compiler, refusal, announce
         self._threads = ThreadPoolExecutor(THREADS, "holdfast-grammar")
         self._compiling: dict[str, tuple[Request, Future[object]]] = {}
         """By id, the requests that wait for their grammar."""
@@ -39,6 +48,7 @@ class GrammarDesk:
             self._refused.append(messages.Refused(request.id, self._refusal, "grammar"))
             self.wake()
             return
+        self._announce(grammar)
         compiling: Future[object] = self._threads.submit(compiler.matcher, grammar)
         self._compiling[request.id] = request, compiling
         compiling.add_done_callback(lambda _: self.wake())

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
+from holdfast.core.types import Grammar
 from holdfast.engine.rank_messages import (
     Allocate,
     BeginHost,
     Compile,
+    CompileGrammar,
     Done,
     Loaded,
     Measure,
@@ -113,8 +115,12 @@ class ManyDevice(LanguageDevice):
         return None if self._own.host is None else ManyHost(self._own.host, self._ranks)
 
     def follow(self, matchers: Matchers) -> None:
-        """As `PagedDevice.follow`: rank 0 gives the others its masks."""
+        """As `PagedDevice.follow`, where rank 0 draws: it gives the others its masks."""
         self._own.follow(matchers)
+
+    def expect(self, grammar: Grammar) -> None:
+        """Let the rank that draws compile a grammar in time, where that is another. Raises RankFailure."""
+        self._ranks.send(CompileGrammar(grammar))
 
     def compile(self) -> None:
         """Compile on rank 0, then on the others, which find most of it done."""
@@ -183,6 +189,10 @@ class ManyHost(HostTier):
         self._own.begin()
 
 
+TOLD = ("tokens", "logprobs", "prompt_logprobs", "vectors", "forced")
+"""What the last stage tells of a step."""
+
+
 class _Flight(NamedTuple):
     """A plan in flight."""
 
@@ -239,7 +249,7 @@ class ManyExecutor(DeviceExecutor):
         if self._later and not flight.waits:
             parts = [self._stepped[rank].popleft() for rank in self._later]
             seconds = (result.seconds, *(part.seconds for part in parts))
-            told = {name: getattr(parts[-1], name) for name in ("tokens", "logprobs", "prompt_logprobs", "vectors")}
+            told = {name: getattr(parts[-1], name) for name in TOLD}
             result = replace(result, **told, seconds=sum(seconds), stages=seconds)
         return self._with_copies(result)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -9,8 +12,10 @@ import torch
 from holdfast.core.config import PADDED_OPTIONS, EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.text import read_tokenizer
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.execution.place import Place
+from holdfast.lm.grammar.compiler import MOST_SECONDS, GrammarCompiler
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
@@ -55,6 +60,25 @@ def make_rank(config: EngineConfig, rank: int, meeting: str, stages: Stages | No
         torch.cuda.set_device(device)
     place = Place(config.layout, rank, device, meeting)
     return make_paged_device(config, Checkpoint.of(config), stages, place)
+
+
+def grammar_compiler(
+    checkpoint: Checkpoint, vocab_size: int, eos_token_ids: Collection[int], most_seconds: float = MOST_SECONDS
+) -> GrammarCompiler:
+    """What compiles grammars for a checkpoint's vocabulary."""
+    read = partial(read_tokenizer, checkpoint.directory)
+    return GrammarCompiler(read, vocab_size, eos_token_ids, most_seconds=most_seconds)
+
+
+def rank_grammars(config: EngineConfig, rank: int, device: PagedDevice) -> GrammarCompiler | None:
+    """What compiles grammars on a rank that draws by them, beside rank 0's own; None on others.
+
+    Rank 0 refuses those that take too long.
+    """
+    if rank != config.layout.drawing_rank:
+        return None
+    spec = device.model.spec
+    return grammar_compiler(Checkpoint.of(config), spec.vocab_size, spec.eos_token_ids, inf)
 
 
 def lengths_of(model: Model) -> str:

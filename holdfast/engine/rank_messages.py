@@ -6,11 +6,13 @@ import msgspec
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import TokenLogprobs
+from holdfast.core.types import Grammar, TokenLogprobs
+from holdfast.lm.types import Answer as RowAnswer
 from holdfast.lm.types import (
     BlockCopy,
     BlockMove,
     CopyTime,
+    Forced,
     History,
     MemoryMeasurement,
     Sampling,
@@ -63,6 +65,12 @@ class Prepare(Message, tag="prepare"):
     """Use a pause to capture one more graph, once all steps have ended. Answered by Done: whether it did."""
 
 
+class CompileGrammar(Message, tag="grammar"):
+    """Compile a grammar, as requests with it are to come. It takes a thread; only the rank that draws by it does it."""
+
+    grammar: Grammar
+
+
 class Plan(Message, tag="plan"):
     """Run this step. What the planner needs to know of it comes as Stepped and Copied."""
 
@@ -84,6 +92,7 @@ class Plan(Message, tag="plan"):
     most: tuple[int, ...] | None = None
     """As `StepPlan.samples`."""
     tells: tuple[Telling, ...] = ()
+    answers: tuple[RowAnswer, ...] = ()
 
 
 class End(Message, tag="end"):
@@ -119,6 +128,7 @@ class Stepped(Message, tag="stepped"):
     """As in `StepResult`, from the last stage."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     vectors: tuple[bytes, ...] = ()
+    forced: tuple[Forced, ...] = ()
 
 
 class Copied(Message, tag="copied"):
@@ -136,7 +146,7 @@ class Failed(Message, tag="failed"):
     """When, on the clock that all processes share."""
 
 
-Command = StartRank | Compile | Measure | Allocate | TimeLinks | BeginHost | Prepare | Plan | End
+Command = StartRank | Compile | Measure | Allocate | TimeLinks | BeginHost | Prepare | CompileGrammar | Plan | End
 Answer = Loaded | Measured | Done | Stepped | Copied | Failed
 
 _encoder = msgspec.msgpack.Encoder()
@@ -193,6 +203,7 @@ class PlanWriter:
             histories=plan.histories,
             most=plan.samples,
             tells=plan.tells,
+            answers=plan.answers,
         )
 
 
@@ -228,4 +239,5 @@ class PlanReader:
             histories=message.histories,
             samples=message.most,
             tells=message.tells,
+            answers=message.answers,
         )

@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.engine import rank_messages as messages
+from holdfast.engine.grammar_desk import THREADS
 from holdfast.engine.mailbox import Mailbox
 from holdfast.engine.process import FAILED, die_with_parent, end_process, exit_at_end_of_input
 from holdfast.engine.ranks import BEAT_SECONDS, BEATS, HOST_BLOCKS, HOST_READY, STEPS, Board, Seat
@@ -20,6 +22,7 @@ from holdfast.engine.serve import one_line
 
 if TYPE_CHECKING:
     from holdfast.lm.execution.paged_device import PagedDevice  # it imports PyTorch
+    from holdfast.lm.grammar.compiler import GrammarCompiler
 
 IDLE_SECONDS = 60.0
 """How long to wait for a command at a time."""
@@ -51,6 +54,9 @@ class Rank:
         """For each step in flight, whether it has segments."""
         self._device: PagedDevice | None = None
         """Once it is allocated."""
+        self._grammars: GrammarCompiler | None = None
+        """What this rank compiles grammars with, if it draws by them."""
+        self._compiling = ThreadPoolExecutor(THREADS, "holdfast-grammar")
         threading.Thread(target=self._beat, name="holdfast-beat", daemon=True).start()
 
     def work(self) -> None:
@@ -58,9 +64,10 @@ class Rank:
         start = self._next()
         assert isinstance(start, messages.StartRank), f"the first command was {start}"
         gc.disable()  # it would look at all modules again and again while they are imported
-        from holdfast.engine.paged import make_rank  # it imports PyTorch
+        from holdfast.engine.paged import make_rank, rank_grammars  # it imports PyTorch
 
         device = make_rank(start.config, self._seat.rank, start.meeting).device
+        self._grammars = rank_grammars(start.config, self._seat.rank, device)
         self._answer(messages.Loaded(device.block_bytes))
         self._obey(device, reports=start.config.pp > 1 and start.config.layout.shard_of(self._seat.rank) == 0)
 
@@ -75,6 +82,8 @@ class Rank:
 
     def _obey(self, device: PagedDevice, *, reports: bool) -> None:
         """Do what is commanded until the end. `reports`: whether rank 0 needs to know of every step."""
+        from holdfast.lm.grammar.matchers import Matchers
+
         plans = messages.PlanReader()
         while True:
             match self._next():
@@ -90,6 +99,8 @@ class Rank:
                     self._answer(messages.Measured(measured))
                 case messages.Allocate(num_blocks, num_host_blocks):
                     device.allocate(measured.with_blocks(num_blocks, num_host_blocks))
+                    if self._grammars is not None:
+                        device.follow(Matchers(self._grammars))
                     self._begin_steps(device, reports=reports)
                     self._answer(messages.Done())
                 case messages.TimeLinks():
@@ -102,6 +113,9 @@ class Rank:
                 case messages.Prepare():
                     self._submitted.join()
                     self._answer(messages.Done(device.executor.prepare()))
+                case messages.CompileGrammar(grammar):
+                    if self._grammars is not None:  # rank 0 refuses what cannot be compiled
+                        self._compiling.submit(self._grammars.matcher, grammar)
                 case messages.End():
                     return
                 case other:
@@ -129,7 +143,7 @@ class Rank:
                 if result.copies:
                     self._answer(messages.Copied(result.copies))
                 if reports and has_segments:
-                    told = result.logprobs, result.prompt_logprobs, result.vectors
+                    told = result.logprobs, result.prompt_logprobs, result.vectors, result.forced
                     self._answer(messages.Stepped(result.tokens, result.seconds, *told))
                 self._submitted.task_done()
         except BaseException as error:

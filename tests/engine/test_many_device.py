@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
-from holdfast.core.types import Request, SamplingParams
+from holdfast.core.types import Grammar, Request, SamplingParams
 from holdfast.engine import in_service
 from holdfast.engine.build import build_engine
 from holdfast.engine.many_device import combined
@@ -22,6 +22,7 @@ from holdfast.lm.types import MemoryMeasurement
 from tests.checkpoints import VOCAB, make
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
+from tests.tokenizers_made import byte_level
 
 BLOCK = 4 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block: layers, keys and values, tokens, heads, head size, bytes."""
@@ -31,13 +32,21 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=45)
 FILTERED = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, seed=11, max_tokens=12, ignore_eos=True)
+ROWS = Grammar("regex", r'(\{"identifier": [0-9]{1,2}, "valid": (true|false)\}, ){20}')
+"""Most of its text is forced."""
+FORCED = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, grammar=ROWS)
+TOLD = replace(FORCED, seed=4, max_tokens=12, top_k=9, logprobs=1)
+"""Each of its tokens is drawn."""
+COUNTED = replace(TOLD, seed=6, logprobs=None, repetition_penalty=1.3, logit_bias=((40, 2.0),))
+KINDS = GREEDY, FILTERED, DRAWN, FORCED, TOLD, COUNTED
 
 
 @pytest.fixture(scope="module")
 def make_engine(tmp_path_factory):
     """Makes engines of one small model, by what differs in their configuration."""
     directory = tmp_path_factory.mktemp("models") / "four-layers"
-    make(directory, "Llama", num_hidden_layers=4, max_position_embeddings=512)
+    make(directory, "Llama", num_hidden_layers=4, max_position_embeddings=512, eos_token_id=1)
+    byte_level().save(str(directory / "tokenizer.json"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_profile, "SECONDS_A_POINT", 0.0)
         patch.setitem(cost_profile.ROUNDS, "cpu", 1)
@@ -110,6 +119,20 @@ def test_requests_get_the_tokens_of_one_process(engine, alone, params):
     assert run_to_the_end(engine.loop) == {name: alone(prompt, params) for name, prompt in prompts.items()}
 
 
+@layouts((1, 2), (2, 2))
+def test_answers_by_grammars_are_those_of_one_process_and_forced_tokens_come_at_once(engine, alone):
+    choose, given, longest = random.Random(3), {}, 0
+    requests = {f"{number}": (prompt_of(choose, choose.randint(1, 60)), KINDS[number % 6]) for number in range(9)}
+    for name, (prompt, params) in requests.items():
+        engine.loop.add(Request(name, prompt, params))
+    while engine.loop.has_work():
+        for output in engine.loop.step() or ():
+            given.setdefault(output.request_id, []).extend(output.tokens)
+            longest = max(longest, len(output.tokens))
+    assert given == {name: alone(*request) for name, request in requests.items()}
+    assert longest > 10
+
+
 @layouts((2, 1), (1, 2), (2, 2))
 def test_conversations_that_go_to_the_host_and_come_back_get_the_tokens_of_one_process(engine, alone):
     choose, before = random.Random(2), engine.loop.stats()
@@ -137,7 +160,7 @@ def test_a_random_history_with_aborts_gives_the_tokens_of_one_process(engine, al
         if choose.random() < 0.3:
             known = choose.choice([(), *(request.prompt for request in requests.values())])
             prompt = (*known[: choose.randint(0, 60)], *prompt_of(choose, choose.randint(1, 40)))
-            params = choose.choice([GREEDY, FILTERED, DRAWN])
+            params = choose.choice(KINDS)
             request = Request(f"{seed}-{step}", prompt, params, priority=choose.randint(0, 1))
             requests[request.id] = request
             loop.add(request)

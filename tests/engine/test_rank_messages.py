@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import TokenLogprobs
+from holdfast.core.types import Grammar, TokenLogprobs
 from holdfast.engine.rank_messages import (
     Allocate,
+    CompileGrammar,
     Copied,
     Failed,
     Measured,
@@ -25,9 +26,11 @@ from holdfast.engine.rank_messages import (
 )
 from holdfast.lm.types import (
     PENDING,
+    Answer,
     BlockCopy,
     BlockMove,
     CopyTime,
+    Forced,
     MemoryMeasurement,
     Sampling,
     Segment,
@@ -61,6 +64,7 @@ plans = st.builds(
     block_moves=st.lists(st.builds(BlockMove, numbers, numbers), max_size=3).map(tuple),
     samples=st.none() | st.lists(st.integers(1, 8), max_size=6).map(tuple),
     tells=st.lists(st.builds(Telling, numbers, numbers, st.just((3, 4)), st.just(5)), max_size=2).map(tuple),
+    answers=st.lists(st.builds(Answer, numbers, numbers, st.just((3, 4))), max_size=2).map(tuple),
 )
 
 
@@ -87,12 +91,17 @@ def test_a_decode_is_sent_without_the_record_that_its_row_has_already():
 
 def test_commands_and_answers_arrive_as_they_were_sent():
     memory = MemoryMeasurement(device="cpu", total=9, weights=1, activations=1, cache=4, block=2, host_cache=6)
-    for command in (StartRank(EngineConfig(tp=2, cache_gb=0.5), "/tmp/x"), Allocate(3, 4)):
+    for command in (
+        StartRank(EngineConfig(tp=2, cache_gb=0.5), "/tmp/x"),
+        Allocate(3, 4),
+        CompileGrammar(Grammar("regex", "a")),
+    ):
         assert decode_command(encode(command)) == command
     for answer in (
         Measured(memory),
         Stepped((1, 2), 0.25),
         Stepped((), 0.25, (), ((TokenLogprobs(-0.5, (1,), (-0.5,)),), ())),
+        Stepped((1, 2), 0.25, forced=(Forced(1, (5, 6)),)),
         Copied((CopyTime(3, True, 64, 0.5),)),
         Failed("out of memory", 12.5),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,7 @@ from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import HiddenModel, LayerCache, LayerCaches, Model, StepInput
-from holdfast.lm.types import Forced, StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
+from holdfast.lm.types import ConstrainedRow, Forced, StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
 
 Layers = tuple[LayerCache, ...]
 """By layer, its key cache and its value cache."""
@@ -128,6 +129,16 @@ class CudaFlight:
     error: Exception | None = None
 
     @property
+    def constrained(self) -> tuple[ConstrainedRow, ...]:
+        """Its sampled rows that follow a grammar."""
+        return () if self.staged is None else self.staged.constrained
+
+    def finish(self) -> None:
+        """Wait for the device, if it has been drawn."""
+        if self.error is None:
+            self.done.synchronize()
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """What it has drawn. Waits for the device."""
         assert self.drawn is not None, f"step {self.plan.step} has not been drawn"
@@ -166,7 +177,10 @@ class PagedExecutor:
 
     A row with a grammar needs the tokens before the one to draw. On CUDA such a step is launched up to its logits. Its
     masks are computed when the host has the tokens of the step before it, while the device computes the logits. Then
-    the draw is launched. The oldest step in flight has always been drawn.
+    the draw is launched. The oldest step in flight has always been drawn. In a pipeline all this happens on the last
+    stage, whose host has a sequence's token before the next step with that sequence arrives.
+
+    One thread submits, and the same or another one collects.
     """
 
     def __init__(
@@ -183,12 +197,13 @@ class PagedExecutor:
         one; on the others results have none.
         """
         self._model, self._attention, self.memory, self._stage = model, attention, memory, stage
+        self._draws = stage is None or stage.last
         self._sampler = Sampler(group, model.spec.vocab_size)
         self._device = model.spec.device
         self.training: Training | None = None
         """What computes the slices of plans. Set before the first of them."""
         self.matchers: Matchers | None = None
-        """What follows grammars, on the first of the devices that share the layers. Set before the first of them."""
+        """What follows grammars, on the first of the devices that draw. Set before the first of them."""
         self._mask_buffers: MaskBuffers | None = None
         self._unread: deque[CudaFlight] = deque()
         """Drawn steps with grammars whose tokens the matchers have not read."""
@@ -196,6 +211,8 @@ class PagedExecutor:
         """The newest step in flight, if its draw waits for tokens of earlier ones."""
         self._in_flight: deque[tuple[StagedStep | None, bool, Flight, list[tuple[int, ...]] | None]] = deque()
         """With each step, whether it is complete only when its copies are, and its drafts."""
+        self._launching = threading.Lock()
+        """Held while draws are launched on a GPU, and while the matchers are used for that."""
         self._late_writes: tuple[TableWrite, ...] = ()
         """Those of plans without segments, for the next batch."""
         self._nothing = Drawn(torch.empty(0, dtype=torch.int64, device=self._device))
@@ -209,11 +226,12 @@ class PagedExecutor:
             self._late_writes = plan.table_writes
         staged = self.memory.batch.stage(plan) if plan.segments else None
         flight: Flight
-        if self._worker is not None:
-            flight = self._worker.submit(self._run_on_cpu, plan, staged)
-        else:
-            flight = self._start_on_cuda(plan, staged)
-        self._in_flight.append((staged, staged is None and plan.training is None, flight, plan.drafts))
+        with self._launching:
+            if self._worker is not None:
+                flight = self._worker.submit(self._run_on_cpu, plan, staged)
+            else:
+                flight = self._start_on_cuda(plan, staged)
+            self._in_flight.append((staged, staged is None and plan.training is None, flight, plan.drafts))
 
     def wait(self, seconds: float) -> bool:
         """Wait for the oldest step in flight, at most so long. Returns whether it has ended."""
@@ -222,9 +240,13 @@ class PagedExecutor:
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises what that step raised."""
-        staged, waits, flight, drafts = self._in_flight.popleft()
-        if isinstance(flight, CudaFlight):
-            self._read(flight)
+        flight = self._in_flight[0][2]
+        if isinstance(flight, CudaFlight) and self.matchers is not None and flight.constrained:
+            flight.finish()  # others may submit meanwhile
+        with self._launching:
+            staged, waits, flight, drafts = self._in_flight.popleft()
+            if isinstance(flight, CudaFlight):
+                self._read(flight)
         result, memory = flight.result(), self.memory
         if drafts is not None and result.tokens:  # a stage before the last draws none
             result = result.verified(drafts)
@@ -324,22 +346,22 @@ class PagedExecutor:
             self._read_next()
         if self._undrawn is not None and self._in_flight[0][2] is self._undrawn:
             self._draw_late()
-        if flight.staged is not None and self.matchers is not None and flight.error is None:
-            flight.forced = self.matchers.forced(flight.staged.constrained)
+        if self.matchers is not None and flight.error is None:
+            flight.forced = self.matchers.forced(flight.constrained)
 
     def _read_next(self) -> None:
         """Let the matchers read the tokens of the oldest step that they have not read. Waits for the device."""
         flight = self._unread.popleft()
-        assert flight.staged is not None and self.matchers is not None
-        self.matchers.read(flight.staged.constrained, flight.tokens)
+        assert self.matchers is not None
+        self.matchers.read(flight.constrained, flight.tokens)
 
     def _masks(self, staged: StagedStep) -> torch.Tensor | None:
-        """The masks of a step's rows with grammars [M, W] int32, on the device; None if it has no such row.
+        """The masks of a step's rows with grammars [M, W] int32, on the device; None if no such row is drawn here.
 
         Other devices than the first of a group have empty ones; they get the first one's.
         """
         rows = staged.constrained
-        if not rows:
+        if not rows or not self._draws:
             return None
         if self.matchers is None:
             words = mask_words(self._model.spec.vocab_size)
@@ -381,7 +403,7 @@ class PagedExecutor:
         Before the last stage of a pipeline there are none.
         """
         stage, drawn, told = self._stage, self._nothing, dict[str, Any]()
-        if stage is None or stage.last:
+        if self._draws:
             if staged.reads_hidden:
                 given, told = self._read_hidden(staged, packed, given)
             kinds = {"any_random": staged.any_random, "any_filtered": staged.any_filtered}

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -43,17 +44,25 @@ class GrammarCompiler:
     """Compiles grammars for one vocabulary and keeps the last ones. Safe to use from several threads."""
 
     def __init__(
-        self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Collection[int], *, most: int = KEPT
+        self,
+        tokenizer: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        *,
+        most: int = KEPT,
+        most_seconds: float = MOST_SECONDS,
     ) -> None:
         """`tokenizer` reads the tokenizer of Hugging Face's library, as JSON, when it is first needed.
 
-        `vocab_size` is the number of a token's logits. `most` is the number of compiled grammars that are kept.
+        `vocab_size` is the number of a token's logits. `most` is the number of compiled grammars that are kept, and
+        compiling one may take `most_seconds`.
         """
         self._read, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._reading, self._keeping = threading.Lock(), threading.Lock()
-        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._most = most
+        self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        """Those that are compiled, or are being compiled in one thread while others wait."""
+        self._most, self._most_seconds = most, most_seconds
         self._limits = LLParserLimits(
             initial_lexer_fuel=LEXER_FUEL,
             step_lexer_fuel=MASK_FUEL,
@@ -79,9 +88,28 @@ class GrammarCompiler:
         Compiling takes a millisecond for a usual schema; other threads run meanwhile.
         """
         with self._keeping:
-            if (kept := self._kept.get(grammar)) is not None:
+            kept = self._kept.get(grammar)
+            if kept is None:
+                compiling = self._kept[grammar] = Future[LLMatcher]()
+                while len(self._kept) > self._most:
+                    self._kept.popitem(last=False)
+            else:
+                compiling = kept
                 self._kept.move_to_end(grammar)
-                return kept.deep_copy()
+        if kept is None:
+            try:
+                compiling.set_result(self._compile(grammar))
+            except BaseException as error:
+                with self._keeping:
+                    if self._kept.get(grammar) is compiling:
+                        del self._kept[grammar]
+                compiling.set_exception(error)
+        made = compiling.result()
+        with self._keeping:
+            return made.deep_copy()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        """As `matcher`, every time anew."""
         began = time.perf_counter()
         made = LLMatcher(self.tokenizer(), serialized(grammar), log_level=0, limits=self._limits)
         self._check(grammar, made)
@@ -91,15 +119,12 @@ class GrammarCompiler:
         if not first.is_error():
             first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check(grammar, first)
-        if (seconds := time.perf_counter() - began) > MOST_SECONDS:
+        if (seconds := time.perf_counter() - began) > self._most_seconds:
             raise GrammarError(
-                f"the {grammar.kind} grammar took {seconds:.1f} s to compile; at most {MOST_SECONDS:g} s may be taken"
+                f"the {grammar.kind} grammar took {seconds:.1f} s to compile; "
+                f"at most {self._most_seconds:g} s may be taken"
             )
-        with self._keeping:
-            self._kept[grammar] = made
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-        return made.deep_copy()
+        return made
 
     def tokenizer(self) -> LLTokenizer:
         """The vocabulary as llguidance has it. Raises GrammarError for a tokenizer that it cannot read."""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Semaphore
 from typing import Any
 
 import pytest
@@ -127,6 +133,44 @@ def test_a_forward_is_launched_before_the_tokens_that_its_masks_need(
         "forward", "masks", "forward", "read", "masks", "forward", "read", "masks", "read"
     ]  # fmt: skip
     assert happened == later
+
+
+def test_the_tokens_are_the_same_where_another_thread_collects(
+    executor: PagedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, count = [(row, record(row, grammar=None if row == 1 else GRAMMAR)) for row in range(3)], 20
+    expected = [(result.tokens, result.forced) for result in run(executor, 1, count, *rows)]
+    matchers, using, room = executor.matchers, Lock(), Semaphore(3)
+    assert matchers is not None
+    submitted, choose = SimpleQueue[None](), random.Random(2)
+
+    def watched(work: Callable[..., Any], *given: Any) -> Any:
+        assert using.acquire(blocking=False), "two threads use the matchers"
+        time.sleep(choose.choice((0, 0, 1e-3)))
+        try:
+            return work(*given)
+        finally:
+            using.release()
+
+    for name in ("masks", "read", "forced"):
+        monkeypatch.setattr(matchers, name, partial(watched, getattr(matchers, name)))
+
+    def collect() -> Iterator[tuple[Any, ...]]:
+        for _ in range(count + 1):
+            submitted.get(timeout=5)
+            result = executor.collect()
+            room.release()
+            yield result.tokens, result.forced
+
+    with ThreadPoolExecutor(1) as pool:
+        collecting = pool.submit(lambda: list(collect()))
+        for plan in (prefill(0, *rows), *(decode(step, *rows) for step in range(1, count + 1))):
+            assert room.acquire(timeout=5)
+            executor.submit(plan)
+            submitted.put(None)
+        found = collecting.result()
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert all(forced in (each, ()) for (_, forced), (_, each) in zip(found, expected, strict=True))
 
 
 def test_forced_tokens_follow_as_a_segment_and_give_what_single_steps_give(executor: PagedExecutor) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from holdfast.core.types import Grammar
 from holdfast.engine.text import Text
-from holdfast.lm.grammar import compiler as module
 from holdfast.lm.grammar.compiler import GrammarCompiler, GrammarError, depth_of
 from tests.lm.grammar.conftest import END, VOCAB
 from tests.tokenizers_made import byte_level, metaspace, word_piece
@@ -73,10 +75,8 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(
     assert "\n" not in message and len(message) < 1200
 
 
-def test_a_grammar_that_takes_too_long_is_refused_with_both_times(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MOST_SECONDS", 0.0)
+def test_a_grammar_that_takes_too_long_is_refused_with_both_times() -> None:
+    compiler = GrammarCompiler(byte_level().to_str, 330, (1,), most_seconds=0.0)
     with pytest.raises(GrammarError, match=r"took 0\.\d s to compile; at most 0 s"):
         compiler.matcher(Grammar("regex", "a"))
 
@@ -98,6 +98,24 @@ def test_the_last_grammars_are_kept_and_each_matcher_is_its_own() -> None:
         made.append(Grammar("regex", letter))
     assert list(compiler._kept) == made[1:]
     assert len(reads) == 1, "the tokenizer is read once"
+
+
+def test_threads_that_need_one_grammar_wait_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, compiled = GrammarCompiler(byte_level().to_str, 330, (1,)), list[Grammar]()
+    compile_one = compiler._compile
+
+    def slowly(grammar: Grammar) -> LLMatcher:
+        compiled.append(grammar)
+        time.sleep(0.05)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(compiler, "_compile", slowly)
+    good, bad = Grammar("regex", "ab"), Grammar("regex", "(a")
+    with ThreadPoolExecutor(6) as threads:
+        running = [threads.submit(compiler.matcher, grammar) for grammar in (good, bad) * 3]
+    assert compiled.count(good) == 1 and len({id(each.result()) for each in running[::2]}) == 3
+    assert compiled.count(bad) == 1 and {str(each.exception()) for each in running[1::2]} != {"None"}
+    assert list(compiler._kept) == [good], "what cannot be followed is not kept"
 
 
 def test_grammars_compile_in_several_threads_at_once(compiler: GrammarCompiler) -> None:

@@ -69,8 +69,8 @@ class ForcingDevice(FakeDevice):
 class ForcingHistory(History):
     """A history in which most requests have a grammar."""
 
-    def __init__(self, seed, name="stall-free"):
-        super().__init__(seed, name)
+    def __init__(self, seed, name="stall-free", stages=1):
+        super().__init__(seed, name, stages=stages)
         self.device = ForcingDevice(self.blocks, self.block_size, self.host_blocks, self.random)
         add = self.scheduler.add
 
@@ -84,8 +84,8 @@ class ForcingHistory(History):
         self.scheduler.add = with_grammar
 
 
-def play(seed, name):
-    history = ForcingHistory(seed, name)
+def play(seed, name, stages=1):
+    history = ForcingHistory(seed, name, stages)
     while history.steps < STEPS:
         while history.random.random() < 0.4 and history.scheduler.stats().waiting < 12:
             history.add()
@@ -123,6 +123,16 @@ def test_every_request_gets_the_tokens_it_gets_alone_where_some_are_forced(name,
     assert seen["skipped"] > 3 * seeds
     assert seen["several"] > 3 * seeds
     assert name in ("request-level", "orca") or seen["preempted"] > seeds / 5
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_every_request_gets_the_tokens_it_gets_alone_where_some_are_forced_in_a_pipeline(stages):
+    seen = Counter()
+    for seed in range(15):
+        history = play(seed, "stall-free", stages)
+        check(history)
+        seen += history.seen + history.device.seen
+    assert seen["skipped"] > 45 and seen["before its token is known"] > 45 and seen["preempted"] > 3
 
 
 def started(**params):

@@ -182,6 +182,7 @@ class Decoder:
             layer_norm=own.layer_norm,
             gated=own.gated,
             qk_norm_whole=own.qk_norm_whole,
+            kv_copies=self.shard.copies(self.decoder.num_kv_heads),
         )
         ops, local = layer_ops_for(shape, self.group), own.local_rope
         if local is None:

@@ -12,7 +12,8 @@ from holdfast.lm.models.decoder_spec import DecoderSpec, Shape, layer_elements, 
 class Shard:
     """The part of a decoder that one device computes: some of its layers, and of each layer the same share.
 
-    Heads, the MLP and the vocabulary are split over the `tp` devices of a stage (Megatron-LM, §3). Norms are whole.
+    Heads, the MLP and the vocabulary are split over the `tp` devices of a stage (Megatron-LM, §3). Norms are whole, but
+    for those of queries and keys over all heads.
     """
 
     layers: range
@@ -37,6 +38,10 @@ class Shard:
             return self.part(total)
         head = self.index * total // self.tp
         return range(head, head + 1)
+
+    def copies(self, kv_heads: int) -> int:
+        """Devices that have each of so many key-value heads."""
+        return max(1, self.tp // kv_heads)
 
     def vocabulary(self, total: int) -> range:
         """This device's share of so many tokens. The last device may have fewer than the others."""
@@ -90,8 +95,6 @@ def check_tp(spec: DecoderSpec, tp: int) -> None:
     for name, size in sizes:
         if size % tp:
             raise ValueError(f"tp is {tp}; it must divide the model's {size} {name}")
-    if tp > 1 and spec.qk_norm and spec.qk_norm_whole:
-        raise ValueError(f"tp is {tp}; {spec.architecture} norms queries over all heads, which one device must hold")
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         raise ValueError(f"tp is {tp}; it must divide, or be divided by, the model's {spec.num_kv_heads} KV heads")
     if tp > 1 and spec.vocab_size < tp * tp:
@@ -139,6 +142,8 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
     rows: dict[str, tuple[range, ...]] = {"qkv": (q, kv, kv), "gate_up": (inner, inner)}
     rows |= {f"{field}_bias": parts for field, parts in rows.items()}
     rows["sinks"] = (heads,)
+    if spec.qk_norm_whole:
+        rows |= {"q_norm": (q,), "k_norm": (kv,)}
     columns = {"o": q, "down": inner}
 
     def piece(field: str, part: int, shape: Shape) -> Piece:

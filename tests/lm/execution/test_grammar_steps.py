@@ -105,6 +105,27 @@ def run(executor: PagedExecutor, depth: int, count: int, *rows: tuple[int, Sampl
     return results + [executor.collect() for _ in range(in_flight)]
 
 
+def run_in_two_threads(
+    executor: PagedExecutor, depth: int, count: int, *rows: tuple[int, Sampling]
+) -> list[StepResult]:
+    """As `run`, where one thread submits the steps and another collects them, as a rank does."""
+    submitted, room = SimpleQueue[None](), Semaphore(depth)
+
+    def collect() -> Iterator[StepResult]:
+        for _ in range(count + 1):
+            submitted.get(timeout=5)
+            yield executor.collect()
+            room.release()
+
+    with ThreadPoolExecutor(1) as pool:
+        collecting = pool.submit(lambda: list(collect()))
+        for plan in (prefill(0, *rows), *(decode(step, *rows) for step in range(1, count + 1))):
+            assert room.acquire(timeout=5)
+            executor.submit(plan)
+            submitted.put(None)
+        return collecting.result()
+
+
 def test_the_tokens_are_the_same_with_any_number_of_steps_in_flight(executor: PagedExecutor) -> None:
     rows = (0, record(1, grammar=GRAMMAR)), (1, record(2)), (3, record(3, grammar=GRAMMAR, logprobs=2))
     runs = [[result.tokens for result in run(executor, depth, 20, *rows)] for depth in (1, 2, 3)]
@@ -139,10 +160,9 @@ def test_the_tokens_are_the_same_where_another_thread_collects(
     executor: PagedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, count = [(row, record(row, grammar=None if row == 1 else GRAMMAR)) for row in range(3)], 20
-    expected = [(result.tokens, result.forced) for result in run(executor, 1, count, *rows)]
-    matchers, using, room = executor.matchers, Lock(), Semaphore(3)
+    expected = run(executor, 1, count, *rows)
+    matchers, using, choose = executor.matchers, Lock(), random.Random(2)
     assert matchers is not None
-    submitted, choose = SimpleQueue[None](), random.Random(2)
 
     def watched(work: Callable[..., Any], *given: Any) -> Any:
         assert using.acquire(blocking=False), "two threads use the matchers"
@@ -154,23 +174,9 @@ def test_the_tokens_are_the_same_where_another_thread_collects(
 
     for name in ("masks", "read", "forced"):
         monkeypatch.setattr(matchers, name, partial(watched, getattr(matchers, name)))
-
-    def collect() -> Iterator[tuple[Any, ...]]:
-        for _ in range(count + 1):
-            submitted.get(timeout=5)
-            result = executor.collect()
-            room.release()
-            yield result.tokens, result.forced
-
-    with ThreadPoolExecutor(1) as pool:
-        collecting = pool.submit(lambda: list(collect()))
-        for plan in (prefill(0, *rows), *(decode(step, *rows) for step in range(1, count + 1))):
-            assert room.acquire(timeout=5)
-            executor.submit(plan)
-            submitted.put(None)
-        found = collecting.result()
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-    assert all(forced in (each, ()) for (_, forced), (_, each) in zip(found, expected, strict=True))
+    found = run_in_two_threads(executor, 3, count, *rows)
+    assert [result.tokens for result in found] == [result.tokens for result in expected]
+    assert all(result.forced in (each.forced, ()) for result, each in zip(found, expected, strict=True))
 
 
 def test_forced_tokens_follow_as_a_segment_and_give_what_single_steps_give(executor: PagedExecutor) -> None:
@@ -215,13 +221,13 @@ def test_a_gpu_draws_the_same_by_grammars_with_any_number_of_steps_in_flight(tmp
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | shape))
     rows = [(row, record(row, grammar=GRAMMAR if row % 2 else None, top_k=(0, 5)[row // 2])) for row in range(4)]
     found = []
-    for depth in (1, 2, 3):
+    for depth, run_all in ((1, run), (2, run), (3, run), (3, run_in_two_threads)):
         model = load(tmp_path, device="cuda", load_format="random")
         device = allocated(model, EngineConfig(max_sequences=4, block_size=16, token_budget=64), 64)
         device.follow(Matchers(GrammarCompiler(byte_level().to_str, 330, (END,)), 2))
-        found.append([result.tokens for result in run(device.executor, depth, 20, *rows)])
+        found.append([result.tokens for result in run_all(device.executor, depth, 20, *rows)])
         device.executor.close()
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
     tokenizer = byte_level()
     for place in (1, 3):
         assert tokenizer.decode([tokens[place] for tokens in found[0]]).startswith(("hello ", "this is "))

@@ -49,7 +49,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {}),  # norms before and after, caps
     "gemma3": ("Gemma3Text", dict(layer_types=LAYER_TYPES)),  # rotations by layer
     "phi3": ("Phi3", {}),  # two parts of one tensor
-    "olmo2": ("Olmo2", {}),  # norms after
+    "olmo2": ("Olmo2", dict(attention_bias=True)),  # norms after, and of queries and keys over all heads
 }
 LAYOUTS = {"tp2": Layout(tp=2), "tp4": Layout(tp=4), "pp2": Layout(pp=2), "pp3": Layout(pp=3), "2x2": Layout(2, 2)}
 
@@ -235,14 +235,13 @@ def test_variants_are_split_over_both_shards_and_stages(
 ) -> None:
     family, differences = VARIANTS[variant]
     make(tmp_path, family, **dict(vocab_size=VOCAB, num_hidden_layers=3) | differences)
-    layout = Layout(pp=3) if family == "Olmo2" else Layout(2, 2)
-    check(tmp_path, layout, quantization=quantization)
+    check(tmp_path, Layout(2, 2), quantization=quantization)
 
 
-def test_norms_over_all_heads_are_not_split(tmp_path: Path) -> None:
-    make(tmp_path, "Olmo2")
-    with pytest.raises(ValueError, match="tp is 2; Olmo2ForCausalLM norms queries over all heads"):
-        load(tmp_path, device="cpu", layout=Layout(tp=2))
+@pytest.mark.parametrize("tp", [2, 4])
+def test_norms_over_all_heads_are_split_where_devices_share_a_kv_head_or_not(tmp_path: Path, tp: int) -> None:
+    make(tmp_path, "Olmo2", vocab_size=VOCAB, num_key_value_heads=2)
+    check(tmp_path, Layout(tp=tp))
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(2, 2)], ids=["tp2", "2x2"])

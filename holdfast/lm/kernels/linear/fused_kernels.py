@@ -59,6 +59,54 @@ def norm_kernel(
     tl.store(out + token * out_stride + at, scaled.to(out.dtype.element_ty), mask=held)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def head_squares_kernel(
+    qkv, out, tokens, q_width, k_width, stride, copies, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The sums of squares of a token's queries, and of its keys divided by `copies`: [T, 2] float32.
+
+    Program (token). Programs from `tokens` on write zeros.
+    """
+    launch_dependents(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    q_at = tl.arange(0, BLOCK_Q)
+    k_at = tl.arange(0, BLOCK_K)
+    row = qkv + token * stride
+    held = tl.where(token < tokens, 1, 0)
+    query = tl.load(row + q_at, mask=q_at < q_width * held, other=0.0).to(tl.float32)
+    key = tl.load(row + q_width + k_at, mask=k_at < k_width * held, other=0.0).to(tl.float32)
+    tl.store(out + 2 * token, tl.sum(query * query, 0))
+    tl.store(out + 2 * token + 1, tl.sum(key * key, 0) / copies)
+
+
+@triton.jit
+def scale_heads_kernel(
+    qkv, sums, q_norm, k_norm, q_width, k_width, whole_q, whole_k, stride, eps, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The RMS norms of a token's queries and of its keys, in place, by their `sums` of squares [T, 2].
+
+    Those are of `whole_q` and `whole_k` numbers. Program (token, part of the queries and keys).
+    """
+    launch_dependents(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_query = at < q_width
+    held = at < q_width + k_width
+    gain = tl.load(q_norm + at, mask=is_query, other=0.0).to(tl.float32)
+    gain += tl.load(k_norm + at - q_width, mask=held & (at >= q_width), other=0.0).to(tl.float32)
+    wait_for_previous(DEPENDENT)
+    q_scale = tl.rsqrt(tl.load(sums + 2 * token) / whole_q + eps)
+    k_scale = tl.rsqrt(tl.load(sums + 2 * token + 1) / whole_k + eps)
+    place = qkv + token * stride + at
+    value = tl.load(place, mask=held, other=0.0).to(tl.float32)
+    scaled = value * tl.where(is_query, q_scale, k_scale) * gain
+    tl.debug_barrier()  # several threads may hold the same element
+    tl.store(place, scaled.to(qkv.dtype.element_ty), mask=held)
+
+
 @triton.jit
 def angles_kernel(
     positions, inverse_frequencies, cosine, sine, amplitude, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr

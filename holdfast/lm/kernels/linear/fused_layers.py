@@ -27,8 +27,10 @@ from holdfast.lm.kernels.linear.fp8_linear import (
 from holdfast.lm.kernels.linear.fused_kernels import (
     angles_kernel,
     embed_kernel,
+    head_squares_kernel,
     norm_kernel,
     rotate_write_kernel,
+    scale_heads_kernel,
     silu_mul_kernel,
 )
 from holdfast.lm.kernels.linear.int4_linear import int4_dequantized, int4_launch_for, int4_skinny_gemm
@@ -39,7 +41,9 @@ from holdfast.lm.kernels.lora.protocol import Finish
 ROTATED_AT_A_TIME = 512
 """Pairs of numbers that one program rotates."""
 GATED_AT_A_TIME = 1024
-"""Numbers that one program gates."""
+"""Numbers that one program gates, or scales."""
+SQUARES_AT_A_TIME = 128
+"""Tokens whose sums of squares, two each, travel as one row: rows of two numbers would take a wait for each token."""
 
 PIECES = {832: (512, 320), 896: (512, 384)}
 """Token counts whose GEMMs cuBLAS computes faster in two pieces, as it has no good tiles for the whole. With CUDA 13.0
@@ -292,6 +296,43 @@ class FusedLayerOps(LayerOps):
             **dependent_launch_options(qkv.device),
         )
         return query
+
+    def _norm_whole(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
+        if self.group is None:
+            super()._norm_whole(qkv, q_norm, k_norm)
+            return
+        tokens, q_width, k_width = len(qkv), len(q_norm), len(k_norm)
+        rows, options = triton.cdiv(tokens, SQUARES_AT_A_TIME), dependent_launch_options(qkv.device)
+        squares = self.group.room((rows, 2 * SQUARES_AT_A_TIME), torch.float32)
+        block = triton.next_power_of_2(q_width)
+        head_squares_kernel[(rows * SQUARES_AT_A_TIME,)](
+            qkv,
+            squares,
+            tokens,
+            q_width,
+            k_width,
+            qkv.stride(0),
+            self.shape.kv_copies,
+            BLOCK_Q=block,
+            BLOCK_K=triton.next_power_of_2(k_width),
+            num_warps=max(1, min(16, block // 256)),
+            **options,
+        )
+        sums = self.group.all_reduce(squares)
+        scale_heads_kernel[(tokens, triton.cdiv(q_width + k_width, GATED_AT_A_TIME))](
+            qkv,
+            sums,
+            q_norm,
+            k_norm,
+            q_width,
+            k_width,
+            *self._whole_widths(q_norm, k_norm),
+            qkv.stride(0),
+            self.shape.eps,
+            BLOCK=GATED_AT_A_TIME,
+            num_warps=4,
+            **options,
+        )
 
     def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> SkinnyLaunch | None:
         """The launch of a skinny GEMM; None if the library computes it. `cut`: partial sums are allowed."""

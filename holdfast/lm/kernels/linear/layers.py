@@ -54,7 +54,9 @@ class LayerShape:
     gated: bool = True
     """Whether the MLP has a gate. Without one, `gated_linear` and `gate` are the activation alone."""
     qk_norm_whole: bool = False
-    """q_norm [H D] and k_norm [Hkv D] norm all heads together."""
+    """q_norm [H D] and k_norm [Hkv D] norm all heads together, those of all devices."""
+    kv_copies: int = 1
+    """Devices that hold each of the KV heads."""
 
 
 @dataclass(frozen=True)
@@ -277,9 +279,8 @@ class LayerOps:
 
         qkv [T, (H + 2 Hkv) D] holds queries, keys and values, in this order. With q_norm and k_norm [D] (both or
         neither), queries and keys are normed within each head first; with `qk_norm_whole`, over all heads, for which
-        qkv is written to. The first half of a head is rotated against its
-        second half (the pairing of GPT-NeoX and of Transformers). Caches and slot_mapping are those of
-        `Attention.write`.
+        qkv is written to. The first half of a head is rotated against its second half (the pairing of GPT-NeoX and of
+        Transformers). Caches and slot_mapping are those of `Attention.write`.
         """
         shape = self.shape
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
@@ -298,10 +299,28 @@ class LayerOps:
         return query
 
     def _norm_whole(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
-        """Norm the queries and the keys of qkv [T, (H + 2 Hkv) D] in place, each over all heads together."""
+        """Norm the queries and the keys of qkv [T, (H + 2 Hkv) D] in place, each over all heads together.
+
+        With a group, each device has the sums of squares of its own heads, and the group adds them up.
+        """
         query, key, _ = torch.split(qkv, [len(q_norm), len(k_norm), qkv.shape[1] - len(q_norm) - len(k_norm)], dim=1)
-        query.copy_(self.norm(query, q_norm))
-        key.copy_(self.norm(key, k_norm))
+        if self.group is None:
+            query.copy_(self.norm(query, q_norm))
+            key.copy_(self.norm(key, k_norm))
+            return
+        squares = [each.float().square().sum(1) for each in (query, key)]
+        sums = self.group.all_reduce(torch.stack((squares[0], squares[1] / self.shape.kv_copies), dim=1))
+        means = [
+            each / width
+            for each, width in zip(torch.split(sums, 1, dim=1), self._whole_widths(q_norm, k_norm), strict=True)
+        ]
+        query.copy_(query * torch.rsqrt(means[0] + self.shape.eps) * q_norm)
+        key.copy_(key * torch.rsqrt(means[1] + self.shape.eps) * k_norm)
+
+    def _whole_widths(self, q_norm: torch.Tensor, k_norm: torch.Tensor) -> tuple[int, int]:
+        """The numbers of a token's queries and of its keys on all devices, each KV head counted once."""
+        size = 1 if self.group is None else self.group.size
+        return len(q_norm) * size, len(k_norm) * size // self.shape.kv_copies
 
     def _begin_sum(
         self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor

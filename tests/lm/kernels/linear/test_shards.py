@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from holdfast.lm.kernels.collectives.protocol import Group, SumInParts
 from holdfast.lm.kernels.fp8 import Weight, quantize, row_maxima
+from holdfast.lm.kernels.linear import fused_layers
 from holdfast.lm.kernels.linear.fp8_linear import Fp8Rows
 from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
 from holdfast.lm.kernels.linear.layers import LayerOps, NormInParts
@@ -160,3 +162,53 @@ def test_each_device_embeds_its_own_tokens(dtype: torch.dtype, kind: type[LayerO
         gave = group.gives
     assert torch.equal(stream, embedding[ids])
     assert torch.equal(kind(shape_of(device, dtype)).embed(ids, embedding), embedding[ids])
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_norms_over_all_heads_count_each_head_of_two_devices_once(
+    tokens: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    kind: type[LayerOps],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_layers, "SQUARES_AT_A_TIME", 4)
+    heads, dim, copies = 4, 16, 2 // kv_heads
+    query = drawn(tokens, heads * dim, device=device, dtype=dtype)
+    key, value = (drawn(tokens, kv_heads * dim, device=device, dtype=dtype, spread=3) for _ in range(2))
+    norms = drawn(heads * dim, device=device, dtype=dtype), drawn(kv_heads * dim, device=device, dtype=dtype)
+
+    def parts(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+        """What each device has of the keys, or of something as long."""
+        return x.chunk(2, dim) if copies == 1 else (x, x)
+
+    shape = replace(
+        shape_of(device, dtype, qk_norm_whole=True), num_heads=2, num_kv_heads=1, head_dim=dim, kv_copies=copies
+    )
+    own = list(
+        zip(query.chunk(2, 1), parts(key, 1), parts(value, 1), norms[0].chunk(2), parts(norms[1], 0), strict=True)
+    )
+    slots, gave, found = torch.arange(tokens, device=device), [0.0, 0.0], list[tuple[torch.Tensor, torch.Tensor]]()
+    for turn in range(4):  # the first two learn what each device adds to the sum
+        q, k, v, q_norm, k_norm = own[turn % 2]
+        group = Half(gave[1 - turn % 2] if turn > 1 else 0.0, device)
+        ops, caches = kind(shape, group), torch.zeros(2, 1, tokens, 1, dim, device=device, dtype=dtype)
+        turned = ops.rotate_and_write(
+            torch.cat((q, k, v), dim=1), ops.rotation(torch.zeros_like(slots)), q_norm.contiguous(),
+            k_norm.contiguous(), (caches[0], caches[1]), slots,
+        )  # fmt: skip
+        if turn < 2:
+            gave[turn] = group.gives
+        else:
+            found.append((turned.flatten(1), caches[0, 0].flatten(1)))
+    exact = [
+        functional.rms_norm(each.double(), norm.shape, norm.double(), shape.eps)
+        for each, norm in zip((query, key), norms, strict=True)
+    ]
+    assert_near(torch.cat([turned for turned, _ in found], dim=1), exact[0])
+    for (_, keys), expected in zip(found, parts(exact[1], 1), strict=True):
+        assert_near(keys, expected)

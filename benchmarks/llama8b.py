@@ -78,18 +78,20 @@ QWEN3_06B = LLAMA_3_8B | dict(
 Lengths = list[tuple[int, int]]
 
 
-def directory_of(shape: dict[str, Any]) -> str:
-    """A new directory with a config.json alone, for random weights."""
+def directory_of(shape: dict[str, Any], tokenizer: str = "") -> str:
+    """A new directory with a config.json, for random weights, and a tokenizer.json if one is given."""
     directory = tempfile.mkdtemp(prefix="shape-")
     Path(directory, "config.json").write_text(json.dumps(shape))
+    if tokenizer:
+        Path(directory, "tokenizer.json").write_text(tokenizer)
     return directory
 
 
-def started(shape: dict[str, Any], **options: Any) -> tuple[Engine, dict[str, float]]:
+def started(shape: dict[str, Any], tokenizer: str = "", **options: Any) -> tuple[Engine, dict[str, float]]:
     """An engine with random weights of a shape, and the seconds of each stage of its start."""
     marks = [("starting", time.perf_counter())]
     engine = build_engine(
-        EngineConfig(model=directory_of(shape), load_format="random", **{"max_waiting": 10_000} | options),
+        EngineConfig(model=directory_of(shape, tokenizer), load_format="random", **{"max_waiting": 10_000} | options),
         on_progress=lambda stage: marks.append((stage, time.perf_counter())),
     )
     marks.append(("ready", time.perf_counter()))

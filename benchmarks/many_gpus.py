@@ -3,10 +3,11 @@
     python benchmarks/many_gpus.py [--seconds 110] [--parts group small killed served] [--shape 8b] [--layouts tp2]
 
 `group` checks what two GPUs tell each other outside of sums, and sampling in shards against whole rows. `small`
-compares the tokens of a small float32 model on layouts of two GPUs with those on one: greedy, drawn, filtered,
-suspended to the host, in random histories with aborts. `killed` kills a rank while steps run. `served` times decode
-steps at 1, 32 and 128 rows, the prefill of 8 prompts of 8,192 tokens, and shows the kernels of a decode step on rank 0.
-Each part is a process of its own, which is killed when its time is over. Prints JSON lines as results come.
+compares the tokens of a small float32 model on layouts of two GPUs with those on one: greedy, drawn, filtered, by a
+grammar, suspended to the host, in random histories with aborts; `--family olmo2` has norms over all heads. `killed`
+kills a rank while steps run. `served` times decode steps at 1, 32 and 128 rows, the prefill of 8 prompts of 8,192
+tokens, and shows the kernels of a decode step on rank 0. Each part is a process of its own, which is killed when its
+time is over. Without GPUs the part `small` runs on CPU processes. Prints JSON lines as results come.
 """
 
 from __future__ import annotations
@@ -47,9 +48,13 @@ SMALL_SHAPE = dict(
     rms_norm_eps=1e-5,
     torch_dtype="float32",
     tie_word_embeddings=False,
+    eos_token_id=256,
     # Wide enough that the likeliest token is clear of the next one, whatever order sums are taken in.
     initializer_range=0.08,
 )
+FAMILIES = {"llama": SMALL_SHAPE, "olmo2": SMALL_SHAPE | dict(architectures=["Olmo2ForCausalLM"], model_type="olmo2")}
+GRAMMAR = r'(\{"identifier": [0-9]{1,2}, "valid": (true|false)\}, ){20}'
+"""A regular expression of which most text is forced."""
 BLOCK = 4 * 2 * 16 * 4 * 64 * 4
 """Bytes of its blocks: layers, keys and values, tokens, heads, head size, bytes."""
 LAYOUTS = {
@@ -70,11 +75,23 @@ def engine_of(layout: str, shape: dict[str, Any], **options: Any) -> Any:
     """An engine on a layout, and in a JSON line what its start took."""
     from llama8b import started
 
-    engine, stages = started(shape, **options, **LAYOUTS[layout])
+    engine, stages = started(shape, byte_tokenizer(), **options, **LAYOUTS[layout])
     info = engine.info
     device = info.memory.device
     tell("started", layout=layout, device=device, blocks=info.num_blocks, stages=stages, megabytes=memory_used())
     return engine
+
+
+def byte_tokenizer() -> str:
+    """A tokenizer of single bytes, as JSON; the token after them is the end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    return str(tokenizer.to_str())
 
 
 # --- group
@@ -179,13 +196,16 @@ def run_to_the_end(loop: Any, tokens: dict[str, list[int]] | None = None) -> dic
 
 def history(loop: Any, seed: int, steps: int) -> tuple[dict[str, Any], set[str], dict[str, list[int]]]:
     """Random requests, some of them aborted: the requests, those aborted, and the tokens of each."""
-    from holdfast.core.types import Request, SamplingParams
+    from holdfast.core.types import Grammar, Request, SamplingParams
 
+    grammar = Grammar("regex", GRAMMAR)
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
         SamplingParams(temperature=1.5, seed=11, max_tokens=24, ignore_eos=True),
         SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=7, max_tokens=120, ignore_eos=True, grammar=grammar),
+        SamplingParams(temperature=1.0, top_k=9, seed=8, max_tokens=40, logprobs=1, ignore_eos=True, grammar=grammar),
     ]
     choose, requests, aborted = random.Random(seed), dict[str, Any](), set[str]()
     given: dict[str, list[int]] = {}
@@ -213,7 +233,7 @@ def small(arguments: argparse.Namespace) -> None:
     differing: list[tuple[str, str, int, int, Any]] = []
     seeds, steps = arguments.seeds, 150
     for layout in ("one", *arguments.layouts_small):
-        engine = engine_of(layout, SMALL_SHAPE, **small_options())
+        engine = engine_of(layout, FAMILIES[arguments.family], **small_options())
         loop, began = engine.loop, time.perf_counter()
         while loop.prepare():
             pass
@@ -255,14 +275,14 @@ def small(arguments: argparse.Namespace) -> None:
         loop.close()
         tell("closed", layout=layout, seconds=round(time.perf_counter() - began, 2))
     if differing:
-        tell_gaps(differing)
+        tell_gaps(FAMILIES[arguments.family], differing)
 
 
-def tell_gaps(differing: list[tuple[str, str, int, int, Any]]) -> None:
+def tell_gaps(shape: dict[str, Any], differing: list[tuple[str, str, int, int, Any]]) -> None:
     """How far one GPU holds a wrong greedy token below the right one: rounding explains 1e-4, not 1e-2."""
     from dataclasses import replace
 
-    engine = engine_of("one", SMALL_SHAPE, **small_options())
+    engine = engine_of("one", shape, **small_options())
     for layout, name, got, expected, request in differing:
         params = replace(request.params, max_tokens=1, logprobs=20)
         engine.loop.add(replace(request, id="gap", params=params))
@@ -396,6 +416,7 @@ def main() -> None:
     parser.add_argument(
         "--layouts-small", nargs="*", choices=LAYOUTS, default=["tp2", "pp2"], help="of the part `small`"
     )
+    parser.add_argument("--family", choices=FAMILIES, default="llama", help="of the part `small`")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="of the histories of the part `small`")
     parser.add_argument("--shape", choices=("8b", "0.6b", "small"), default="8b", help="of the part `served`")
     parser.add_argument("--child", choices=PARTS, help=argparse.SUPPRESS)
@@ -408,7 +429,7 @@ def main() -> None:
     end = time.monotonic() + arguments.seconds
     for name in arguments.parts:
         options = ["--shape", arguments.shape, "--layouts-small", *arguments.layouts_small]
-        options += ["--seeds", *map(str, arguments.seeds)]
+        options += ["--family", arguments.family, "--seeds", *map(str, arguments.seeds)]
         for layout in arguments.layouts if name == "served" else ["tp2"]:
             left = end - time.monotonic()
             if left < 5:

@@ -23,6 +23,7 @@ def test_a_rank_is_a_shard_of_a_stage() -> None:
     places = [(layout.stage_of(rank), layout.shard_of(rank)) for rank in range(6)]
     assert places == list(product(range(3), range(2)))
     assert [rank for stage in range(3) for rank in layout.ranks_of(stage)] == list(range(6))
+    assert layout.drawing_rank == 4 and Layout(tp=2).drawing_rank == 0
 
 
 @pytest.mark.parametrize("sizes", [dict(tp=0), dict(pp=0), dict(tp=-1)])

@@ -34,9 +34,9 @@ def test_two_gpus_exchange_rows_and_draw_the_tokens_of_whole_rows() -> None:
     assert [line["wrong"] for line in lines if line["kind"] == "group"] == [[]]
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_random_histories_on_two_gpus_give_the_tokens_of_one(layout: str) -> None:
-    lines = results_of("small", "--layouts-small", layout)
+@pytest.mark.parametrize(("layout", "family"), [("tp2", "llama"), ("pp2", "llama"), ("tp2", "olmo2")])
+def test_random_histories_on_two_gpus_give_the_tokens_of_one(layout: str, family: str) -> None:
+    lines = results_of("small", "--layouts-small", layout, "--family", family)
     histories = [line for line in lines if line["kind"] == "tokens"]
     assert {line["layout"] for line in histories} == {"one", layout}
     gaps = [line["gap"] for line in lines if line["kind"] == "gap"]

@@ -39,7 +39,7 @@ class GrammarDesk:
             self._refused.append(messages.Refused(request.id, self._refusal, "grammar"))
             self.wake()
             return
-        compiling: Future[object] = self._threads.submit(compiler.matcher, grammar)
+        compiling: Future[object] = self._threads.submit(compiler.prepare, grammar)
         self._compiling[request.id] = request, compiling
         compiling.add_done_callback(lambda _: self.wake())
 

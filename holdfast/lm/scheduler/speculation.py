@@ -154,8 +154,10 @@ class Speculation(Policy):
         """By the power of two that the number of decodes is below."""
         self._idle = 0.0
         """Seconds that the device waits for the host before a step that was planned ahead."""
+        self._waited = False
+        """The next step waits for tokens."""
         self._promise = 0.0
-        """Predicted tokens a second of the step that waits for tokens; 0: none waits."""
+        """Predicted tokens a second of such a step if it waits so that drafts can be made."""
         self._planned: dict[int, tuple[list[Entry], dict[Entry, tuple[int, ...]], float]] = {}
         """Of each step in flight: who samples, who drafts what, and its predicted seconds if it has decodes alone."""
         self._last = Planned(-1, 0.0, waited=False)
@@ -174,11 +176,15 @@ class Speculation(Policy):
     def plan(self, step: StepBuilder) -> None:
         self._noted = self._drafter.index(NOTED)
         decoding = [entry for entry in step.running if entry.decoding]
-        if step.in_flight and any(unknown(entry) for entry in decoding) and self._pays(decoding):
-            return  # planned once their tokens are known
+        if step.in_flight and any(unknown(entry) for entry in decoding):
+            pays = self._pays(decoding)
+            self._waited = pays or (len(decoding) == len(step.running) and self._too_few(decoding, step.number))
+            if self._waited:
+                return  # planned once their tokens are known
         self._measure(step)
+        waited, self._waited = self._waited, False
         promise, self._promise, self._drafts = self._promise, 0.0, {}
-        step.after_decode = lambda: self._draft(step, waited=promise > 0)
+        step.after_decode = lambda: self._draft(step, waited=waited)
         self.inner.plan(step)
         if step.num_tokens:
             alone = step.num_tokens == len(step.sampling) + sum(map(len, self._drafts.values()))
@@ -252,6 +258,17 @@ class Speculation(Policy):
         if not self._promise:
             self.account(rows).forget()
         return self._promise > 0
+
+    def _too_few(self, decoding: Sequence[Entry], number: int) -> bool:
+        """Whether so few of these decodes can be planned before drafts in flight are verified that all better wait.
+
+        A step of them alone takes nearly as long as one of all, which would be planned behind it.
+        """
+        rows, contexts = len(decoding), [entry.cache.planned + 1 for entry in decoding]
+        free = sum(entry.next_step <= number for entry in decoding)
+        whole = self._ratio * self._predictor.drafted(rows, contexts)
+        alone = self._ratio * self._predictor.drafted(free, contexts[:free]) if free else 0.0
+        return rows / (whole + self.account(rows).gap) > (rows + free) / (whole + alone + self._idle)
 
     def _draft(self, step: StepBuilder, *, waited: bool) -> None:
         """Draft for those decodes of the step whose tokens are known, as far as it pays.

@@ -154,10 +154,8 @@ class Speculation(Policy):
         """By the power of two that the number of decodes is below."""
         self._idle = 0.0
         """Seconds that the device waits for the host before a step that was planned ahead."""
-        self._waited = False
-        """The next step waits for tokens."""
         self._promise = 0.0
-        """Predicted tokens a second of such a step if it waits so that drafts can be made."""
+        """Predicted tokens a second of the step that waits so that drafts can be made; 0: none does."""
         self._planned: dict[int, tuple[list[Entry], dict[Entry, tuple[int, ...]], float]] = {}
         """Of each step in flight: who samples, who drafts what, and its predicted seconds if it has decodes alone."""
         self._last = Planned(-1, 0.0, waited=False)
@@ -177,14 +175,12 @@ class Speculation(Policy):
         self._noted = self._drafter.index(NOTED)
         decoding = [entry for entry in step.running if entry.decoding]
         if step.in_flight and any(unknown(entry) for entry in decoding):
-            pays = self._pays(decoding)
-            self._waited = pays or (len(decoding) == len(step.running) and self._too_few(decoding, step.number))
-            if self._waited:
+            only = len(decoding) == len(step.running)
+            if self._pays(decoding) or (only and self._too_few(decoding, step.number)):
                 return  # planned once their tokens are known
         self._measure(step)
-        waited, self._waited = self._waited, False
         promise, self._promise, self._drafts = self._promise, 0.0, {}
-        step.after_decode = lambda: self._draft(step, waited=waited)
+        step.after_decode = lambda: self._draft(step, waited=promise > 0)
         self.inner.plan(step)
         if step.num_tokens:
             alone = step.num_tokens == len(step.sampling) + sum(map(len, self._drafts.values()))
@@ -273,7 +269,8 @@ class Speculation(Policy):
     def _draft(self, step: StepBuilder, *, waited: bool) -> None:
         """Draft for those decodes of the step whose tokens are known, as far as it pays.
 
-        `waited`: the device has waited for these tokens, which it did whether or not there are drafts now.
+        `waited`: the device has waited for these tokens to be drafted behind, which it did whether or not there are
+        drafts now. Where it waits only as too few decodes were free, drafts must beat steps that are planned ahead.
         """
         found: list[tuple[Entry, tuple[int, ...]]] = []
         chances: list[tuple[float, int, float]] = []

@@ -49,7 +49,7 @@ class GrammarDesk:
             self.wake()
             return
         self._announce(grammar)
-        compiling: Future[object] = self._threads.submit(compiler.matcher, grammar)
+        compiling: Future[object] = self._threads.submit(compiler.prepare, grammar)
         self._compiling[request.id] = request, compiling
         compiling.add_done_callback(lambda _: self.wake())
 

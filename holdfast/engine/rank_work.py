@@ -115,7 +115,7 @@ class Rank:
                     self._answer(messages.Done(device.executor.prepare()))
                 case messages.CompileGrammar(grammar):
                     if self._grammars is not None:  # rank 0 refuses what cannot be compiled
-                        self._compiling.submit(self._grammars.matcher, grammar)
+                        self._compiling.submit(self._grammars.prepare, grammar)
                 case messages.End():
                     return
                 case other:

@@ -20,9 +20,16 @@ LONG = replace(GREEDY, max_tokens=150, repetition_penalty=1.5, frequency_penalty
 PROMPTS = [f"{number} hello world " * (number % 5 + 1) for number in range(1, 13)]
 
 
-@pytest.fixture(scope="module", params=[2, 1], ids=["overlapped", "in turn"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param({"steps_in_flight": 2}, id="overlapped"),
+        pytest.param({"steps_in_flight": 1}, id="in turn"),
+        pytest.param({"device": "cuda"}, id="on a GPU", marks=pytest.mark.gpu),
+    ],
+)
 def llm(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with LLM(str(checkpoint), **SMALL, steps_in_flight=request.param) as llm:
+    with LLM(str(checkpoint), **SMALL | request.param) as llm:
         yield llm
 
 

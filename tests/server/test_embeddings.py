@@ -51,9 +51,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def serving(checkpoint: Path) -> Iterator[Serving]:
-    with started(str(checkpoint), "--cache-gb", "0.02", "--store", "memory", "--token-budget", "64") as serving:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def serving(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Serving]:
+    options = ("--device", request.param, "--cache-gb", "0.02", "--store", "memory", "--token-budget", "64")
+    with started(str(checkpoint), *options) as serving:
         yield serving
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 import threading
 import time
@@ -20,8 +22,12 @@ from holdfast.lm.grammar.dialects import ONE_LINE
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # its stub alone has it
 
-KEPT = 128
-"""Compiled grammars that are kept for further requests."""
+KEPT = 256
+"""Compiled grammars that are kept for further requests, each as often as it is compiled."""
+MOST_THREADS = 16
+"""Threads that compute masks, at most. 64 masks of 50 us each take a millisecond on four of them."""
+SHORT = 0.05
+"""Seconds within which a grammar is compiled that is worth compiling once for each of these threads."""
 MOST_SYMBOLS = 30_000
 """Most symbols of a compiled grammar. So many take seconds and 100 MB."""
 MOST_DEPTH = 64
@@ -40,6 +46,30 @@ class GrammarError(ValueError):
     """A grammar that cannot be followed. The message is for people."""
 
 
+def mask_threads() -> int:
+    """Threads that compute masks: half of the machine's cores."""
+    return min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
+
+
+class Compiled:
+    """A grammar's matchers at the beginning of an answer.
+
+    All copies of one share its lexer, behind a lock, so their masks are computed one after another. Therefore a grammar
+    that several requests have is compiled several times.
+    """
+
+    def __init__(self, first: LLMatcher, lexer: int, seconds: float) -> None:
+        """`lexer` is a number of its own. It took so many `seconds` to compile."""
+        self.matchers, self.seconds = [(first, lexer)], seconds
+        self._given = 0
+
+    def copy(self) -> tuple[LLMatcher, int]:
+        """A copy of one of them, in turn, and the number of its lexer."""
+        matcher, lexer = self.matchers[self._given % len(self.matchers)]
+        self._given += 1
+        return matcher.deep_copy(), lexer
+
+
 class GrammarCompiler:
     """Compiles grammars for one vocabulary and keeps the last ones. Safe to use from several threads."""
 
@@ -50,19 +80,22 @@ class GrammarCompiler:
         eos_token_ids: Collection[int],
         *,
         most: int = KEPT,
+        lexers: int | None = None,
         most_seconds: float = MOST_SECONDS,
     ) -> None:
         """`tokenizer` reads the tokenizer of Hugging Face's library, as JSON, when it is first needed.
 
-        `vocab_size` is the number of a token's logits. `most` is the number of compiled grammars that are kept, and
-        compiling one may take `most_seconds`.
+        `vocab_size` is the number of a token's logits. `most` matchers are kept, at most so many `lexers` of a grammar:
+        by default as many as threads compute masks. Compiling one may take `most_seconds`.
         """
         self._read, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._reading, self._keeping = threading.Lock(), threading.Lock()
-        self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        """Those that are compiled, or are being compiled in one thread while others wait."""
-        self._most, self._most_seconds = most, most_seconds
+        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._compiling: dict[Grammar, Future[Compiled]] = {}
+        """Those that one thread compiles for the first time, while others that need them wait."""
+        self._most, self._lexers, self._most_seconds = most, lexers or mask_threads(), most_seconds
+        self._numbers = itertools.count()
         self._limits = LLParserLimits(
             initial_lexer_fuel=LEXER_FUEL,
             step_lexer_fuel=MASK_FUEL,
@@ -81,35 +114,55 @@ class GrammarCompiler:
         """The end-of-sequence tokens."""
         return self._ends
 
-    def matcher(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the beginning of an answer.
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile the grammar of a request. Raises as `begin` does.
 
-        Raises GrammarError with the reason, where the grammar has a mistake, exceeds a limit, or matches nothing.
         Compiling takes a millisecond for a usual schema; other threads run meanwhile.
         """
         with self._keeping:
-            kept = self._kept.get(grammar)
-            if kept is None:
-                compiling = self._kept[grammar] = Future[LLMatcher]()
-                while len(self._kept) > self._most:
-                    self._kept.popitem(last=False)
-            else:
-                compiling = kept
-                self._kept.move_to_end(grammar)
+            kept = self._find(grammar)
+            if kept is not None and (kept.seconds > SHORT or len(kept.matchers) >= self._lexers):
+                return
         if kept is None:
-            try:
-                compiling.set_result(self._compile(grammar))
-            except BaseException as error:
-                with self._keeping:
-                    if self._kept.get(grammar) is compiling:
-                        del self._kept[grammar]
-                compiling.set_exception(error)
-        made = compiling.result()
-        with self._keeping:
-            return made.deep_copy()
+            self._get(grammar)
+        else:
+            self._compile(grammar)
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        """As `matcher`, every time anew."""
+    def begin(self, grammar: Grammar) -> tuple[LLMatcher, int]:
+        """A matcher at the beginning of an answer, and the number of its lexer, which others may share.
+
+        Compiles the grammar where `prepare` has not, or not lately. Raises GrammarError with the reason, where it has a
+        mistake, exceeds a limit, or matches nothing.
+        """
+        compiled = self._get(grammar)
+        with self._keeping:
+            return compiled.copy()
+
+    def _get(self, grammar: Grammar) -> Compiled:
+        """A grammar that is kept, or else is compiled, by one thread for all that wait for it."""
+        with self._keeping:
+            if (kept := self._find(grammar)) is not None:
+                return kept
+            if (running := self._compiling.get(grammar)) is None:
+                compiling = self._compiling[grammar] = Future[Compiled]()
+        if running is not None:
+            return running.result()
+        try:
+            compiling.set_result(self._compile(grammar))
+        except BaseException as error:
+            compiling.set_exception(error)
+        with self._keeping:
+            del self._compiling[grammar]
+        return compiling.result()
+
+    def _find(self, grammar: Grammar) -> Compiled | None:
+        """A grammar that is kept. The caller has the lock."""
+        if (kept := self._kept.get(grammar)) is not None:
+            self._kept.move_to_end(grammar)
+        return kept
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        """Compile a grammar, once more if it is kept, and keep it."""
         began = time.perf_counter()
         made = LLMatcher(self.tokenizer(), serialized(grammar), log_level=0, limits=self._limits)
         self._check(grammar, made)
@@ -124,7 +177,15 @@ class GrammarCompiler:
                 f"the {grammar.kind} grammar took {seconds:.1f} s to compile; "
                 f"at most {self._most_seconds:g} s may be taken"
             )
-        return made
+        with self._keeping:
+            lexer = next(self._numbers)
+            if (kept := self._find(grammar)) is None:
+                kept = self._kept[grammar] = Compiled(made, lexer, seconds)
+            else:
+                kept.matchers.append((made, lexer))
+            while len(self._kept) > 1 and sum(len(each.matchers) for each in self._kept.values()) > self._most:
+                self._kept.popitem(last=False)
+            return kept
 
     def tokenizer(self) -> LLTokenizer:
         """The vocabulary as llguidance has it. Raises GrammarError for a tokenizer that it cannot read."""

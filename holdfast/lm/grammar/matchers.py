@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -10,20 +9,18 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
-from holdfast.lm.grammar.compiler import GrammarCompiler
+from holdfast.lm.grammar.compiler import GrammarCompiler, mask_threads
 from holdfast.lm.types import PENDING, Answer, ConstrainedRow, Forced
-
-MOST_THREADS = 16
-"""Threads that compute masks, at most. 64 masks of 50 us each take a millisecond on four of them."""
 
 
 class _State:
-    """A row's matcher, the position of the next token that it reads, and whether it may have no choice there."""
+    """A row's matcher, the number of its lexer, the position of the next token that it reads, and whether it may have
+    no choice there."""
 
-    __slots__ = ("forced", "matcher", "position")
+    __slots__ = ("forced", "lexer", "matcher", "position")
 
-    def __init__(self, matcher: LLMatcher, position: int) -> None:
-        self.matcher, self.position, self.forced = matcher, position, True
+    def __init__(self, matcher: LLMatcher, lexer: int, position: int) -> None:
+        self.matcher, self.lexer, self.position, self.forced = matcher, lexer, position, True
 
 
 class Matchers:
@@ -36,7 +33,7 @@ class Matchers:
     def __init__(self, compiler: GrammarCompiler, threads: int | None = None) -> None:
         """`threads` compute masks beside each other; by default half of the machine's cores."""
         self._compiler = compiler
-        self._threads = threads or min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
+        self._threads = threads or mask_threads()
         self._rows: dict[int, _State] = {}
 
     @cached_property
@@ -57,14 +54,16 @@ class Matchers:
         for answer in answers:
             grammar = grammars[answer.row]
             assert grammar is not None
-            state = self._rows[answer.row] = _State(self._compiler.matcher(grammar), answer.start)
+            state = self._rows[answer.row] = _State(*self._compiler.begin(grammar), answer.start)
             self._consume(state, answer.tokens)
         for each in rows:
             state = self._rows[each.row]
             self._consume(state, each.tokens[state.position - each.start :] if state.position < each.stop else ())
             assert state.position == each.stop, f"row {each.row} is at {state.position}, and {each.stop} is drawn"
+        # A thread takes neighbours, so it has a lexer to itself.
+        by_lexer = sorted((self._rows[each.row].lexer, index) for index, each in enumerate(rows))
         self._executor.unsafe_compute_mask_ptr(
-            [(self._rows[each.row].matcher, index) for index, each in enumerate(rows)],
+            [(self._rows[rows[index].row].matcher, index) for _, index in by_lexer],
             into.ctypes.data,
             4 * self.words,
             len(rows),

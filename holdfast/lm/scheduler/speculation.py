@@ -155,7 +155,7 @@ class Speculation(Policy):
         self._idle = 0.0
         """Seconds that the device waits for the host before a step that was planned ahead."""
         self._promise = 0.0
-        """Predicted tokens a second of the step that waits for tokens; 0: none waits."""
+        """Predicted tokens a second of the step that waits so that drafts can be made; 0: none does."""
         self._planned: dict[int, tuple[list[Entry], dict[Entry, tuple[int, ...]], float]] = {}
         """Of each step in flight: who samples, who drafts what, and its predicted seconds if it has decodes alone."""
         self._last = Planned(-1, 0.0, waited=False)
@@ -174,8 +174,10 @@ class Speculation(Policy):
     def plan(self, step: StepBuilder) -> None:
         self._noted = self._drafter.index(NOTED)
         decoding = [entry for entry in step.running if entry.decoding]
-        if step.in_flight and any(unknown(entry) for entry in decoding) and self._pays(decoding):
-            return  # planned once their tokens are known
+        if step.in_flight and any(unknown(entry) for entry in decoding):
+            only = len(decoding) == len(step.running)
+            if self._pays(decoding) or (only and self._too_few(decoding, step.number)):
+                return  # planned once their tokens are known
         self._measure(step)
         promise, self._promise, self._drafts = self._promise, 0.0, {}
         step.after_decode = lambda: self._draft(step, waited=promise > 0)
@@ -253,10 +255,22 @@ class Speculation(Policy):
             self.account(rows).forget()
         return self._promise > 0
 
+    def _too_few(self, decoding: Sequence[Entry], number: int) -> bool:
+        """Whether so few of these decodes can be planned before drafts in flight are verified that all better wait.
+
+        A step of them alone takes nearly as long as one of all, which would be planned behind it.
+        """
+        rows, contexts = len(decoding), [entry.cache.planned + 1 for entry in decoding]
+        free = sum(entry.next_step <= number for entry in decoding)
+        whole = self._ratio * self._predictor.drafted(rows, contexts)
+        alone = self._ratio * self._predictor.drafted(free, contexts[:free]) if free else 0.0
+        return rows / (whole + self.account(rows).gap) > (rows + free) / (whole + alone + self._idle)
+
     def _draft(self, step: StepBuilder, *, waited: bool) -> None:
         """Draft for those decodes of the step whose tokens are known, as far as it pays.
 
-        `waited`: the device has waited for these tokens, which it did whether or not there are drafts now.
+        `waited`: the device has waited for these tokens to be drafted behind, which it did whether or not there are
+        drafts now. Where it waits only as too few decodes were free, drafts must beat steps that are planned ahead.
         """
         found: list[tuple[Entry, tuple[int, ...]]] = []
         chances: list[tuple[float, int, float]] = []

@@ -8,12 +8,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from holdfast.core.types import Grammar
 from holdfast.engine.text import Text
-from holdfast.lm.grammar.compiler import GrammarCompiler, GrammarError, depth_of
+from holdfast.lm.grammar.compiler import Compiled, GrammarCompiler, GrammarError, depth_of
 from tests.lm.grammar.conftest import END, VOCAB
 from tests.tokenizers_made import byte_level, metaspace, word_piece
 
@@ -27,7 +26,7 @@ PERSON = {
 
 def accepts(compiler: GrammarCompiler, grammar: Grammar, answer: str) -> bool:
     """Whether an answer matches from its first token to its end."""
-    matcher, tokens = compiler.matcher(grammar), compiler.tokenizer().tokenize_str(answer)
+    (matcher, _), tokens = compiler.begin(grammar), compiler.tokenizer().tokenize_str(answer)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -69,7 +68,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(
     compiler: GrammarCompiler, grammar: Grammar, reason: str
 ) -> None:
     with pytest.raises(GrammarError) as refused:
-        compiler.matcher(grammar)
+        compiler.prepare(grammar)
     message = str(refused.value)
     assert any(part in message for part in reason.split("|"))
     assert "\n" not in message and len(message) < 1200
@@ -78,7 +77,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(
 def test_a_grammar_that_takes_too_long_is_refused_with_both_times() -> None:
     compiler = GrammarCompiler(byte_level().to_str, 330, (1,), most_seconds=0.0)
     with pytest.raises(GrammarError, match=r"took 0\.\d s to compile; at most 0 s"):
-        compiler.matcher(Grammar("regex", "a"))
+        compiler.prepare(Grammar("regex", "a"))
 
 
 def test_the_last_grammars_are_kept_and_each_matcher_is_its_own() -> None:
@@ -90,21 +89,39 @@ def test_the_last_grammars_are_kept_and_each_matcher_is_its_own() -> None:
 
     compiler = GrammarCompiler(read, 330, (1,), most=2)
     made: list[Grammar] = []
-    one = compiler.matcher(Grammar("regex", "ab"))
+    one, _ = compiler.begin(Grammar("regex", "ab"))
     assert one.consume_tokens(compiler.tokenizer().tokenize_str("ab")) and one.is_accepting()
-    assert not compiler.matcher(Grammar("regex", "ab")).is_accepting(), "another answer begins at the beginning"
+    assert not compiler.begin(Grammar("regex", "ab"))[0].is_accepting(), "another answer begins at the beginning"
     for letter in "cde":
-        compiler.matcher(Grammar("regex", letter))
+        compiler.prepare(Grammar("regex", letter))
         made.append(Grammar("regex", letter))
     assert list(compiler._kept) == made[1:]
     assert len(reads) == 1, "the tokenizer is read once"
 
 
-def test_threads_that_need_one_grammar_wait_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_of_many_requests_has_a_lexer_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, often = GrammarCompiler(byte_level().to_str, 330, (1,), most=5, lexers=3), Grammar("regex", "a+b")
+    for requests in (1, 2, 3, 3):
+        compiler.prepare(often)
+        lexers = [compiler.begin(often)[1] for _ in range(6)]
+        assert len(set(lexers)) == requests and lexers[:requests] == lexers[requests : 2 * requests], "in turn"
+    matchers = [compiler.begin(often)[0] for _ in range(3)]
+    assert all(each.consume_tokens(compiler.tokenizer().tokenize_str("aab")) for each in matchers)
+    monkeypatch.setattr("holdfast.lm.grammar.compiler.SHORT", 0.0)
+    dear = Grammar("regex", "c")
+    for _ in range(3):
+        compiler.prepare(dear)
+        assert compiler.begin(dear)[1] not in lexers and len(compiler._kept[dear].matchers) == 1
+    for letter in "de":
+        compiler.prepare(Grammar("regex", letter))
+    assert often not in compiler._kept, "all its matchers count"
+
+
+def test_threads_that_need_a_new_grammar_wait_for_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, compiled = GrammarCompiler(byte_level().to_str, 330, (1,)), list[Grammar]()
     compile_one = compiler._compile
 
-    def slowly(grammar: Grammar) -> LLMatcher:
+    def slowly(grammar: Grammar) -> Compiled:
         compiled.append(grammar)
         time.sleep(0.05)
         return compile_one(grammar)
@@ -112,9 +129,9 @@ def test_threads_that_need_one_grammar_wait_for_one_of_them(monkeypatch: pytest.
     monkeypatch.setattr(compiler, "_compile", slowly)
     good, bad = Grammar("regex", "ab"), Grammar("regex", "(a")
     with ThreadPoolExecutor(6) as threads:
-        running = [threads.submit(compiler.matcher, grammar) for grammar in (good, bad) * 3]
-    assert compiled.count(good) == 1 and len({id(each.result()) for each in running[::2]}) == 3
-    assert compiled.count(bad) == 1 and {str(each.exception()) for each in running[1::2]} != {"None"}
+        running = [threads.submit(compiler.begin, grammar) for grammar in (good, bad) * 3]
+    assert compiled.count(good) == 1 and len({id(each.result()[0]) for each in running[::2]}) == 3
+    assert compiled.count(bad) == 1 and all(isinstance(each.exception(), GrammarError) for each in running[1::2])
     assert list(compiler._kept) == [good], "what cannot be followed is not kept"
 
 
@@ -143,7 +160,7 @@ def test_byte_level_and_sentencepiece_vocabularies_spell_any_text(make: object, 
     compiler = GrammarCompiler(tokenizer.to_str, vocab, (tokenizer.token_to_id(end),))
     text = Text(tokenizer)
     answer = 'hello "wörld" 日本 😀'
-    matcher = compiler.matcher(Grammar("lark", "start: " + json.dumps(answer, ensure_ascii=False)))
+    matcher, _ = compiler.begin(Grammar("lark", "start: " + json.dumps(answer, ensure_ascii=False)))
     tokens = list(matcher.compute_ff_tokens())
     assert tokens and matcher.consume_tokens(tokens)
     while not matcher.is_stopped() and (more := matcher.compute_ff_tokens()):
@@ -160,18 +177,18 @@ def test_an_added_token_that_the_model_has_no_logits_for_is_left_out() -> None:
     compiler = GrammarCompiler(tokenizer.to_str, vocab, (1,))
     assert accepts(compiler, Grammar("regex", "[a-z]+"), "hello")
     with pytest.raises(GrammarError, match="unknown special token"):
-        compiler.matcher(Grammar("lark", "start: <spare3>"))
+        compiler.prepare(Grammar("lark", "start: <spare3>"))
 
 
 def test_a_tokenizer_that_spells_no_bytes_is_refused_by_name() -> None:
     compiler = GrammarCompiler(word_piece().to_str, 10, (5,))
     with pytest.raises(GrammarError, match="tokenizer cannot follow a grammar"):
-        compiler.matcher(Grammar("regex", "a"))
+        compiler.prepare(Grammar("regex", "a"))
 
 
 def test_a_model_without_an_end_token_is_refused_by_name() -> None:
     with pytest.raises(GrammarError, match="no end-of-sequence token"):
-        GrammarCompiler(byte_level().to_str, 330, ()).matcher(Grammar("regex", "a"))
+        GrammarCompiler(byte_level().to_str, 330, ()).prepare(Grammar("regex", "a"))
 
 
 def test_a_mask_has_a_bit_for_each_token_and_an_even_number_of_words(compiler: GrammarCompiler) -> None:

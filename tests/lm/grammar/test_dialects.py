@@ -52,13 +52,13 @@ def test_right_answers_match_and_wrong_ones_do_not(
 
 def test_an_unknown_keyword_is_ignored_only_if_asked_for(compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError, match="Unimplemented keys"):
-        compiler.matcher(schema_grammar({**PAIR, "uniqueItems": True}))
-    compiler.matcher(schema_grammar({**PAIR, "uniqueItems": True}, lenient=True))
+        compiler.prepare(schema_grammar({**PAIR, "uniqueItems": True}))
+    compiler.prepare(schema_grammar({**PAIR, "uniqueItems": True}, lenient=True))
 
 
 def test_a_schema_that_allows_nothing_is_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarError):
-        compiler.matcher(schema_grammar(False))
+        compiler.prepare(schema_grammar(False))
 
 
 def test_a_structure_that_no_trigger_begins_is_refused_by_name() -> None:

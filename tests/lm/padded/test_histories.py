@@ -20,8 +20,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.lm.kernels.sampling.sample import sample
-from holdfast.lm.padded import executor
+from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler
 from holdfast.lm.padded.abilities import probe
 from holdfast.lm.types import Abilities
 from tests.late_streams import LateStream
@@ -108,12 +107,14 @@ def test_each_row_gets_what_it_gets_alone_on_a_gpu(family: str, second_stream: b
 def test_a_token_that_is_drawn_late_beside_the_batch_is_the_one_that_its_row_goes_on_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def late(*args: Any, **options: Any) -> torch.Tensor:
+    draw = Sampler.draw
+
+    def late(*args: Any, **options: Any) -> Drawn:
         if torch.cuda.current_stream() != torch.cuda.default_stream():
             torch.cuda._sleep(20_000_000)
-        return sample(*args, **options)
+        return draw(*args, **options)
 
-    monkeypatch.setattr(executor, "sample", late)
+    monkeypatch.setattr(Sampler, "draw", late)
     assert "embed" in run("llama", range(HISTORIES), "cuda", second_stream=True)
 
 

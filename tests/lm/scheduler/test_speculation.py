@@ -166,6 +166,29 @@ def test_while_drafts_pay_a_step_waits_for_the_tokens_before_it() -> None:
     ], "the host tells the last token, since a row has drawn others behind it"
 
 
+def test_few_decodes_without_drafts_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of them alone would take as long as one of all, while the others wait for it."""
+
+    def partly(name: str, position: int) -> int:
+        """Text of which about half repeats itself."""
+        return random.Random(f"{name} {position}").choice([300, 300, 301])
+
+    def sizes() -> tuple[set[int], float]:
+        model = cost(row=6e-6)
+        device = Device(speculating(model, rows=128), model, partly, host=5e-4)
+        seconds = device.run(*create_requests(*[8] * 24, max_tokens=200))
+        drafting = [plan.step for plan in device.seen if plan.samples]
+        assert len(drafting) > 3
+        decodes = [plan for plan in device.seen if drafting[0] <= plan.step < drafting[-1]]
+        return {len(plan.segments) for plan in decodes if plan.step < drafting[0] + 50}, seconds
+
+    waiting, seconds = sizes()
+    assert min(waiting) >= 12
+    monkeypatch.setattr(Speculation, "_too_few", lambda *_: False)
+    apart, longer = sizes()
+    assert min(apart) < 12 and longer > seconds
+
+
 def test_drafting_ends_with_the_repetition_and_comes_back_with_it() -> None:
     model = cost(row=1e-5)
 

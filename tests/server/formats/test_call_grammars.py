@@ -77,7 +77,7 @@ class Model:
 
     def answer(self, grammar: Grammar, most: int = 1500) -> list[int] | None:
         """The tokens of an answer; None for one that does not end."""
-        matcher, tokens = self.compiler.matcher(grammar), list[int]()
+        (matcher, _), tokens = self.compiler.begin(grammar), list[int]()
         mask = np.zeros(self.compiler.words, np.int32)
         while len(tokens) < most:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -14,6 +14,7 @@ from holdfast.engine.rank_messages import (
     Allocate,
     Copied,
     Failed,
+    Loaded,
     Measured,
     PlanReader,
     PlanWriter,
@@ -90,6 +91,7 @@ def test_commands_and_answers_arrive_as_they_were_sent():
     for command in (StartRank(EngineConfig(tp=2, cache_gb=0.5), "/tmp/x"), Allocate(3, 4)):
         assert decode_command(encode(command)) == command
     for answer in (
+        Loaded(64, "a digest"),
         Measured(memory),
         Stepped((1, 2), 0.25),
         Stepped((), 0.25, (), ((TokenLogprobs(-0.5, (1,), (-0.5,)),), ())),

@@ -166,9 +166,9 @@ def test_after_a_failure_nothing_can_be_asked_of_the_ranks(engine):
 
 
 def test_a_seat_goes_through_a_command_line():
-    seat = Seat(2, Ticket(3, (Bell(4, 5), Bell(6, 7)), 1024), Ticket(8, (Bell(9, 10),), 512), 11, 4)
+    seat = Seat(2, Ticket(3, (Bell(4, 5), Bell(6, 7)), 1024), Ticket(8, (Bell(9, 10),), 512), 11, 12, 4)
     assert Seat.from_json(seat.to_json()) == seat
-    assert seat.descriptors == [*range(3, 12)]
+    assert seat.descriptors == [*range(3, 13)]
 
 
 @pytest.mark.parametrize(

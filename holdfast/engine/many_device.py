@@ -115,7 +115,7 @@ class ManyDevice(LanguageDevice):
     def host(self) -> ManyHost | None:
         return None if self._own.host is None else ManyHost(self._own.host, self._ranks)
 
-    @property
+    @cached_property
     def host_parts(self) -> list[HostPart]:
         """The bytes of the host tier's blocks by rank; empty without one. Raises RuntimeError before `allocate`.
 

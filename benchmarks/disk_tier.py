@@ -345,7 +345,7 @@ def write_for_ever(directory: Path, known: list[bytes], seed: int) -> None:
             first = own * thread + draw.randrange(own - count)
             numbers = [draw.randrange(NUMBERS) for _ in range(count)]
             blocks = [TierBlock(bytes([each]) * 32, each, slot=first + at) for at, each in enumerate(numbers)]
-            store.write(blocks, [memoryview(known[each]) for each in numbers], [time.time()] * count)
+            store.write(blocks, [(memoryview(known[each]),) for each in numbers], [time.time()] * count)
 
     for thread in range(4):
         threading.Thread(target=write, args=(thread,), daemon=True).start()
@@ -369,8 +369,8 @@ def kills(count: int, directory: Path) -> dict[str, Any]:
         stored = store.stored()
         least = min(least, len(stored)) if kill > 50 else least
         blocks = [TierBlock(each.digest, each.place, slot=each.slot) for each in stored]
-        targets = [memoryview(target)[at * SIZE : (at + 1) * SIZE] for at in range(len(blocks))]
-        for block, data, outcome in zip(blocks, targets, store.read(blocks, targets), strict=True):
+        targets = [(memoryview(target)[at * SIZE : (at + 1) * SIZE],) for at in range(len(blocks))]
+        for block, (data,), outcome in zip(blocks, targets, store.read(blocks, targets), strict=True):
             read += outcome == "done"
             refused += outcome != "done"
             wrong += outcome == "done" and data != known[block.digest[0]]
@@ -386,7 +386,7 @@ def bad_files(directory: Path) -> dict[str, Any]:
     known, store, draw = [contents(number) for number in range(PLACES)], open_store(directory), random.Random(5)
     store.stored()
     blocks = [TierBlock(bytes([number]) * 32, number, slot=number) for number in range(PLACES)]
-    store.write(blocks, [memoryview(data) for data in known], [time.time()] * PLACES)
+    store.write(blocks, [(memoryview(data),) for data in known], [time.time()] * PLACES)
     store.close()
     (own,) = directory.glob("kv-*")
     bad = draw.sample(range(PLACES - 10), 100)
@@ -404,7 +404,7 @@ def bad_files(directory: Path) -> dict[str, Any]:
     store = open_store(directory)
     stored = store.stored()
     blocks = [TierBlock(each.digest, each.place, slot=each.slot) for each in stored]
-    outcomes = store.read(blocks, [memoryview(bytearray(SIZE)) for _ in blocks])
+    outcomes = store.read(blocks, [(memoryview(bytearray(SIZE)),) for _ in blocks])
     left = len(store.stored())
     store.close()
     return {
@@ -417,7 +417,7 @@ def index_time(directory: Path, places: int = 100_000) -> dict[str, Any]:
     """How long an engine takes to read the index of so many blocks."""
     store = DiskStore(directory, places * (4096 + ENTRY_BYTES), 64, {"weights": "1"})
     store.stored()
-    data = memoryview(bytes(64))
+    data = (memoryview(bytes(64)),)
     blocks = [TierBlock(slot.to_bytes(32, "big"), 0, slot=slot) for slot in range(places)]
     store.write(blocks, [data] * places, [time.time()] * places)
     began = time.perf_counter()

@@ -87,12 +87,19 @@ def directory_of(shape: dict[str, Any], tokenizer: str = "") -> str:
     return directory
 
 
-def started(shape: dict[str, Any], tokenizer: str = "", **options: Any) -> tuple[Engine, dict[str, float]]:
-    """An engine with random weights of a shape, and the seconds of each stage of its start."""
+def started(
+    shape: dict[str, Any], tokenizer: str = "", *, model: str = "", secret: bytes = b"", **options: Any
+) -> tuple[Engine, dict[str, float]]:
+    """An engine with random weights of a shape, and the seconds of each stage of its start.
+
+    Blocks move between engines of one `secret` that have the same `model`, a directory of the shape.
+    """
     marks = [("starting", time.perf_counter())]
+    directory = model or directory_of(shape, tokenizer)
     engine = build_engine(
-        EngineConfig(model=directory_of(shape, tokenizer), load_format="random", **{"max_waiting": 10_000} | options),
+        EngineConfig(model=directory, load_format="random", **{"max_waiting": 10_000} | options),
         on_progress=lambda stage: marks.append((stage, time.perf_counter())),
+        chunk_secret=secret,
     )
     marks.append(("ready", time.perf_counter()))
     return engine, {stage: round(end - start, 2) for (stage, start), (_, end) in pairwise(marks)}

@@ -1,13 +1,14 @@
 """Several GPUs on one model: right or wrong, and where a step's time goes.
 
-    python benchmarks/many_gpus.py [--seconds 110] [--parts group small killed served] [--shape 8b] [--layouts tp2]
+    python benchmarks/many_gpus.py [--seconds 110] [--parts group small moved killed served] [--layouts tp2]
 
 `group` checks what two GPUs tell each other outside of sums, and sampling in shards against whole rows. `small`
 compares the tokens of a small float32 model on layouts of two GPUs with those on one: greedy, drawn, filtered, by a
-grammar, suspended to the host, in random histories with aborts; `--family olmo2` has norms over all heads. `killed`
-kills a rank while steps run. `served` times decode steps at 1, 32 and 128 rows, the prefill of 8 prompts of 8,192
-tokens, and shows the kernels of a decode step on rank 0. Each part is a process of its own, which is killed when its
-time is over. Without GPUs the part `small` runs on CPU processes. Prints JSON lines as results come.
+grammar, suspended to the host, in random histories with aborts; `--family olmo2` has norms over all heads. `moved` moves
+conversations between two engines of a layout, and by the disk to a new one, and compares what these answer with the
+first one. `killed` kills a rank while steps run. `served` times decode steps at 1, 32 and 128 rows, the prefill of 8
+prompts of 8,192 tokens, and shows the kernels of a decode step on rank 0. Each part is a process of its own, which is
+killed when its time is over. Without GPUs the part `small` runs on CPU processes. Prints JSON lines as results come.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +31,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-LIMITS = {"group": 40.0, "small": 100.0, "killed": 45.0, "served": 100.0}
+LIMITS = {"group": 40.0, "small": 100.0, "moved": 100.0, "killed": 45.0, "served": 100.0}
 """Most seconds of each part."""
 PIECE_ROWS = 600
 """Rows of logits that go to the other device in several pieces."""
@@ -296,6 +298,85 @@ def tell_gaps(shape: dict[str, Any], differing: list[tuple[str, str, int, int, A
     engine.loop.close()
 
 
+# --- moved
+
+
+def answer(loop: Any, prompt: tuple[int, ...]) -> tuple[list[int], int]:
+    """The greedy answer to a prompt, and how many of its tokens were there."""
+    from holdfast.core.types import Request, SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    loop.add(Request("moved", prompt, params, arrival=time.monotonic()))
+    tokens, cached = list[int](), 0
+    while loop.stats().waiting or loop.stats().running:
+        for output in loop.step() or ():
+            tokens += output.tokens
+            cached = output.cached_tokens
+    return tokens, cached
+
+
+def bring(source: Any, target: Any, prompt: tuple[int, ...]) -> Any:
+    """Move a prompt's state between two engines of this process. What the target says of it."""
+    from holdfast.core.types import Identity
+    from holdfast.engine.messages import FetchChunks
+    from holdfast.lm.memory.digests import block_digests
+
+    chain = block_digests(Identity().root(), prompt[: len(prompt) // 16 * 16], 16)
+    target.moves.fetch(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))
+    told: list[Any] = []
+    while not told or source.moves.ready or target.moves.ready:
+        for engine in (source, target):
+            told += engine.moves.answers()
+            if engine.loop.has_work():
+                engine.loop.step()
+    return told[0]
+
+
+def moved(arguments: argparse.Namespace) -> None:
+    """Each answer is compared with that of the engine where the conversation began: the same steps over the same state.
+
+    Nothing is priced, so all that is there is brought.
+    """
+    from llama8b import directory_of
+
+    options = small_options() | dict(cache_gb=200 * BLOCK / 1e9, eviction="lru", chunk_host="127.0.0.1")
+    options |= dict(secret=b"moved", model=directory_of(SMALL_SHAPE))
+    for layout in arguments.layouts_small:
+        kept = dict(disk_cache_dir=tempfile.mkdtemp(prefix="many-gpus-"), disk_cache_gb=400 * BLOCK / 1e9)
+        source, target = (engine_of(layout, SMALL_SHAPE, **options, **more) for more in ({}, kept))
+        for engine in (source, target):
+            while engine.loop.stats().host_blocks_ready < engine.info.num_host_blocks:
+                time.sleep(0.01)
+        choose, turns, wrong = random.Random(7), [], []
+        for number in range(6):
+            first = tuple(choose.choices(range(1, VOCAB), k=choose.randint(100, 300)))
+            prompt = (*first, *answer(source.loop, first)[0], *choose.choices(range(1, VOCAB), k=9))
+            answer(source.loop, prompt)
+            expected, cached = answer(source.loop, prompt)
+            came = bring(source, target, prompt)
+            if (
+                came.reason
+                or came.tokens != len(prompt) // 16 * 16
+                or answer(target.loop, prompt) != (expected, cached)
+            ):
+                wrong.append(("moved", number, came.tokens, came.reason))
+            turns.append((prompt, expected))
+        target.tiers.flush(target.loop, 10)
+        for engine in (source, target):
+            engine.moves.close()
+            engine.loop.close()
+        again = engine_of(layout, SMALL_SHAPE, **options, **kept)
+        for number, (prompt, expected) in enumerate(turns):
+            found = answer(again.loop, prompt)
+            if found[0] != expected or not found[1]:
+                wrong.append(("from the disk", number, found[1]))
+        stats = again.loop.stats()
+        tell("moved", layout=layout, wrong=wrong, turns=len(turns), on_disk=stats.prefix_hits_on_disk)
+        again.moves.close()
+        again.loop.close()
+        shutil.rmtree(kept["disk_cache_dir"])
+
+
 # --- killed
 
 
@@ -358,6 +439,7 @@ def served(arguments: argparse.Namespace) -> None:
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "group": group,
     "small": small,
+    "moved": moved,
     "killed": killed,
     "served": served,
 }
@@ -414,7 +496,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=["tp2"], help="of the part `served`")
     parser.add_argument(
-        "--layouts-small", nargs="*", choices=LAYOUTS, default=["tp2", "pp2"], help="of the part `small`"
+        "--layouts-small", nargs="*", choices=LAYOUTS, default=["tp2", "pp2"], help="of the parts `small` and `moved`"
     )
     parser.add_argument("--family", choices=FAMILIES, default="llama", help="of the part `small`")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1], help="of the histories of the part `small`")

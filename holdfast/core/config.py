@@ -448,12 +448,6 @@ class EngineConfig:
                 raise ValueError(f"{said} and host_cache_gb is 0: it lies behind the host tier; give that a size")
             if self.executor == "padded" or self.scheduler in ROW_SCHEDULERS:
                 raise ValueError(f"{said}, which is for the paged executor; drop it")
-            for other in ("tp", "pp"):
-                if getattr(self, other) > 1:
-                    raise ValueError(
-                        f"{said} and {other} is {getattr(self, other)}: the tiers behind the host are for an engine "
-                        "on one device; drop one"
-                    )
 
     def _check_layout(self) -> None:
         """Raises ValueError for what takes the whole model on one device, where there are several."""
@@ -495,6 +489,11 @@ class EngineConfig:
     def lower_tiers(self) -> bool:
         """Whether there are tiers behind the host tier."""
         return self.disk_cache_dir is not None or self.remote_cache is not None
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether blocks of the host tier go to other engines, or to tiers behind it."""
+        return bool(self.chunk_host) or self.lower_tiers
 
     @property
     def layout(self) -> Layout:

@@ -165,11 +165,11 @@ def put_together(
     adapters = read_adapters(config, device, stages, on_progress)
     memory, shape = allocate(device, stages, on_progress)
     threads = None
-    if isinstance(device, PagedDevice):
+    if not isinstance(device, PaddedDevice):
         shape = replace(shape, block_bytes=device.block_bytes)
         if config.lower_tiers:
             with stages.stage("tiers"):
-                threads, shape = open_tiers(config, checkpoint, device, shape, weights_of(device))
+                threads, shape = open_tiers(config, checkpoint, device, shape)
     pace = pace_of(config, device.kind, memory.device, shape.executor)
     path = cached_profile_path(checkpoint.directory, device.precision, pace)
     profile = None
@@ -272,17 +272,7 @@ def moves_of(
         return "chunk_host is not set"
     if isinstance(device, PaddedDevice):
         return "padded rows hold no blocks that could move"
-    if isinstance(device, ManyDevice):
-        return f"tp is {config.tp} and pp is {config.pp}: blocks of several devices cannot move yet"
     return begin_moves(config, checkpoint, device, shape, moves, secret)
-
-
-def weights_of(device: PagedDevice) -> str:
-    """A digest of the model's weights, by which state of other weights is told apart. Raises ValueError."""
-    if not isinstance(device.model, Decoder):
-        name = device.model.spec.architecture
-        raise ValueError(f"a disk or remote cache needs a native decoder, and {name} runs by Transformers' code")
-    return digest_of_model(device.model)
 
 
 def both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[], None]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from holdfast.engine import messages
 from holdfast.engine.chunk_wire import (
@@ -35,6 +35,7 @@ from holdfast.engine.chunk_wire import (
     split_address,
 )
 from holdfast.engine.move_desk import Loan, MoveDesk, Room
+from holdfast.lm.tiers import Pieces
 from holdfast.lm.types import SchedulerStats
 
 T = TypeVar("T")
@@ -62,16 +63,21 @@ LEAST_TIMED = 1 << 16
 
 log = logging.getLogger("holdfast.engine")
 
-View = Callable[[int], memoryview]
-"""The bytes of a block of the host tier."""
+
+class Blocks(Protocol):
+    """The host tier: `holdfast.lm.execution.host_memory.HostBlocks`."""
+
+    def __getitem__(self, block: int) -> Pieces:
+        """The bytes of a block, in place."""
+        ...
 
 
 class ChunkService:
     """Serves the host tier's blocks to other engines, and fetches theirs. Its methods are for the loop's thread."""
 
-    def __init__(self, desk: MoveDesk, terms: Terms, view: View, address: str) -> None:
+    def __init__(self, desk: MoveDesk, terms: Terms, blocks: Blocks, address: str) -> None:
         """Listen at `address` (`host` or `host:port`, port 0 is any). Raises OSError, ValueError."""
-        self._desk, self._terms, self._view = desk, terms, view
+        self._desk, self._terms, self._blocks = desk, terms, blocks
         host, port = split_address(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
@@ -186,7 +192,7 @@ class ChunkService:
                     if block is None:
                         peer.send(Kind.MISSING)
                     else:
-                        peer.send(Kind.CHUNK, self._view(block))
+                        peer.send(Kind.CHUNK, *self._blocks[block])
                         self._bytes_out += self._terms.block_bytes
                 self._desk.call(loans[number].end)
         finally:
@@ -270,7 +276,7 @@ class ChunkService:
         try:
             peer.send(Kind.FETCH, b"".join(digest for _, digest in places.values()))
             for block in places:
-                if peer.receive_block(self._view(block)):
+                if peer.receive_block(self._blocks[block]):
                     filled.append(block)
         finally:
             size, seconds = len(filled) * self._terms.block_bytes, time.monotonic() - began

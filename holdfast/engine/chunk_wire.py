@@ -15,7 +15,10 @@ import socket
 import struct
 import time
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple, Self
+
+from holdfast.lm.tiers import Pieces
 
 MAGIC = b"HFCHUNK1"
 NONCE = 32
@@ -126,16 +129,17 @@ class ChunkPeer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def send(self, kind: Kind, payload: bytes | memoryview = b"") -> None:
-        """Send a frame."""
-        head = HEADER.pack(kind, len(payload), zlib.crc32(payload))
-        self._socket.settimeout(STALL_SECONDS + len(payload) / SLOWEST)
+    def send(self, kind: Kind, *payload: bytes | memoryview) -> None:
+        """Send a frame. Its payload is all of these, one after another."""
+        size = sum(map(len, payload))
+        head = HEADER.pack(kind, size, checksum_of(payload))
+        self._socket.settimeout(STALL_SECONDS + size / SLOWEST)
         head += self._tag(self._sends, self._sent, head)
-        if len(payload) <= SMALL:
-            self._socket.sendall(head + payload)
+        if size <= SMALL:
+            self._socket.sendall(b"".join((head, *payload)))
         else:
-            self._socket.sendall(head)
-            self._socket.sendall(payload)
+            for piece in (head, *payload):
+                self._socket.sendall(piece)
         self._sent += 1
 
     def refuse(self, reason: str) -> None:
@@ -148,18 +152,19 @@ class ChunkPeer:
         if size > (MAX_TEXT if kind is Kind.REFUSED else most):
             raise PeerError(f"the peer sends a {kind.name} of {size} bytes; at most {most} are taken")
         payload = bytearray(size)
-        self._body(memoryview(payload), crc)
+        self._body((memoryview(payload),), crc)
         if kind is Kind.REFUSED:
             raise PeerError(f"the peer refuses: {payload.decode(errors='replace')}")
         return kind, bytes(payload)
 
-    def receive_block(self, target: memoryview) -> bool:
+    def receive_block(self, target: Pieces) -> bool:
         """Receive a block into `target`. False if the peer does not have it; `target` is as it was then."""
+        expected = sum(map(len, target))
         kind, size, crc = self._head(STALL_SECONDS)
         if kind is Kind.MISSING and not size:
             return False
-        if kind is not Kind.CHUNK or size != len(target):
-            raise PeerError(f"the peer sends a {kind.name} of {size} bytes for a block of {len(target)}")
+        if kind is not Kind.CHUNK or size != expected:
+            raise PeerError(f"the peer sends a {kind.name} of {size} bytes for a block of {expected}")
         self._body(target, crc)
         return True
 
@@ -195,7 +200,7 @@ class ChunkPeer:
         if kind not in (Kind.PROOF, Kind.REFUSED) or size > MAX_TEXT:
             raise PeerError(f"the peer sends a {kind.name} of {size} bytes in place of its proof")
         text = bytearray(size)
-        self._body(memoryview(text), crc)
+        self._body((memoryview(text),), crc)
         if kind is Kind.REFUSED:
             raise PeerError(f"the peer refuses: {text.decode(errors='replace')}")
         return bytes(text)
@@ -213,10 +218,13 @@ class ChunkPeer:
         kind, size, crc = HEADER.unpack(head)
         return Kind(kind), size, crc
 
-    def _body(self, target: memoryview, crc: int) -> None:
-        self._fill(target, time.monotonic() + STALL_SECONDS + len(target) / SLOWEST)
-        if zlib.crc32(target) != crc:
-            raise PeerError(f"{len(target)} bytes came changed: their checksum is wrong")
+    def _body(self, target: Pieces, crc: int) -> None:
+        size = sum(map(len, target))
+        deadline = time.monotonic() + STALL_SECONDS + size / SLOWEST
+        for piece in target:
+            self._fill(piece, deadline)
+        if checksum_of(target) != crc:
+            raise PeerError(f"{size} bytes came changed: their checksum is wrong")
 
     def _fill(self, target: memoryview, deadline: float) -> None:
         at = 0
@@ -229,6 +237,14 @@ class ChunkPeer:
             if not got:
                 raise PeerError(f"the peer ended after {at} of {len(target)} bytes")
             at += got
+
+
+def checksum_of(payload: Sequence[bytes | memoryview]) -> int:
+    """CRC-32 of all of these, one after another."""
+    found = 0
+    for piece in payload:
+        found = zlib.crc32(piece, found)
+    return found
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 WORD = 8
@@ -32,6 +31,17 @@ WAKE_BYTES = 4096
 """Most wake-up bytes that are read at a time."""
 
 
+def nameless_memory() -> int:
+    """The file descriptor of memory that child processes may inherit, of no bytes yet. Raises OSError.
+
+    It has no name, so nothing is left of it when its last process has ended, even if that was killed.
+    """
+    if hasattr(os, "memfd_create"):  # it needs no room in /dev/shm, of which containers have 64 MB
+        return os.memfd_create("holdfast")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 class SharedWords:
     """Integers of 64 bits in memory that child processes inherit. It has no name, and goes with the last process."""
 
@@ -39,13 +49,11 @@ class SharedWords:
         """New memory of zeros, or that of an `inherited` file descriptor. Raises OSError."""
         size = words * WORD
         if inherited is None:
-            directory = Path("/dev/shm")
-            with tempfile.TemporaryFile(dir=directory if directory.is_dir() else None) as file:
-                file.truncate(size)
-                # Else a full /dev/shm would kill the process at its first write.
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size)
-                self.descriptor = os.dup(file.fileno())
+            self.descriptor = nameless_memory()
+            os.ftruncate(self.descriptor, size)
+            # Else a lack of memory would kill the process at its first write.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.descriptor, 0, size)
         else:
             self.descriptor = inherited
         self._map = mmap.mmap(self.descriptor, size)

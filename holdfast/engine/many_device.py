@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
 from holdfast.core.types import Grammar
+from holdfast.engine.paged import weights_of
 from holdfast.engine.rank_messages import (
     Allocate,
     BeginHost,
@@ -30,6 +32,7 @@ from holdfast.engine.rank_messages import (
 )
 from holdfast.engine.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, STEP_SECONDS, Ranks
 from holdfast.lm.execution.executor import PagedExecutor, PagedMemory
+from holdfast.lm.execution.host_memory import HostPart
 from holdfast.lm.execution.link_times import LinkTimes
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.grammar.matchers import Matchers
@@ -55,7 +58,7 @@ class ManyDevice(LanguageDevice):
 
     def __init__(self, own: PagedDevice, ranks: Ranks, loaded: Sequence[Loaded]) -> None:
         """`own` is rank 0's part; `loaded` is what the other ranks have said of theirs."""
-        self._own, self._ranks = own, ranks
+        self._own, self._ranks, self._loaded = own, ranks, loaded
         self.block_bytes = own.block_bytes + sum(other.block_bytes for other in loaded)
         """Of a block of the cache, on all ranks together."""
         self.max_step_tokens = own.max_step_tokens
@@ -113,6 +116,25 @@ class ManyDevice(LanguageDevice):
     @property
     def host(self) -> ManyHost | None:
         return None if self._own.host is None else ManyHost(self._own.host, self._ranks)
+
+    @cached_property
+    def host_parts(self) -> list[HostPart]:
+        """The bytes of the host tier's blocks by rank; empty without one. Raises RuntimeError before `allocate`.
+
+        They are as all ranks have them once a copy is complete (`StepResult`). The configuration must move blocks.
+        """
+        kept = self.memory.host_cache
+        if kept is None:
+            return []
+        others = zip(self._ranks.hosts, self._loaded, strict=True)
+        parts = [HostPart.shared(memory, kept.num_blocks, loaded.block_bytes) for memory, loaded in others]
+        return [*self._own.host_parts, *parts]
+
+    @property
+    def weights(self) -> str:
+        """A digest of all ranks' weights, where there are tiers behind the host tier. Raises ValueError."""
+        digests = [weights_of(self._own), *(loaded.weights for loaded in self._loaded)]
+        return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
     def follow(self, matchers: Matchers) -> None:
         """As `PagedDevice.follow`, where rank 0 draws: it gives the others its masks."""

@@ -24,6 +24,7 @@ from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.models.shard import shard_of
 from holdfast.lm.scheduler.choice import capacity_of
 from holdfast.lm.types import DEFAULT_TOKEN_BUDGET
+from holdfast.training.base import digest_of_model
 
 LARGE_STEP = 16
 """Steps of many whole prompts hold at most this many default token budgets, unless the budget is configured.
@@ -43,22 +44,33 @@ def check_layout(config: EngineConfig, checkpoint: Checkpoint) -> None:
         )
 
 
+def weights_of(device: PagedDevice) -> str:
+    """A digest of the weights on a device, by which state of other weights is told apart. Raises ValueError."""
+    if not isinstance(device.model, Decoder):
+        name = device.model.spec.architecture
+        raise ValueError(f"a disk or remote cache needs a native decoder, and {name} runs by Transformers' code")
+    return digest_of_model(device.model)
+
+
 def threads_of(config: EngineConfig) -> int:
     """CPU threads of each rank: they share the cores."""
     return max(1, (config.threads or torch.get_num_threads()) // config.layout.ranks)
 
 
-def make_rank(config: EngineConfig, rank: int, meeting: str, stages: Stages | None = None) -> PagedChoice:
+def make_rank(
+    config: EngineConfig, rank: int, meeting: str, stages: Stages | None = None, *, host: int | None = None
+) -> PagedChoice:
     """One rank's part of the model, on its device. All ranks do this at the same time.
 
-    `meeting` is a directory of these ranks alone, where they find each other.
+    `meeting` is a directory of these ranks alone, where they find each other. `host` is the file descriptor of memory
+    that rank 0 can map as well: the rank lays its part of the host tier there if rank 0 moves its blocks.
     """
     if rank:
         torch.set_num_threads(threads_of(config))
     device = resolve_device(config.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    place = Place(config.layout, rank, device, meeting)
+    place = Place(config.layout, rank, device, meeting, host if config.moves_blocks else None)
     return make_paged_device(config, Checkpoint.of(config), stages, place)
 
 

@@ -104,6 +104,8 @@ class Loaded(Message, tag="loaded"):
 
     block_bytes: int
     """What a block of the cache takes on this rank: its layers, and its heads."""
+    weights: str = ""
+    """A digest of this part, where there are tiers behind the host tier."""
 
 
 class Measured(Message, tag="measured"):

@@ -64,11 +64,12 @@ class Rank:
         start = self._next()
         assert isinstance(start, messages.StartRank), f"the first command was {start}"
         gc.disable()  # it would look at all modules again and again while they are imported
-        from holdfast.engine.paged import make_rank, rank_grammars  # it imports PyTorch
+        from holdfast.engine.paged import make_rank, rank_grammars, weights_of  # it imports PyTorch
 
-        device = make_rank(start.config, self._seat.rank, start.meeting).device
+        device = make_rank(start.config, self._seat.rank, start.meeting, host=self._seat.host).device
         self._grammars = rank_grammars(start.config, self._seat.rank, device)
-        self._answer(messages.Loaded(device.block_bytes))
+        weights = weights_of(device) if start.config.lower_tiers else ""
+        self._answer(messages.Loaded(device.block_bytes, weights))
         self._obey(device, reports=start.config.pp > 1 and start.config.layout.shard_of(self._seat.rank) == 0)
 
     def fail(self, error: BaseException) -> NoReturn:

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine import rank_messages as messages
-from holdfast.engine.mailbox import LINE, WORD, Bell, Mailbox, Reader, SharedWords, Ticket
+from holdfast.engine.mailbox import LINE, WORD, Bell, Mailbox, Reader, SharedWords, Ticket, nameless_memory
 from holdfast.engine.process import FAILED, STALE_SECONDS, in_words
 from holdfast.engine.spawn import child_environment
 
@@ -63,12 +63,14 @@ class Seat(NamedTuple):
     commands: Ticket
     answers: Ticket
     board: int
+    host: int
+    """Memory for its part of the host tier, which rank 0 can map as well."""
     ranks: int
 
     @property
     def descriptors(self) -> list[int]:
         """All that the process must inherit."""
-        return [*self.commands.descriptors, *self.answers.descriptors, self.board]
+        return [*self.commands.descriptors, *self.answers.descriptors, self.board, self.host]
 
     def to_json(self) -> str:
         """As one argument of a command line."""
@@ -77,12 +79,12 @@ class Seat(NamedTuple):
     @classmethod
     def from_json(cls, text: str) -> Seat:
         """The seat that `to_json` wrote."""
-        rank, commands, answers, board, ranks = json.loads(text)
+        rank, commands, answers, *rest = json.loads(text)
         first, second = (
             Ticket(memory, tuple(Bell(*bell) for bell in bells), capacity)
             for memory, bells, capacity in (commands, answers)
         )
-        return cls(rank, first, second, board, ranks)
+        return cls(rank, first, second, *rest)
 
 
 class Board:
@@ -112,6 +114,7 @@ class _Rank(NamedTuple):
     process: subprocess.Popen[bytes]
     answers: Mailbox
     reader: Reader
+    host: int
 
     @property
     def name(self) -> str:
@@ -173,6 +176,11 @@ class Ranks:
     def pids(self) -> list[int]:
         """The process ids of ranks 1 and up."""
         return [rank.process.pid for rank in self._ranks]
+
+    @property
+    def hosts(self) -> list[int]:
+        """By rank, from 1 up: the file descriptor of the memory in which it may lay its part of the host tier."""
+        return [rank.host for rank in self._ranks]
 
     def send(self, command: messages.Command) -> None:
         """Send all ranks a command. Raises RankFailure."""
@@ -269,13 +277,16 @@ class Ranks:
         for mailbox in (self._commands, *(rank.answers for rank in self._ranks)):
             mailbox.close()
         self._board.close()
+        for rank in self._ranks:
+            os.close(rank.host)
         for bell in (self._bell, *self._commands.bells):
             bell.close()
 
     def _start(self, number: int) -> _Rank:
         """Start the process of a rank. Raises OSError."""
         answers = Mailbox((self._bell,))
-        seat = Seat(number, self._commands.ticket, answers.ticket, self._board.descriptor, self.layout.ranks)
+        host = nameless_memory()
+        seat = Seat(number, self._commands.ticket, answers.ticket, self._board.descriptor, host, self.layout.ranks)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "holdfast.engine.rank_work", str(os.getpid()), seat.to_json()],
             stdin=subprocess.PIPE,  # end of file tells the rank that we are gone
@@ -283,7 +294,7 @@ class Ranks:
             pass_fds=seat.descriptors,
             env=child_environment(),
         )
-        return _Rank(number, process, answers, answers.reader())
+        return _Rank(number, process, answers, answers.reader(), host)
 
     def _receive(self) -> None:
         """Sort what has arrived."""

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from holdfast.core.version import __version__
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.chunk_service import ChunkService
 from holdfast.engine.chunk_wire import Terms
+from holdfast.engine.many_device import ManyDevice
 from holdfast.engine.move_desk import MoveDesk
+from holdfast.engine.paged import weights_of
 from holdfast.lm.execution.disk_store import DiskStore
+from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.tier_threads import TierThreads
@@ -27,22 +31,21 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 
 
 def open_tiers(
-    config: EngineConfig, checkpoint: Checkpoint, device: PagedDevice, shape: EngineShape, weights: str
+    config: EngineConfig, checkpoint: Checkpoint, device: PagedDevice | ManyDevice, shape: EngineShape
 ) -> tuple[TierThreads, EngineShape]:
     """The threads of the tiers behind the host tier, and the engine's shape with them.
 
-    `weights` is a digest of the model's weights: state of others is never read. Raises ValueError and OSError.
+    State of other weights or another layout is never read. Raises ValueError and OSError.
     """
-    host = device.memory.host_cache
-    if host is None:
+    parts = device.host_parts
+    if not parts:
         raise ValueError("a disk or remote cache lies behind the host tier, and there is none; set host_cache_gb")
     identity = {
         "version": __version__,
-        "weights": weights,
+        "weights": device.weights if isinstance(device, ManyDevice) else weights_of(device),
         "files": versions_of_files(checkpoint) if config.quantization != "none" else "",
         "precision": shape.precision,
-        "layout": repr(tuple(host.data.shape[:2]) + tuple(host.data.shape[3:])),
-        "dtype": str(host.data.dtype),
+        "layout": layout_of(config, device, parts),
         "byte order": sys.byteorder,
     }
     disk = remote = None
@@ -57,7 +60,14 @@ def open_tiers(
         stored=() if disk is None else tuple(disk.stored()),
         remote=remote is not None,
     )
-    return TierThreads(host, disk, remote, time.monotonic), replace(shape, lower=lower)
+    return TierThreads(HostBlocks(parts), disk, remote, time.monotonic), replace(shape, lower=lower)
+
+
+def layout_of(config: EngineConfig, device: PagedDevice | ManyDevice, parts: Sequence[HostPart]) -> str:
+    """What a block is made of, in words: the bytes of each rank, and what rank 0's are."""
+    data = device.memory.cache.data
+    sizes = "+".join(str(part.block_bytes) for part in parts)
+    return f"tp {config.tp}, pp {config.pp}, {sizes} bytes, {data.dtype} {tuple(data[:, :, 0].shape)}"
 
 
 def versions_of_files(checkpoint: Checkpoint) -> str:
@@ -69,7 +79,7 @@ def versions_of_files(checkpoint: Checkpoint) -> str:
 def begin_moves(
     config: EngineConfig,
     checkpoint: Checkpoint,
-    device: PagedDevice,
+    device: PagedDevice | ManyDevice,
     shape: EngineShape,
     moves: MoveDesk,
     secret: bytes,
@@ -78,15 +88,14 @@ def begin_moves(
 
     Raises ValueError for an address that cannot be listened at.
     """
-    chunks = device.host_bytes
-    if chunks is None:
+    parts = device.host_parts
+    if not parts:
         return "there is no host tier, through which blocks move"
-    cache = device.memory.cache
-    block = tuple(cache.data[:, :, 0].shape)
-    layout = f"{shape.model}, {shape.precision}, {cache.data.dtype}, {block}, {digest_of_files(config, checkpoint)}"
+    block = layout_of(config, device, parts)
+    layout = f"{shape.model}, {shape.precision}, {block}, {digest_of_files(config, checkpoint)}"
     terms = Terms(secret or secrets.token_bytes(32), layout, device.block_bytes)
     try:
-        moves.service = ChunkService(moves, terms, lambda block: memoryview(chunks[block]), config.chunk_host)
+        moves.service = ChunkService(moves, terms, HostBlocks(parts), config.chunk_host)
     except OSError as error:
         raise ValueError(f"chunk_host is {config.chunk_host}: {error.strerror or error}") from None
     return ""

@@ -16,6 +16,9 @@ Outcome = Literal["done", "missing", "corrupt", "failed"]
 
 NO_SLOT = -1
 
+Pieces = tuple[memoryview, ...]
+"""The bytes of a block of the host tier, in place: what each rank of the engine keeps of it, in rank order."""
+
 
 class TierBlock(NamedTuple):
     """A block that a job moves, or asks for."""

@@ -28,6 +28,11 @@ def contents(number):
     return random.Random(number).randbytes(SIZE)
 
 
+def in_parts(block):
+    """A block as two ranks of unequal shares keep it."""
+    return memoryview(block)[:150], memoryview(block)[150:]
+
+
 class Side:
     """An engine without a model: its memory, its service, and a thread in place of its loop."""
 
@@ -35,7 +40,7 @@ class Side:
         self.memory = [bytearray(SIZE) for _ in range(blocks)]
         self.scheduler = create_scheduler(host_blocks=blocks)
         self.desk = MoveDesk(self.scheduler, time.monotonic)
-        self.service = ChunkService(self.desk, TERMS, lambda block: memoryview(self.memory[block]), "127.0.0.1")
+        self.service = ChunkService(self.desk, TERMS, [in_parts(each) for each in self.memory], "127.0.0.1")
         self.desk.service = self.service
         self.told = []
         self.turn = threading.Event()

@@ -1,5 +1,6 @@
 """The connection between two engines: who may talk, what arrives, and what ends it."""
 
+import random
 import socket
 import struct
 import threading
@@ -14,6 +15,7 @@ from holdfast.engine.chunk_wire import (
     HEADER,
     MAGIC,
     NONCE,
+    SMALL,
     TAG,
     ChunkPeer,
     Kind,
@@ -24,6 +26,7 @@ from holdfast.engine.chunk_wire import (
     split_address,
 )
 
+DATA = random.Random(1).randbytes(2 * SMALL)
 OURS = Terms(b"secret", "model, float32, (2, 2, 16, 2, 16)", 1000)
 
 
@@ -40,18 +43,20 @@ def listening(terms=OURS, answer=lambda peer: None):
         yield f"127.0.0.1:{server.getsockname()[1]}", pool.submit(serve)
 
 
-def test_frames_and_blocks_arrive_as_they_were_sent():
+@pytest.mark.parametrize("size", [1000, 2 * SMALL])
+def test_frames_and_blocks_arrive_as_they_were_sent_whatever_parts_they_lie_in(size):
     def answer(peer):
         asked = peer.receive(most=100)
-        peer.send(Kind.CHUNK, memoryview(b"x" * 1000))
+        peer.send(Kind.CHUNK, *(memoryview(DATA)[at : at + 250] for at in range(0, size, 250)))
         peer.send(Kind.MISSING)
         return asked
 
     with listening(answer=answer) as (address, answered), ChunkPeer.connect(address, OURS) as peer:
         peer.send(Kind.FETCH, b"d" * 32)
-        block = bytearray(1000)
-        assert peer.receive_block(memoryview(block)) and block == b"x" * 1000
-        assert not peer.receive_block(memoryview(block)) and block == b"x" * 1000
+        block = bytearray(size)
+        parts = memoryview(block)[:333], memoryview(block)[333:]
+        assert peer.receive_block(parts) and block == DATA[:size]
+        assert not peer.receive_block(parts) and block == DATA[:size]
         assert answered.result() == (Kind.FETCH, b"d" * 32)
 
 
@@ -151,15 +156,16 @@ def changed(way):
 def test_a_block_that_comes_changed_or_cut_raises(way, reason):
     sending = listening(answer=changed(way))
     with sending as (address, _), ChunkPeer.connect(address, OURS) as peer, pytest.raises(PeerError, match=reason):
-        peer.receive_block(memoryview(bytearray(1000)))
+        peer.receive_block((memoryview(bytearray(1000)),))
 
 
 def test_a_frame_that_is_sent_twice_raises():
     sending = listening(answer=changed(lambda data: data + data))
     with sending as (address, _), ChunkPeer.connect(address, OURS) as peer:
-        assert peer.receive_block(memoryview(bytearray(1000)))
+        block = (memoryview(bytearray(1000)),)
+        assert peer.receive_block(block)
         with pytest.raises(PeerError, match="a frame was changed"):
-            peer.receive_block(memoryview(bytearray(1000)))
+            peer.receive_block(block)
 
 
 def test_more_bytes_than_the_receiver_takes_are_refused_before_they_are_read():

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
-from holdfast.core.types import Grammar, Request, SamplingParams
-from holdfast.engine import in_service
+from holdfast.core.types import Grammar, Identity, Request, SamplingParams
+from holdfast.engine import in_service, many_device
 from holdfast.engine.build import build_engine
-from holdfast.engine.many_device import combined
+from holdfast.engine.many_device import ManyDevice, combined
+from holdfast.engine.messages import ChunksFetched, ChunksFound, FetchChunks
 from holdfast.engine.paged import threads_of
 from holdfast.engine.profiles import CostProfile
+from holdfast.engine.rank_messages import Loaded
 from holdfast.lm.execution import cost_profile
+from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.types import MemoryMeasurement
 from tests.checkpoints import VOCAB, make
 from tests.engine.conftest import SMALL
@@ -53,7 +58,7 @@ def make_engine(tmp_path_factory):
         patch.setattr(in_service, "SECONDS", 0.3)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         options = {**SMALL, "model": str(directory), "token_budget": 48}
-        yield lambda **changes: build_engine(EngineConfig(**{**options, **changes}))
+        yield lambda **changes: build_engine(EngineConfig(**{**options, **changes}), chunk_secret=b"for tests only")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,7 @@ def test_the_ranks_hold_the_blocks_that_one_process_would(engine):
     )
     assert info.memory.device.startswith(f"{info.tp * info.pp} × CPU")
     assert len(engine.ranks.pids) == info.tp * info.pp - 1
-    assert not info.chunk_address and info.chunk_reason.startswith(f"tp is {info.tp} and pp is {info.pp}")
+    assert info.chunk_address and not info.chunk_reason
     assert engine.loop._steps_in_flight == 1 + info.pp
 
 
@@ -177,6 +182,91 @@ def test_a_random_history_with_aborts_gives_the_tokens_of_one_process(engine, al
         got = given.get(name, [])
         assert got == (expected[: len(got)] if name in aborted else expected)
     assert (loop.stats().running, loop.stats().waiting, loop.stats().blocks_used) == (0, 0, 0)
+
+
+def chain_of(tokens):
+    """The digests of the full blocks of these tokens."""
+    return block_digests(Identity().root(), tokens[: len(tokens) // 16 * 16], 16)
+
+
+def turn(engine, tokens):
+    """The greedy answer to a prompt, and how many of its tokens were there."""
+    engine.loop.add(Request("turn", tokens, LONG, arrival=time.monotonic()))
+    answer, cached = [], 0
+    while engine.loop.stats().waiting or engine.loop.stats().running:
+        for output in engine.loop.step() or ():
+            answer += output.tokens
+            cached = output.cached_tokens
+    return tuple(answer), cached
+
+
+def fetch(source, target, tokens, stop=False):
+    """Fetch the state of these tokens from an engine, or stop as soon as that has begun. What the target says of it."""
+    chain, told, deadline = chain_of(tokens), [], time.monotonic() + 20
+    target.moves.fetch(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))
+    if stop:
+        target.moves.stop(1)
+    while not told or source.moves.ready or target.moves.ready:
+        assert time.monotonic() < deadline
+        for engine in (source, target):
+            told += engine.moves.answers()
+            if engine.loop.has_work():
+                engine.loop.step()
+    for engine in (source, target):
+        check_scheduler(engine.loop.planner)
+        assert engine.moves._filling == engine.loop.planner.pool.host.held == 0
+    (answer,) = told
+    return answer
+
+
+def talk(alone, seed, turns):
+    """The prompts of a conversation's turns, each with what one process answers."""
+    choose, tokens = random.Random(seed), ()
+    for _ in range(turns):
+        tokens += prompt_of(choose, 150 if not tokens else 5)
+        answer = tuple(alone(tokens, LONG))
+        yield tokens, answer
+        tokens += answer
+
+
+@layouts((2, 1), (1, 2))
+def test_a_conversation_moves_to_an_engine_of_its_layout_then_to_disk_and_goes_on(engine, alone, make_engine, tmp_path):
+    first, second, third = talk(alone, 20, 3)
+    layout = {"tp": engine.info.tp, "pp": engine.info.pp}
+    disk = {"disk_cache_dir": str(tmp_path), "disk_cache_gb": 400 * BLOCK / 1e9}
+    config = {**TIERS, **disk, "chunk_host": "127.0.0.1", "eviction": "lru"}  # nothing is priced
+    assert turn(engine, first[0])[0] == first[1]
+    target = make_engine(**config, **layout)
+    assert fetch(engine, target, second[0], stop=True) == ChunksFetched(1, 0, "the move was stopped")
+    assert fetch(engine, target, second[0]) == ChunksFetched(1, 192, "")
+    assert turn(target, second[0]) == (second[1], 192)
+    target.tiers.flush(target.loop, 5)
+    target.moves.close()
+    target.loop.close()
+    if layout["pp"] > 1:
+        return  # below, no layout differs
+    again = make_engine(**config, **layout)
+    assert again.moves.find(1, chain_of(third[0])) == ChunksFound(1, device=0, host=0, lower=240)
+    assert turn(again, third[0]) == (third[1], 240)
+    assert again.loop.stats().blocks_corrupt == 0
+    again.moves.close()
+    again.loop.close()
+    whole = make_engine(**config)
+    assert whole.moves.find(1, chain_of(third[0])) == ChunksFound(1, 0, 0, 0), "files of two ranks are not read"
+    refused = fetch(engine, whole, second[0])
+    assert refused.tokens == 0
+    assert "ours are four-layers, float32, tp 2, pp 1, 8192+8192 bytes" in refused.reason
+    assert "its blocks are four-layers, float32, tp 1, pp 1, 16384 bytes" in refused.reason
+    whole.moves.close()
+    whole.loop.close()
+
+
+def test_the_digest_of_the_weights_is_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(many_device, "weights_of", lambda own: "first")
+    own = SimpleNamespace(block_bytes=1, max_step_tokens=1)
+    ranks = [("a", "b", "c"), ("a", "c", "b"), ("a", "b", "d")]
+    found = {ManyDevice(own, None, [Loaded(1, each) for each in weights]).weights for weights in ranks}
+    assert len(found) == 3
 
 
 def test_ranks_share_the_threads():

@@ -46,6 +46,13 @@ def test_random_histories_on_two_gpus_give_the_tokens_of_one(layout: str, family
     assert all(line["suspended"] and line["swapped_in"] for line in histories)
 
 
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_conversations_move_between_engines_of_two_gpus_and_come_back_from_the_disk(layout: str) -> None:
+    [moved] = [line for line in results_of("moved", "--layouts-small", layout) if line["kind"] == "moved"]
+    assert moved["wrong"] == []
+    assert moved["turns"] == 6 and moved["on_disk"] > 0
+
+
 def test_a_killed_rank_ends_the_engine_within_a_second_and_leaves_no_memory_taken() -> None:
     lines = results_of("killed")
     [killed] = [line for line in lines if line["kind"] == "killed"]

@@ -15,6 +15,7 @@ from holdfast.engine.rank_messages import (
     CompileGrammar,
     Copied,
     Failed,
+    Loaded,
     Measured,
     PlanReader,
     PlanWriter,
@@ -98,6 +99,7 @@ def test_commands_and_answers_arrive_as_they_were_sent():
     ):
         assert decode_command(encode(command)) == command
     for answer in (
+        Loaded(64, "a digest"),
         Measured(memory),
         Stepped((1, 2), 0.25),
         Stepped((), 0.25, (), ((TokenLogprobs(-0.5, (1,), (-0.5,)),), ())),

@@ -35,6 +35,15 @@ def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def nameless_memory_of(pid):
+    """The sizes in bytes of the shared memory that a process maps, none of which may have a name that could stay."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    shared = [line.split(maxsplit=5) for line in lines if "/memfd:" in line or "/dev/shm" in line]
+    assert all(name.startswith("/memfd:") and name.endswith("(deleted)") for *_, name in shared)
+    bounds = [[int(bound, 16) for bound in line[0].split("-")] for line in shared]
+    return [stop - start for start, stop in bounds]
+
+
 @pytest.fixture
 def engine(small):
     """An engine of two shards in this process, and its ranks."""
@@ -88,9 +97,12 @@ async def test_streams_end_with_the_rank_that_is_killed_or_hangs(checkpoint, num
 async def test_an_idle_engine_ends_with_its_rank_and_ranks_with_their_engine(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for victim in ("rank", "engine"):
-        client = await EngineClient.start(EngineConfig(**{**SMALL, "model": str(checkpoint), "pp": 2}))
+        options = {**SMALL, "model": str(checkpoint), "pp": 2, "chunk_host": "127.0.0.1", "host_cache_gb": 0.004}
+        client = await EngineClient.start(EngineConfig(**options))
         try:
             (rank,) = children_of(client.pid)
+            for pid in (rank, client.pid):
+                assert client.info.num_host_blocks * client.info.memory.block // 2 in nameless_memory_of(pid)
             os.kill(rank if victim == "rank" else client.pid, signal.SIGKILL)
             await asyncio.wait_for(client.dead.wait(), 20)
             assert (f"rank 1 (process {rank}) was killed" in client.reason) == (victim == "rank")
@@ -166,9 +178,9 @@ def test_after_a_failure_nothing_can_be_asked_of_the_ranks(engine):
 
 
 def test_a_seat_goes_through_a_command_line():
-    seat = Seat(2, Ticket(3, (Bell(4, 5), Bell(6, 7)), 1024), Ticket(8, (Bell(9, 10),), 512), 11, 4)
+    seat = Seat(2, Ticket(3, (Bell(4, 5), Bell(6, 7)), 1024), Ticket(8, (Bell(9, 10),), 512), 11, 12, 4)
     assert Seat.from_json(seat.to_json()) == seat
-    assert seat.descriptors == [*range(3, 12)]
+    assert seat.descriptors == [*range(3, 13)]
 
 
 @pytest.mark.parametrize(

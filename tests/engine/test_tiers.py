@@ -151,8 +151,6 @@ async def test_an_engine_process_keeps_conversations_over_its_end(tiny):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"tp": 2}, "disk_cache_dir is set and tp is 2"),
-        ({"pp": 2}, "disk_cache_dir is set and pp is 2"),
         ({"host_cache_gb": 0}, "host_cache_gb is 0"),
         ({"prefix_sharing": False}, "prefix_sharing is off"),
         ({"executor": "padded"}, "paged executor"),

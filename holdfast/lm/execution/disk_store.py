@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.lm.tiers import Outcome, StoredBlock, TierBlock
+from holdfast.lm.tiers import Outcome, Pieces, StoredBlock, TierBlock
 
 FORMAT = 2
 """Raised whenever the bytes in the files mean something else."""
@@ -28,8 +28,8 @@ ENTRY_BYTES = 64
 PAGE = 4096
 RUN_BYTES = 1 << 20
 """Bytes of one read or write, roughly: large enough for a disk's full rate, small enough to check some meanwhile."""
-MOST_BLOCKS = 512
-"""Blocks of one read or write. A system takes at most 1,024 pieces, and each may need one for the gap behind it."""
+MOST_PIECES = 1024
+"""Pieces of memory of one read or write: as many as Linux takes."""
 LEAST_LEFT = 1 << 30
 """Bytes of the file system that are left to others."""
 IDENTITY = re.compile(r"kv-[0-9a-f]{32}")
@@ -120,10 +120,10 @@ class DiskStore:
             found.append(StoredBlock(slot, digest, place, max(0.0, now - used)))
         return sorted(found, key=lambda block: -block.age)
 
-    def write(self, blocks: Sequence[TierBlock], data: Sequence[memoryview], used: Sequence[float]) -> list[Outcome]:
+    def write(self, blocks: Sequence[TierBlock], data: Sequence[Pieces], used: Sequence[float]) -> list[Outcome]:
         """Write blocks to their places. `used` is when each was last used, in seconds of `time.time`."""
         outcomes: list[Outcome] = ["failed"] * len(blocks)
-        for first, run in self._runs(blocks):
+        for first, run in self._runs(blocks, data):
             try:
                 self._clear(first, len(run))
                 sums = [checksum_of(blocks[at], data[at]) for at in run]
@@ -143,10 +143,10 @@ class DiskStore:
                 outcomes[at] = "done"
         return outcomes
 
-    def read(self, blocks: Sequence[TierBlock], targets: Sequence[memoryview]) -> list[Outcome]:
+    def read(self, blocks: Sequence[TierBlock], targets: Sequence[Pieces]) -> list[Outcome]:
         """Read each block into its target. Unless it is `done`, its place is cleared, and the target holds anything."""
         outcomes: list[Outcome] = ["failed"] * len(blocks)
-        asked = [*self._runs(blocks)]
+        asked = [*self._runs(blocks, targets)]
         for first, run in asked:  # the device is busy with all of them from now on, while the first are checked
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._blocks, first * self._stride, len(run) * self._stride, os.POSIX_FADV_WILLNEED)
@@ -169,9 +169,10 @@ class DiskStore:
                     self._clear(first + number)
         return outcomes
 
-    def _runs(self, blocks: Sequence[TierBlock]) -> Iterator[tuple[int, list[int]]]:
+    def _runs(self, blocks: Sequence[TierBlock], data: Sequence[Pieces]) -> Iterator[tuple[int, list[int]]]:
         """Blocks whose places follow each other: the first place, and the numbers of the blocks in order of place."""
-        first, run, most = 0, list[int](), max(1, min(MOST_BLOCKS, RUN_BYTES // self._stride))
+        pieces = max(map(len, data), default=0) + 1  # each may need one for the gap behind it
+        first, run, most = 0, list[int](), max(1, min(MOST_PIECES // pieces, RUN_BYTES // self._stride))
         for at in sorted(range(len(blocks)), key=lambda at: blocks[at].slot):
             slot = blocks[at].slot
             if run and (slot != first + len(run) or len(run) == most):
@@ -183,11 +184,11 @@ class DiskStore:
         if run:
             yield first, run
 
-    def _pieces(self, data: Sequence[memoryview], run: Sequence[int]) -> tuple[list[memoryview], int]:
+    def _pieces(self, data: Sequence[Pieces], run: Sequence[int]) -> tuple[list[memoryview], int]:
         """The memory of the blocks at `run` as it lies in the file, and its bytes."""
         if not self._gap:
-            return [data[at] for at in run], len(run) * self._stride
-        pieces = [piece for at in run for piece in (data[at], self._gap)][:-1]
+            return [piece for at in run for piece in data[at]], len(run) * self._stride
+        pieces = [piece for at in run for piece in (*data[at], self._gap)][:-1]
         return pieces, len(run) * self._stride - len(self._gap)
 
     def _clear(self, first: int, count: int = 1) -> None:
@@ -203,9 +204,12 @@ class DiskStore:
                 os.close(descriptor)
 
 
-def checksum_of(block: TierBlock, data: memoryview) -> int:
+def checksum_of(block: TierBlock, data: Pieces) -> int:
     """CRC-32 of what identifies a block, and then of its bytes."""
-    return zlib.crc32(data, zlib.crc32(block.place.to_bytes(4, "little") + block.digest))
+    found = zlib.crc32(block.place.to_bytes(4, "little") + block.digest)
+    for piece in data:
+        found = zlib.crc32(piece, found)
+    return found
 
 
 def crc(data: bytes) -> bytes:

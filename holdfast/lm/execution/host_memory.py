@@ -1,16 +1,19 @@
-"""HostMemory: the memory of the host tier, pinned slab by slab while the engine starts and serves."""
+"""The memory of the host tier: HostMemory, pinned slab by slab while the engine starts and serves, and its bytes."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import mmap
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.tiers import Pieces
 
 SLAB_BYTES = 1 << 26
 """Bytes that are pinned at a time. Other calls to the driver wait meanwhile: at 256 MiB, 10% of the tokens of a stream
@@ -89,6 +92,51 @@ class HostMemory:
                 return
             self._pinned.append(slab.data_ptr())
             self.ready = stop // block_bytes
+
+
+class HostPart(NamedTuple):
+    """What one rank keeps of the blocks of the host tier."""
+
+    data: memoryview
+    """Block after block, as bytes."""
+    block_bytes: int
+
+    @classmethod
+    def of(cls, cache: KVCache) -> HostPart:
+        """The blocks of a cache. Raises ValueError for one that has them in pieces."""
+        if cache.num_blocks and not cache.data[:, :, 0].is_contiguous():
+            raise ValueError("the host tier has its blocks in pieces")
+        flat = torch.empty(0, dtype=torch.uint8).set_(cache.data.untyped_storage())
+        return cls(flat.numpy().data, cache.data[:, :, 0].nbytes)
+
+    @classmethod
+    def shared(cls, descriptor: int, num_blocks: int, block_bytes: int) -> HostPart:
+        """The blocks of another process, which has laid them in `shared_memory`. Raises OSError."""
+        return cls(memoryview(mmap.mmap(descriptor, num_blocks * block_bytes)), block_bytes)
+
+
+class HostBlocks:
+    """The bytes of the host tier's blocks, in place: what each rank keeps of a block, in rank order.
+
+    Of a block that is held (`HostPool.hold`) any thread may read them, and of one that is reserved it may write them,
+    as `HostPool.reserve` says.
+    """
+
+    def __init__(self, parts: Sequence[HostPart]) -> None:
+        """`parts` by rank."""
+        self._parts = parts
+
+    def __getitem__(self, block: int) -> Pieces:
+        return tuple([data[block * size : (block + 1) * size] for data, size in self._parts])
+
+
+def shared_memory(descriptor: int, size: int) -> torch.Tensor:
+    """So many bytes, uint8, of the memory behind a file descriptor, which other processes may map too.
+
+    Raises OSError.
+    """
+    os.ftruncate(descriptor, size)
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
 def cuda_pin(address: int, size: int, device: torch.device | None = None) -> int:

@@ -21,7 +21,7 @@ from holdfast.lm.execution.adapter_transfer import AdapterStore, AdapterTransfer
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
-from holdfast.lm.execution.host_memory import HostMemory, cuda_pin
+from holdfast.lm.execution.host_memory import HostMemory, HostPart, cuda_pin, shared_memory
 from holdfast.lm.execution.link_times import LinkTimes, time_links
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
@@ -62,6 +62,7 @@ HOST_CACHE_BYTES = 32_000_000_000
 TRANSIT_BYTES = 1_000_000_000
 """Most bytes of the host tier of a CPU, unless the config says otherwise, where blocks move between engines."""
 
+CPU = torch.device("cpu")
 SAMPLING_VARIANTS = ((False, False), (True, False), (True, True))
 """The variants of the sampling kernel: whether any row of a step draws, and whether any is filtered."""
 
@@ -107,7 +108,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """A block's bytes on all ranks together; a rank's share of them is its share of a configured size. Set before
         `measure`."""
         link = None if place is None else place.link(spec, self.max_step_tokens, config.max_sequences)
-        self._link = link
+        self._link, self._shared = link, None if place is None else place.host
         self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
         self.adapter_slots = make_slots(model, config)
         """The adapters on the device; None if none are served."""
@@ -168,17 +169,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         return self.memory.host
 
     @property
-    def host_bytes(self) -> np.ndarray | None:
-        """The blocks of the host tier as bytes [host blocks, bytes of a block]. Raises RuntimeError before `allocate`.
-
-        Of a block that is held (`HostPool.hold`) any thread may read them, and of one that is reserved it may write
-        them, as `HostPool.reserve` says.
-        """
+    def host_parts(self) -> list[HostPart]:
+        """The bytes of the host tier's blocks; empty without one. Raises RuntimeError before `allocate`."""
         kept = self.memory.host_cache
-        if kept is None:
-            return None
-        by_block = kept.data.permute(2, 0, 1, 3, 4, 5)
-        return by_block.view(torch.uint8).reshape(len(by_block), self.block_bytes).numpy()
+        return [] if kept is None else [HostPart.of(kept)]
 
     def time_links(self) -> LinkTimes:
         """Time the messages between the ranks that share the model. All of them call this at once, while no step runs.
@@ -336,7 +330,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         cache, layers, batch = self._empty(num_blocks)
         host, transfers, kept = None, None, None
         if host_blocks:
-            kept = self._cache(host_blocks, torch.device("cpu"), by_block=True)
+            kept = self._host_cache(host_blocks)
             transfers = Transfers(cache, kept, layers, self._make_stream)
             if self.kind == "cuda":
                 host = HostMemory(kept, partial(cuda_pin, device=self.device))
@@ -369,12 +363,19 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def _compile_copies(self) -> None:
         """Copy one block each way, which compiles the kernel."""
         device, number = self._cache(1, self.device), torch.zeros(1, dtype=torch.int64, device=self.device)
-        host = KVCache(torch.empty_like(self._cache(1, torch.device("cpu"), by_block=True).data, pin_memory=True))
+        host = KVCache(torch.empty_like(self._cache(1, CPU, by_block=True).data, pin_memory=True))
         copy_blocks(device, number, host, number)
         copy_blocks(host, number, device, number)
         torch.cuda.synchronize(self.device)
 
-    def _cache(self, num_blocks: int, device: torch.device, *, by_block: bool = False) -> KVCache:
+    def _host_cache(self, num_blocks: int) -> KVCache:
+        """The blocks of the host tier, each in one piece. They may lie in memory that another process maps."""
+        shared = None if self._shared is None else shared_memory(self._shared, num_blocks * self.block_bytes)
+        return self._cache(num_blocks, CPU, by_block=True, within=shared)
+
+    def _cache(
+        self, num_blocks: int, device: torch.device, *, by_block: bool = False, within: torch.Tensor | None = None
+    ) -> KVCache:
         spec = self.model.spec
         return KVCache.allocate(
             layers=spec.num_layers,
@@ -385,6 +386,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             dtype=self.cache_dtype,
             device=device,
             by_block=by_block,
+            within=within,
         )
 
     def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes) -> tuple[StepGraphs | None, StepGraphs | None]:
@@ -430,10 +432,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def _host_cache_bytes(self) -> int:
         """Bytes of the host tier. Raises MemoryError for more than the host has, or less than a block."""
         wanted = self.config.host_cache_gb
-        free, total = memory_of(torch.device("cpu"))
+        free, total = memory_of(CPU)
         if wanted == "auto":
             pinned, config = self.kind == "cuda", self.config
-            if not config.prefix_sharing or not (pinned or config.chunk_host or config.lower_tiers):
+            if not config.prefix_sharing or not (pinned or config.moves_blocks):
                 return 0
             # On a CPU both tiers are the same memory, and this one is only what blocks pass through.
             most = HOST_CACHE_BYTES if pinned else TRANSIT_BYTES

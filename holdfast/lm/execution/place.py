@@ -27,9 +27,12 @@ LOOPBACK = "127.0.0.1"
 class Place:
     """One rank's place. All ranks make theirs at the same time, and wait for each other in doing so."""
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device, meeting: str) -> None:
-        """`meeting` is a directory of these ranks alone, where they leave word how they can be reached."""
-        self.layout, self.rank, self.device = layout, rank, device
+    def __init__(self, layout: Layout, rank: int, device: torch.device, meeting: str, host: int | None = None) -> None:
+        """`meeting` is a directory of these ranks alone, where they leave word how they can be reached.
+
+        `host` is the file descriptor of the memory for the rank's part of the host tier, if another rank maps it too.
+        """
+        self.layout, self.rank, self.device, self.host = layout, rank, device, host
         self._store = FileStore(str(Path(meeting) / "ranks"), layout.ranks)
         self._store.set_timeout(TIMEOUT)
         self._everyone: dist.ProcessGroup | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from holdfast.lm.execution.disk_store import checksum_of
-from holdfast.lm.tiers import Outcome, TierBlock
+from holdfast.lm.tiers import Outcome, Pieces, TierBlock
 
 if TYPE_CHECKING:
     import redis
@@ -52,7 +52,7 @@ class RemoteStore:
             return ["failed"] * len(blocks)
         return ["done" if answer == 1 else "missing" for answer in answers]
 
-    def write(self, blocks: Sequence[TierBlock], data: Sequence[memoryview]) -> list[Outcome]:
+    def write(self, blocks: Sequence[TierBlock], data: Sequence[Pieces]) -> list[Outcome]:
         """Store these blocks. Those that the service has live longer, and are not sent again."""
         with self._client.pipeline(transaction=False) as pipeline:
             for block in blocks:
@@ -63,7 +63,7 @@ class RemoteStore:
         missing = [at for at, answer in enumerate(there) if answer != 1]
         with self._client.pipeline(transaction=False) as pipeline:
             for at in missing:
-                value = HEAD.pack(MAGIC, checksum_of(blocks[at], data[at])) + bytes(data[at])
+                value = b"".join((HEAD.pack(MAGIC, checksum_of(blocks[at], data[at])), *data[at]))
                 pipeline.set(self._name(blocks[at]), value, ex=self._lifetime)
             answers = self._execute(pipeline) if missing else []
         if answers is None:
@@ -73,7 +73,7 @@ class RemoteStore:
             outcomes[at] = "done" if answer is True else "failed"
         return outcomes
 
-    def read(self, blocks: Sequence[TierBlock], targets: Sequence[memoryview]) -> list[Outcome]:
+    def read(self, blocks: Sequence[TierBlock], targets: Sequence[Pieces]) -> list[Outcome]:
         """Read these blocks into `targets`. Those that are not `done` leave anything there."""
         with self._client.pipeline(transaction=False) as pipeline:
             for block in blocks:
@@ -83,15 +83,16 @@ class RemoteStore:
             return ["failed"] * len(blocks)
         return [self._take(*each) for each in zip(blocks, answers, targets, strict=True)]
 
-    def _take(self, block: TierBlock, value: object, target: memoryview) -> Outcome:
+    def _take(self, block: TierBlock, value: object, target: Pieces) -> Outcome:
         if value is None:
             return "missing"
         if not isinstance(value, bytes):
             return "failed"
         data = memoryview(value)[HEAD.size :]
-        if len(data) != self._block_bytes or value[: HEAD.size] != HEAD.pack(MAGIC, checksum_of(block, data)):
+        if len(data) != self._block_bytes or value[: HEAD.size] != HEAD.pack(MAGIC, checksum_of(block, (data,))):
             return "corrupt"
-        target[:] = data
+        for piece in target:
+            piece[:], data = data[: len(piece)], data[len(piece) :]
         return "done"
 
     def _name(self, block: TierBlock) -> bytes:

@@ -9,11 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from holdfast.lm.execution.disk_store import DiskStore
+from holdfast.lm.execution.host_memory import HostBlocks
 from holdfast.lm.execution.remote_store import RemoteStore
-from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.tiers import Outcome, TierDone, TierJob
 
 DISK_THREADS, REMOTE_THREADS = 4, 2
@@ -28,10 +26,10 @@ class TierThreads:
     """
 
     def __init__(
-        self, host: KVCache, disk: DiskStore | None, remote: RemoteStore | None, clock: Callable[[], float]
+        self, host: HostBlocks, disk: DiskStore | None, remote: RemoteStore | None, clock: Callable[[], float]
     ) -> None:
-        """`host` is the host tier, with each block in one piece. `clock` is the engine's."""
-        self._rows = rows_of(host)
+        """`host` is the host tier. `clock` is the engine's."""
+        self._host = host
         self._disk, self._remote = disk, remote
         self._clock_began = time.time() - clock()
         """The time at 0 of the engine's clock. Measured once, so blocks of one last use keep one on the disk."""
@@ -98,33 +96,14 @@ class TierThreads:
         self.wake()
 
     def _do(self, job: TierJob) -> list[Outcome]:
-        rows, disk, remote, blocks = self._rows, self._disk, self._remote, job.blocks
+        host, disk, remote, blocks = self._host, self._disk, self._remote, job.blocks
         if job.tier == "disk":
             assert disk is not None
             if job.kind == "write":
                 used = [self._clock_began + block.last_use for block in blocks]
-                return disk.write(blocks, [rows[block.host] for block in blocks], used)
-            return disk.read(blocks, [rows[block.host] for block in blocks])
+                return disk.write(blocks, [host[block.host] for block in blocks], used)
+            return disk.read(blocks, [host[block.host] for block in blocks])
         assert remote is not None
         if job.kind == "probe":
             return remote.probe(blocks)
-        return (remote.write if job.kind == "write" else remote.read)(blocks, [rows[block.host] for block in blocks])
-
-
-class Rows:
-    """The bytes of each block of a cache, as memory that can be read and written in place."""
-
-    def __init__(self, data: memoryview, size: int) -> None:
-        self._data, self._size = data, size
-
-    def __getitem__(self, block: int) -> memoryview:
-        return self._data[block * self._size : (block + 1) * self._size]
-
-
-def rows_of(cache: KVCache) -> Rows:
-    """The bytes of each block. Raises ValueError for a cache that has its blocks in pieces."""
-    size = cache.data[:, :, 0].nbytes
-    if cache.num_blocks and not cache.data[:, :, 0].is_contiguous():
-        raise ValueError("the host tier has its blocks in pieces")
-    flat = torch.empty(0, dtype=torch.uint8).set_(cache.data.untyped_storage())
-    return Rows(flat.numpy().data, size)
+        return (remote.write if job.kind == "write" else remote.read)(blocks, [host[block.host] for block in blocks])

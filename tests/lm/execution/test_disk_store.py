@@ -31,14 +31,20 @@ def block(number, slot):
 
 
 def write(store, number, slot, age=0.0):
-    (outcome,) = store.write([block(number, slot)], [memoryview(contents(number))], [time.time() - age])
+    (outcome,) = store.write([block(number, slot)], [(memoryview(contents(number)),)], [time.time() - age])
     return outcome
 
 
 def read(store, number, slot):
     target = bytearray(SIZE)
-    (outcome,) = store.read([block(number, slot)], [memoryview(target)])
+    (outcome,) = store.read([block(number, slot)], [(memoryview(target),)])
     return outcome, bytes(target) == contents(number)
+
+
+def in_parts(data, count):
+    """A block as so many ranks keep it."""
+    share = -(-len(data) // count)
+    return tuple(data[at : at + share] for at in range(0, len(data), share))
 
 
 def files_of(directory):
@@ -78,27 +84,41 @@ def test_a_flipped_bit_is_found_and_its_block_is_forgotten(tmp_path):
     store.close()
 
 
-def test_blocks_written_and_read_together_each_have_their_own_outcome(tmp_path, monkeypatch):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_blocks_written_and_read_together_each_have_their_own_outcome(tmp_path, monkeypatch, parts):
     calls, (store, _) = [], open_store(tmp_path)
     monkeypatch.setattr(os, "preadv", lambda *args, inner=os.preadv: calls.append(len(args[1])) or inner(*args))
     places = {5: 9, 3: 4, 4: 7, 20: 1}  # by place on the disk, the number of the block
     blocks = [block(number, slot) for slot, number in places.items()]
-    assert store.write(blocks, [memoryview(contents(each)) for each in places.values()], [0.0] * 4) == ["done"] * 4
+    data = [in_parts(memoryview(contents(each)), parts) for each in places.values()]
+    assert store.write(blocks, data, [0.0] * 4) == ["done"] * 4
     wanted = [*blocks, block(2, 6)]
     targets = [memoryview(bytearray(SIZE)) for _ in wanted]
-    assert store.read(wanted, targets) == ["done"] * 4 + ["corrupt"], "nothing was written to the last"
+    assert store.read(wanted, [in_parts(data, parts) for data in targets]) == ["done"] * 4 + ["corrupt"], (
+        "nothing was written to the last"
+    )
     assert [bytes(data) for data in targets[:4]] == [contents(each) for each in places.values()]
-    assert calls == [7, 1], "neighbours, with what lies between them, come by one call"
+    assert calls == [4 * parts + 3, parts], "neighbours, with what lies between them, come by one call"
     store.close()
     store, stored = open_store(tmp_path)
     assert {each.slot: each.digest[0] for each in stored} == places
     store.close()
 
 
+def test_neighbours_of_many_ranks_come_in_no_more_pieces_than_the_system_takes(tmp_path):
+    store, _ = open_store(tmp_path, size=2_000_000)
+    blocks = [block(number, number) for number in range(80)]
+    assert store.write(blocks, [in_parts(memoryview(contents(n)), 16) for n in range(80)], [0.0] * 80) == ["done"] * 80
+    targets = [memoryview(bytearray(SIZE)) for _ in blocks]
+    assert store.read(blocks, [in_parts(data, 64) for data in targets]) == ["done"] * 80
+    assert [bytes(data) for data in targets] == [contents(number) for number in range(80)]
+    store.close()
+
+
 def test_where_a_read_fails_the_blocks_beside_it_still_come(tmp_path, monkeypatch):
     store, _ = open_store(tmp_path)
     blocks = [block(number, number) for number in range(3)]
-    store.write(blocks, [memoryview(contents(number)) for number in range(3)], [0.0] * 3)
+    store.write(blocks, [(memoryview(contents(number)),) for number in range(3)], [0.0] * 3)
     stride = 12288
 
     def bad(file, pieces, at, inner=os.preadv):
@@ -107,7 +127,7 @@ def test_where_a_read_fails_the_blocks_beside_it_still_come(tmp_path, monkeypatc
         return inner(file, pieces, at)
 
     monkeypatch.setattr(os, "preadv", bad)
-    assert store.read(blocks, [memoryview(bytearray(SIZE)) for _ in blocks]) == ["done", "failed", "done"]
+    assert store.read(blocks, [(memoryview(bytearray(SIZE)),) for _ in blocks]) == ["done", "failed", "done"]
     store.close()
 
 

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import mmap
+import os
+import random
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from holdfast.engine.mailbox import nameless_memory
 from holdfast.lm.execution import host_memory
-from holdfast.lm.execution.host_memory import HostMemory, slabs
+from holdfast.lm.execution.host_memory import HostBlocks, HostMemory, HostPart, shared_memory, slabs
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4
 
 
-def cache(num_blocks: int) -> KVCache:
+def cache(num_blocks: int, within: torch.Tensor | None = None, *, by_block: bool = True) -> KVCache:
     return KVCache.allocate(
         layers=2, num_blocks=num_blocks, block_size=16, num_kv_heads=2, head_dim=16, dtype=torch.float32, device="cpu",
-        by_block=True,
+        by_block=by_block, within=within,
     )  # fmt: skip
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    """Memory that several processes may map."""
+    descriptor = nameless_memory()
+    yield descriptor
+    os.close(descriptor)
 
 
 class Locks:
@@ -114,6 +126,74 @@ def test_slabs_cover_everything_once_and_meet_at_bounds_of_pages(address: int, s
     assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
     assert ranges[-1][1] == size
     assert all((address + stop) % mmap.PAGESIZE == 0 for _, stop in ranges[:-1])
+
+
+def test_a_block_is_what_each_rank_keeps_of_it_one_part_after_another(descriptor: int) -> None:
+    own, other = cache(5), cache(5, shared_memory(descriptor, 5 * BLOCK_BYTES))
+    for number, each in enumerate((own, other)):
+        each.data.copy_(torch.arange(5.0).view(1, 1, 5, 1, 1, 1) + 10 * number)
+    blocks = HostBlocks([HostPart.of(own), HostPart.shared(descriptor, 5, BLOCK_BYTES)])
+    assert [torch.frombuffer(part, dtype=torch.float32).unique().tolist() for part in blocks[3]] == [[3.0], [13.0]]
+    for part in blocks[4]:
+        part[:] = bytes(BLOCK_BYTES)
+    assert not own.data[:, :, 4].any() and not other.data[:, :, 4].any()
+    assert own.data[:, :, 3].unique() == 3.0 and other.data[:, :, 3].unique() == 13.0
+
+
+def test_another_process_sees_what_is_written_to_shared_memory(descriptor: int) -> None:
+    shared_memory(descriptor, 2 * BLOCK_BYTES)[BLOCK_BYTES:] = 7
+    if (child := os.fork()) == 0:
+        data, _ = HostPart.shared(descriptor, 2, BLOCK_BYTES)
+        right = bytes(data) == bytes(BLOCK_BYTES) + bytes([7]) * BLOCK_BYTES
+        data[:1] = b"c"
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bytes(HostPart.shared(descriptor, 2, BLOCK_BYTES).data[:2]) == b"c\0"
+
+
+def test_blocks_in_pieces_are_refused() -> None:
+    with pytest.raises(ValueError, match="in pieces"):
+        HostPart.of(cache(3, by_block=False))
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_blocks_in_pinned_shared_memory_beside_its_host(descriptor: int) -> None:
+    """As a rank's part of the host tier that rank 0 maps as well."""
+    kept = cache(1000, shared_memory(descriptor, 1000 * BLOCK_BYTES))
+    seen = HostPart.shared(descriptor, 1000, BLOCK_BYTES).data
+    flat = torch.empty(0, dtype=torch.uint8).set_(kept.data.untyped_storage())
+    assert not flat.is_pinned()
+    host = HostMemory(kept)
+    host.begin()
+    host.wait()
+    try:
+        assert host.ready == host.blocks == 1000
+        data = flat.numpy().data
+        assert all(torch.frombuffer(data[at:], dtype=torch.uint8).is_pinned() for at in range(0, len(data), 100_000))
+        seen[:] = random.Random(1).randbytes(len(seen))
+        before, device = bytes(seen), torch.empty(1000 * BLOCK_BYTES // 4, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # some 0.1 s, in which a copy that is not asynchronous would wait
+        slab = device.view(torch.uint8)[: 4 * mmap.PAGESIZE]
+        slab.copy_(flat[: len(slab)], non_blocking=True)
+        flat[-len(slab) :].copy_(slab, non_blocking=True)
+        under_way = torch.cuda.Event()
+        under_way.record()
+        assert not under_way.query() and bytes(seen[-len(slab) :]) == before[-len(slab) :]
+        torch.cuda.synchronize()
+        assert bytes(seen) == before[: -len(slab)] + before[: len(slab)]
+
+        from holdfast.lm.kernels.cache.copy_kernel import copy_runs
+
+        numbers, there = torch.arange(1000, device="cuda"), torch.zeros(2, 2, 1000, 16, 2, 16, device="cuda")
+        copy_runs(kept.data, numbers, there, numbers.flip(0))
+        copy_runs(there, numbers, kept.data, numbers)
+        torch.cuda.synchronize()
+        blocks = [before[at : at + BLOCK_BYTES] for at in range(0, len(before), BLOCK_BYTES)]
+        assert bytes(seen) == b"".join(reversed([*blocks[:-2], *blocks[:2]]))
+    finally:
+        host.close()
+    assert not flat.is_pinned()
 
 
 @pytest.mark.gpu

@@ -30,7 +30,10 @@ def blocks(*numbers):
 
 
 def data(*numbers):
-    return [memoryview(bytearray([number]) * SIZE) for number in numbers]
+    """Blocks as two ranks keep them, each with numbers of its own."""
+    return [
+        (memoryview(bytearray([number]) * 9), memoryview(bytearray([99 - number]) * (SIZE - 9))) for number in numbers
+    ]
 
 
 def test_engines_share_what_one_of_them_writes(url):

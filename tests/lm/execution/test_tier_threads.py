@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from holdfast.lm.execution.disk_store import DiskStore
-from holdfast.lm.execution.tier_threads import DISK_THREADS, TierThreads, rows_of
+from holdfast.lm.execution.host_memory import HostBlocks, HostPart
+from holdfast.lm.execution.tier_threads import DISK_THREADS, TierThreads
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.tiers import TierBlock, TierJob
 
@@ -17,6 +18,10 @@ BLOCKS = 8
 def host_cache(by_block=True):
     sizes = dict(layers=2, num_blocks=BLOCKS, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     return KVCache.allocate(**sizes, device="cpu", by_block=by_block)
+
+
+def blocks_of(cache):
+    return HostBlocks([HostPart.of(cache)])
 
 
 def job(number, kind, *pairs):
@@ -41,7 +46,7 @@ def wait_for(threads, count):
 def test_blocks_go_to_the_disk_and_back_whole_and_somebody_is_woken(disk):
     cache, woken = host_cache(), threading.Event()
     cache.data.copy_(torch.randn(cache.data.shape))
-    threads = TierThreads(cache, disk, None, time.monotonic)
+    threads = TierThreads(blocks_of(cache), disk, None, time.monotonic)
     threads.wake = woken.set
     threads.start([job(0, "write", (3, 0), (5, 1))])
     assert wait_for(threads, 1) == {0: ("done", "done")} and woken.wait(5) and not threads.busy
@@ -54,7 +59,7 @@ def test_blocks_go_to_the_disk_and_back_whole_and_somebody_is_woken(disk):
 
 
 def test_blocks_of_one_last_use_keep_one_on_the_disk_whenever_they_are_written(disk):
-    threads = TierThreads(host_cache(), disk, None, time.monotonic)
+    threads = TierThreads(blocks_of(host_cache()), disk, None, time.monotonic)
     last = time.monotonic() - 5.0
     for number in range(3):
         threads.start([TierJob(number, "disk", "write", (TierBlock(bytes([number]) * 32, 0, 0, number, last),))])
@@ -77,7 +82,7 @@ def test_reads_come_before_writes_that_have_not_begun(disk, monkeypatch):
 
     monkeypatch.setattr(disk, "write", noted("write", disk.write))
     monkeypatch.setattr(disk, "read", noted("read", disk.read))
-    threads = TierThreads(host_cache(), disk, None, time.monotonic)
+    threads = TierThreads(blocks_of(host_cache()), disk, None, time.monotonic)
     threads.start([job(number, "write", (number % BLOCKS, number)) for number in range(DISK_THREADS + 2)])
     threads.start([job(90, "read", (0, 90)), job(91, "read", (1, 91))])
     gate.set()
@@ -90,12 +95,7 @@ def test_reads_come_before_writes_that_have_not_begun(disk, monkeypatch):
 
 def test_a_job_that_raises_has_failed_and_others_go_on(disk, monkeypatch):
     monkeypatch.setattr(disk, "read", lambda *args: 1 / 0)
-    threads = TierThreads(host_cache(), disk, None, time.monotonic)
+    threads = TierThreads(blocks_of(host_cache()), disk, None, time.monotonic)
     threads.start([job(0, "read", (0, 0)), job(1, "write", (1, 1))])
     assert wait_for(threads, 2) == {0: ("failed",), 1: ("done",)}
     threads.close()
-
-
-def test_a_host_tier_in_pieces_is_refused():
-    with pytest.raises(ValueError, match="in pieces"):
-        rows_of(host_cache(by_block=False))

@@ -41,11 +41,16 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         by_block: bool = False,
+        within: torch.Tensor | None = None,
     ) -> KVCache:
-        """Allocate this many blocks. With `by_block` each is in one piece, else each layer's keys and values are."""
+        """Allocate this many blocks. With `by_block` each is in one piece, else each layer's keys and values are.
+
+        Blocks in one piece may lie `within` memory that is there already, uint8 of just their size.
+        """
         tail = (block_size, num_kv_heads, head_dim)
         if by_block:
-            data = torch.empty(num_blocks, layers, 2, *tail, dtype=dtype, device=device)
+            shape = (num_blocks, layers, 2, *tail)
+            data = torch.empty(shape, dtype=dtype, device=device) if within is None else within.view(dtype).view(shape)
             return cls(data.permute(1, 2, 0, 3, 4, 5))
         return cls(torch.empty(layers, 2, num_blocks, *tail, dtype=dtype, device=device))
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.experts.gate import gated_product
+from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def gate_few_kernel(
     item = tl.arange(0, BLOCK_N)
     e = tl.arange(0, BLOCK_E)
     wait_for_previous(DEPENDENT)
-    score = tl.load(logits + token * experts + e, mask=e < experts, other=float("-inf"))
+    score = comparable(tl.load(logits + token * experts + e, mask=e < experts, other=float("-inf")))
     top = tl.max(score, 0)
     left = score
     best = top
@@ -91,7 +91,6 @@ def gate_few_kernel(
     for _ in range(pair % TOP_K + 1):
         best, expert = tl.max(left, 0, return_indices=True)
         left = tl.where(e == expert, float("-inf"), left)
-    expert = tl.minimum(expert, experts - 1)  # whatever NaN leads to
     share = tl.exp(best - top)
     if not NORMALIZED:
         share = share / tl.sum(tl.exp(score - top), 0)

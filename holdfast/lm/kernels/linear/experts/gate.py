@@ -1,4 +1,4 @@
-"""What an expert computes between its two products, within a kernel."""
+"""What the kernels of experts share: scores that can be compared, and what is computed between two products."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -6,6 +6,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def comparable(score):
+    """Scores with the lowest number in place of NaN, as rows of padding may have.
+
+    Threads that compare NaN in another order find another maximum. Then they would disagree on how many pairs an expert
+    has, and sort those of other tokens to wrong places.
+    """
+    return tl.where(score == score, score, -3.4e38)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
-from holdfast.lm.kernels.linear.experts.gate import gated_product
+from holdfast.lm.kernels.linear.experts.gate import comparable, gated_product
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -37,7 +37,7 @@ def route_kernel(
         score += tl.load(logits + row[:, None] + e[None, :], mask=held, other=0.0)
     if bias is not None:
         score += tl.load(bias + e, mask=e < experts, other=0.0).to(tl.float32)[None, :]
-    score = tl.where((e < experts)[None, :], score, float("-inf"))
+    score = tl.where((e < experts)[None, :], comparable(score), float("-inf"))
     top = tl.max(score, 1)
     divisor = tl.zeros([BLOCK_T], tl.float32)
     if not NORMALIZED:
@@ -45,7 +45,6 @@ def route_kernel(
     ranks = tl.full([BLOCK_T, BLOCK_E], -1, tl.int32)
     for rank in tl.static_range(TOP_K):
         best, expert = tl.max(score, 1, return_indices=True)
-        expert = tl.minimum(expert, experts - 1)  # whatever NaN leads to
         taken = e[None, :] == expert[:, None]
         score = tl.where(taken, float("-inf"), score)
         ranks = tl.where(taken & valid[:, None], rank, ranks)

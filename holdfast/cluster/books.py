@@ -30,8 +30,9 @@ class Shelf:
     blocks: OrderedDict[bytes, list[int]] = field(default_factory=OrderedDict)
     """By digest, the blocks that it stands for, and the number of its last use; the least recently used first."""
     uses: int = 0
+    """Uses so far."""
     used: int = 0
-    """Their sum."""
+    """Blocks that all digests stand for."""
     size: int | None = None
     """Blocks for which there is room; None: unknown, or without end."""
 
@@ -47,9 +48,9 @@ class PrefixMap:
     def __init__(self, most: int, stride: int = STRIDE) -> None:
         """Remembers at most `most` digests; the least recently used go first."""
         self.given_up = 0
-        """Blocks that replicas have given up for want of room."""
+        """Blocks that replicas gave up of late for want of room: both counts fade as all state is replaced."""
         self.missed = 0
-        """Those of them that were asked for again when no replica had them any more."""
+        """Blocks that were given up, and asked for again when no replica had them any more."""
         self._most, self._stride = most, stride
         self._masks: OrderedDict[bytes, int] = OrderedDict()
         """By digest, the bits of those that have it; 0: all have given it up."""
@@ -91,6 +92,8 @@ class PrefixMap:
             shelf.used -= blocks
             self.given_up += blocks
             masks[digest] &= ~(3 * shelf.bit)
+        if self.given_up > sum(each.size or 0 for each in self._shelves.values()):
+            self.given_up, self.missed = self.given_up // 2, self.missed // 2
         while len(masks) > self._most:
             digest, mask = masks.popitem(last=False)
             for each in self._shelves.values():

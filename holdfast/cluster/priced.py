@@ -346,12 +346,12 @@ class PricedRouter:
             conversation = self._conversations[key]
             allowed = [name for name in targets if name != conversation.left] or targets
             target = min(allowed, key=lambda name: (loads[name], name))
-            link, tokens, chain = able[target].link_ms_per_token or 0.0, conversation.tokens, unpack(conversation.chain)
-            lacking = len(chain) - self._there(chain, target)
-            if link * lacking * self.rules.block_size >= self.pricing.prefill(0, tokens):
-                continue
             work = self._faded(conversation.work, conversation.worked, now)
             if not draining and loads[target] + work >= loads[source]:
+                continue
+            chain, link = unpack(conversation.chain), able[target].link_ms_per_token or 0.0
+            lacking = (len(chain) - self._there(chain, target)) * self.rules.block_size
+            if link * lacking >= self.pricing.prefill(0, conversation.tokens):
                 continue
             if not draining:
                 loads[source] -= work
@@ -359,7 +359,7 @@ class PricedRouter:
             if not lacking:
                 self._hand_over(key, conversation, target, now)
                 continue
-            moves.append(Move(key, chain, lacking * self.rules.block_size, source, target))
+            moves.append(Move(key, chain, lacking, source, target))
             if len(moves) == self.rules.most_moves:
                 break
         return moves

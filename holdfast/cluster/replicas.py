@@ -285,19 +285,15 @@ class Replicas:
     async def _bring(self, turn: Turn, choice: Choice, engine: EngineClient) -> None:
         """Bring the state that a turn goes without at its replica, where that is cheaper than to compute it."""
         source = self.fleet.engines.get(choice.move_from or "")
-        price = (choice.priced or {}).get(choice.replica)
-        if source is None or price is None:
-            return
-        # From the start: what is there is not sent again, and what the map wrongly has there comes, too.
-        last = -(-(price.found.tokens + price.fetched) // self._block)
-        self._count_move(await self.mover.move(turn.chain, last, source, engine))
+        if source is not None:
+            self._count_move(await self.mover.move(turn.chain, source, engine))
 
     async def _move(self, move: Move) -> int:
         """Move an idle conversation. It belongs to its new replica once its state is there."""
         engines, tokens = self.fleet.engines, 0
         if move.source in engines and move.target in engines:
             source, target = engines[move.source], engines[move.target]
-            tokens = await self.mover.move(move.chain, len(move.chain), source, target)
+            tokens = await self.mover.move(move.chain, source, target)
         self._count_move(tokens)
         self.router.moved(move, tokens, time.monotonic())
         return tokens

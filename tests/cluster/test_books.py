@@ -26,7 +26,7 @@ class Shelves:
         self.sizes = sizes
         self.held = {name: [] for name in sizes}
         """The digests, the least recently used first."""
-        self.given_up, self.missed, self.known = 0, 0, set()
+        self.given_up, self.missed, self.missed_ever, self.known = 0, 0, 0, set()
 
     def add(self, chain, name):
         held = self.held[name]
@@ -35,11 +35,14 @@ class Shelves:
                 held.remove(digest)
             elif digest in self.known and not any(digest in each for each in self.held.values()):
                 self.missed += 1
+                self.missed_ever += 1
             held.append(digest)
         self.known.update(chain)
         lost = max(0, len(held) - self.sizes[name])
         self.given_up += lost
         del held[:lost]
+        if self.given_up > sum(self.sizes.values()):
+            self.given_up, self.missed = self.given_up // 2, self.missed // 2
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -58,7 +61,7 @@ def test_a_replica_of_known_size_has_the_blocks_that_it_used_last(seed):
         assert {name: each.there for name, each in books.find(probe).items()} == {n: h for n, h in held.items() if h}
         assert {name: books.room(name) for name in NAMES} == {n: sizes[n] - len(shelves.held[n]) for n in NAMES}
     assert (books.given_up, books.missed) == (shelves.given_up, shelves.missed)
-    assert shelves.missed > 10
+    assert shelves.missed_ever > 10
 
 
 def test_a_conversation_that_grows_takes_room_for_each_block_once():

@@ -16,6 +16,7 @@ from rich.text import Text
 from holdfast.cli.flags import flag_of, require_at_least_1, require_positive
 from holdfast.cli.output import changed_options, check_outputs, progress_bar
 from holdfast.cluster.config import MOST_REPLICAS, ClusterConfig
+from holdfast.cluster.local_spawner import cores
 from holdfast.cluster.routing import POLICIES, RouterName
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
 from holdfast.engine.checkpoint import Checkpoint, read_json
@@ -79,6 +80,9 @@ class PlanConfig:
     replica_link: str | None = option(
         None, f"link between replicas, over which --routing moves state; default: {REPLICA_LINK}"
     )
+    cores: int | None = option(
+        None, "with --routing and the --profile of a CPU: cores that all replicas share; default: those of this machine"
+    )
     seconds: float = option(60.0, "seconds during which requests arrive in each simulated run")
     jobs: int | None = option(None, "processes to use; default: one for each core")
     json: str | None = option(None, "write the candidates to this file as JSON")
@@ -86,7 +90,7 @@ class PlanConfig:
     plots: str | None = option(None, "write the report's plots into this directory, as PNG")
 
     def __post_init__(self) -> None:
-        require_at_least_1(self, "devices", "jobs")
+        require_at_least_1(self, "devices", "cores", "jobs")
         if self.devices > MAX_DEVICES:
             raise ValueError(f"devices is {self.devices}; it must be at most {MAX_DEVICES:,}")
         require_positive(self, "price", "slo_tbt", "slo_ttft", "seconds")
@@ -124,6 +128,10 @@ class PlanConfig:
             raise ValueError(f"routing {self.routing!r} is unknown; there are {', '.join(POLICIES)}")
         if self.replica_link is not None:
             look_up("link", LINKS, self.replica_link)
+        if self.cores is not None and (self.routing is None or self.profile is None):
+            raise ValueError(
+                f"cores is {self.cores}, which a router's replicas on a CPU share; give --routing and --profile"
+            )
 
     @property
     def router(self) -> RouterName | None:
@@ -215,6 +223,7 @@ def question_of(
         seconds=config.seconds,
         link=config.link,
         stage_link=config.stage_link,
+        cores=config.cores or cores(),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 STRIDE = 8
@@ -12,7 +13,7 @@ STRIDE = 8
 
 
 class Held(NamedTuple):
-    """Leading blocks of a chain that a replica has."""
+    """Blocks of a chain that a replica has."""
 
     expected: int
     """There already, or once it has computed what was sent to it."""
@@ -20,68 +21,129 @@ class Held(NamedTuple):
     """Computed: what others may copy."""
 
 
-class PrefixMap:
-    """Which replicas have which prefixes, by the digest of a prefix's last block. The least recently used goes first.
+@dataclass(slots=True)
+class Shelf:
+    """The remembered digests of one replica."""
 
-    A digest identifies all tokens up to the end of its block, so one lookup finds a prefix of any length. One block in
-    STRIDE is remembered: what is found may be that much too short, and never too long.
+    bit: int
+    """Its bit in the masks: what it is expected to have. The next higher bit is what is there."""
+    blocks: OrderedDict[bytes, list[int]] = field(default_factory=OrderedDict)
+    """By digest, the blocks that it stands for, and the number of its last use; the least recently used first."""
+    uses: int = 0
+    """Uses so far."""
+    used: int = 0
+    """Blocks that all digests stand for."""
+    size: int | None = None
+    """Blocks for which there is room; None: unknown, or without end."""
+
+
+class PrefixMap:
+    """Which replicas have which blocks of prompts, by the digest of a prefix's last block.
+
+    A digest identifies all tokens up to the end of its block. One block in STRIDE is remembered, and each chain's last
+    one: it stands for those before it, back to the last multiple of STRIDE. A replica of known size has the blocks that
+    it used last, up to that size. As in an engine, the first blocks of a chain go before its last ones.
     """
 
     def __init__(self, most: int, stride: int = STRIDE) -> None:
-        """Remembers at most `most` prefixes."""
+        """Remembers at most `most` digests; the least recently used go first."""
+        self.given_up = 0
+        """Blocks that replicas gave up of late for want of room: both counts fade as all state is replaced."""
+        self.missed = 0
+        """Blocks that were given up, and asked for again when no replica had them any more."""
         self._most, self._stride = most, stride
         self._masks: OrderedDict[bytes, int] = OrderedDict()
-        self._bits: dict[str, int] = {}
-        """By replica, its bit in the masks: what it is expected to have. The next higher bit is what is there."""
+        """By digest, the bits of those that have it; 0: all have given it up."""
+        self._shelves: dict[str, Shelf] = {}
 
     def __len__(self) -> int:
         return len(self._masks)
 
+    def resize(self, replica: str, blocks: int | None) -> None:
+        """A replica has room for so many blocks; None: unknown, or without end."""
+        self._shelf(replica).size = blocks
+
+    def room(self, replica: str) -> float:
+        """Blocks that a replica can add without giving up others; infinite where its size is not known."""
+        shelf = self._shelf(replica)
+        return inf if shelf.size is None else max(0, shelf.size - shelf.used)
+
     def add(self, chain: Sequence[bytes], replica: str, *, there: bool) -> None:
         """The replica has the blocks of this chain, or is about to compute them."""
-        masks, stride, bit = self._masks, self._stride, self._bit(replica)
-        bits = bit | bit << 1 if there else bit
+        masks, stride, shelf = self._masks, self._stride, self._shelf(replica)
+        shelf.uses += 1
+        bits = shelf.bit | shelf.bit << 1 if there else shelf.bit
         last = len(chain) - 1
         for index in (*range(stride - 1, last, stride), last) if last >= 0 else ():
-            digest = chain[index]
+            digest, held = chain[index], shelf.blocks
+            if digest in held:
+                held.move_to_end(digest)
+                held[digest][1] = shelf.uses
+            else:
+                start = index - index % stride
+                blocks = index + 1 - start - sum(held[each][0] for each in chain[start:index] if each in held)
+                held[digest] = [blocks, shelf.uses]
+                shelf.used += blocks
+                self.missed += blocks if masks.get(digest) == 0 else 0
             masks[digest] = masks.get(digest, 0) | bits
             masks.move_to_end(digest)
+        while shelf.size is not None and shelf.used > shelf.size:
+            digest, (blocks, _) = shelf.blocks.popitem(last=False)
+            shelf.used -= blocks
+            self.given_up += blocks
+            masks[digest] &= ~(3 * shelf.bit)
+        if self.given_up > sum(each.size or 0 for each in self._shelves.values()):
+            self.given_up, self.missed = self.given_up // 2, self.missed // 2
         while len(masks) > self._most:
-            masks.popitem(last=False)
+            digest, mask = masks.popitem(last=False)
+            for each in self._shelves.values():
+                if mask & each.bit:
+                    each.used -= each.blocks.pop(digest)[0]
+
+    def give_way(self, chain: Sequence[bytes], replica: str) -> None:
+        """Another replica gets this chain: what this one has used for nothing else since goes first."""
+        held, latest = self._shelf(replica).blocks, 0
+        for digest in reversed(chain):
+            if digest in held:
+                latest = latest or held[digest][1]
+                if held[digest][1] == latest:
+                    held.move_to_end(digest, last=False)
 
     def find(self, chain: Sequence[bytes]) -> dict[str, Held]:
         """By replica, how much of this chain it has; without those that have nothing."""
-        masks, bits = self._masks, self._bits
-        expected: dict[str, int] = {}
-        there: dict[str, int] = {}
-        for index in range(len(chain) - 1, -1, -1):
-            mask = masks.get(chain[index])
-            if mask:
-                for replica, bit in bits.items():
-                    if mask & bit and replica not in expected:
-                        expected[replica] = index + 1
-                    if mask & bit << 1 and replica not in there:
-                        there[replica] = index + 1
-                if len(there) == len(bits):
-                    break
-        return {replica: Held(blocks, there.get(replica, 0)) for replica, blocks in expected.items()}
+        masks, stride, counts = self._masks, self._stride, Counter[int]()
+        for start in range(0, len(chain), stride):
+            seen = 0
+            for index in range(min(start + stride, len(chain)) - 1, start - 1, -1):
+                new = masks.get(chain[index], 0) & ~seen
+                if new:
+                    counts[new] += index + 1 - start
+                    seen |= new
+        found = {}
+        for replica, shelf in self._shelves.items():
+            expected = sum(blocks for mask, blocks in counts.items() if mask & shelf.bit)
+            if expected:
+                there = sum(blocks for mask, blocks in counts.items() if mask & shelf.bit << 1)
+                found[replica] = Held(expected, there)
+        return found
 
     def forget(self, replica: str) -> None:
-        """This replica has nothing any more. Takes time in proportion to the whole map."""
-        bit = self._bits.pop(replica, 0)
-        if bit:
-            for digest in [digest for digest, mask in self._masks.items() if mask & bit]:
-                self._masks[digest] &= ~(bit | bit << 1)
-                if not self._masks[digest]:
-                    del self._masks[digest]
+        """This replica has nothing any more."""
+        shelf = self._shelves.pop(replica, None)
+        if shelf is None:
+            return
+        for digest in shelf.blocks:
+            self._masks[digest] &= ~(3 * shelf.bit)
+            if not self._masks[digest]:
+                del self._masks[digest]
 
-    def _bit(self, replica: str) -> int:
-        bit = self._bits.get(replica)
-        if bit is None:
-            taken = {*self._bits.values()}
+    def _shelf(self, replica: str) -> Shelf:
+        shelf = self._shelves.get(replica)
+        if shelf is None:
+            taken = {each.bit for each in self._shelves.values()}
             bit = next(1 << place for place in range(0, 2 * len(taken) + 1, 2) if 1 << place not in taken)
-            self._bits[replica] = bit
-        return bit
+            shelf = self._shelves[replica] = Shelf(bit)
+        return shelf
 
 
 @dataclass(slots=True)

@@ -37,23 +37,19 @@ class Mover:
         """Whether state can be moved to and from this engine."""
         return bool(engine.chunk_address)
 
-    async def move(
-        self, chain: Sequence[bytes], start: int, stop: int, source: EngineClient, target: EngineClient
-    ) -> int:
-        """Bring blocks [start, stop) of a chain from one engine to another. Returns how many tokens have come.
+    async def move(self, chain: Sequence[bytes], source: EngineClient, target: EngineClient) -> int:
+        """Bring those blocks of a chain that the source has and the target lacks. Returns how many tokens have come.
 
         It is fewer, or none, if the source has them no more, if one of the two ends, or if it takes far too long:
         nothing is lost then, and the rest is computed again.
         """
-        stop = min(stop, len(chain))
-        tokens = (stop - start) * self._block_size
-        if tokens <= 0 or not (self.can(source) and self.can(target)):
+        tokens = len(chain) * self._block_size
+        if not tokens or not (self.can(source) and self.can(target)):
             return 0
         began, came = time.monotonic(), 0
         limit = PATIENCE_SECONDS + PATIENCE * tokens * self.ms_per_token / 1e3
         with suppress(TimeoutError, EngineDead):
-            indices = list(range(start, stop))
-            came = await asyncio.wait_for(target.fetch(chain, indices, source.chunk_address), limit)
+            came = await asyncio.wait_for(target.fetch(chain, range(len(chain)), source.chunk_address), limit)
         seconds = time.monotonic() - began
         if came >= LEAST_TOKENS:
             self.ms_per_token += WEIGHT * (seconds * 1e3 / came - self.ms_per_token)

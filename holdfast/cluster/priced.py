@@ -177,6 +177,9 @@ class PricedRouter:
         while another is fair to choose.
         """
         able = ready(replicas)
+        for replica in replicas:
+            size = None if replica.most_tokens is None else replica.most_tokens // self.rules.block_size
+            self.prefixes.resize(replica.name, size)
         known = self.known(turn)
         if found is not None:
             told = {replica.name: found(replica.name) for replica in replicas}
@@ -216,7 +219,8 @@ class PricedRouter:
                 lift += tokens * replica.host_ms_per_token
         # Each step of the prompt carries the decodes along, and so does the one that it waits for.
         slower = self.requests[replica.name].per_token * (1 + work / self.pricing.step)
-        return Price(wait + slower, bring + lift, work, found, brought, copied)
+        displaced = self._displaced(replica.name, turn.prompt_tokens + turn.output_estimate - have)
+        return Price(wait + slower, bring + lift, work, found, brought, copied, displaced)
 
     def fair(self, loads: Mapping[str, float]) -> set[str]:
         """The replicas that may get a turn under these loads in ms."""
@@ -231,6 +235,7 @@ class PricedRouter:
         token = self.pricing.token(turn.prompt_tokens + turn.output_estimate // 2)
         if choice.move_from is not None and price is not None:
             self._occupy(choice.move_from, choice.replica, price.link, now)
+            self.prefixes.give_way(turn.chain, choice.move_from)
         key = self._key(turn) or (turn.chain[-1].hex() if turn.chain else None)
         underway = Underway(choice.replica, work, token * turn.output_estimate, token, turn.chain, key)
         self.requests.sent(request, underway, now)
@@ -279,17 +284,16 @@ class PricedRouter:
 
     def moved(self, move: Move, tokens: int, now: float) -> None:
         """As `Router.moved`. A move of which nothing arrived changes nothing, and may be tried again."""
-        arrived = move.chain[: tokens // self.rules.block_size]
-        if arrived:
-            self.prefixes.add(arrived, move.target, there=True)
         conversation = self._conversations.get(move.key)
-        if conversation is None:
+        if conversation is not None:
+            conversation.moving = False
+        if tokens < self.rules.block_size:
             return
-        conversation.moving = False
-        if arrived and conversation.owner == move.source:
-            self._leave_idle(move.key, conversation)
-            self._give(conversation, move.target, now)
-            self._enter_idle(move.key, conversation)
+        before = self._there(move.chain, move.target)
+        self.prefixes.add(move.chain[: before + tokens // self.rules.block_size], move.target, there=True)
+        self.prefixes.give_way(move.chain, move.source)
+        if conversation is not None and conversation.owner == move.source:
+            self._hand_over(move.key, conversation, move.target, now)
 
     def lost(self, replica: str) -> None:
         """As `Router.lost`."""
@@ -342,16 +346,20 @@ class PricedRouter:
             conversation = self._conversations[key]
             allowed = [name for name in targets if name != conversation.left] or targets
             target = min(allowed, key=lambda name: (loads[name], name))
-            link, tokens = able[target].link_ms_per_token or 0.0, conversation.tokens
-            if link * tokens >= self.pricing.prefill(0, tokens):
-                continue
             work = self._faded(conversation.work, conversation.worked, now)
             if not draining and loads[target] + work >= loads[source]:
+                continue
+            chain, link = unpack(conversation.chain), able[target].link_ms_per_token or 0.0
+            lacking = (len(chain) - self._there(chain, target)) * self.rules.block_size
+            if link * lacking >= self.pricing.prefill(0, conversation.tokens):
                 continue
             if not draining:
                 loads[source] -= work
             loads[target] += work
-            moves.append(Move(key, unpack(conversation.chain), tokens, source, target))
+            if not lacking:
+                self._hand_over(key, conversation, target, now)
+                continue
+            moves.append(Move(key, chain, lacking, source, target))
             if len(moves) == self.rules.most_moves:
                 break
         return moves
@@ -397,13 +405,25 @@ class PricedRouter:
     def _occupy(self, source: str, target: str, ms: float, now: float) -> None:
         self._links[source] = self._links[target] = now + (self._link_wait(source, target, now) + ms) / 1e3
 
+    def _displaced(self, replica: str, tokens: int) -> float:
+        """Work in ms that will be done again as `tokens` new tokens of state drive out other state at a replica.
+
+        Of what had to go so far, a share came back when no replica had it any more. That much is expected of what has
+        to go next.
+        """
+        prefixes = self.prefixes
+        beyond = tokens - prefixes.room(replica) * self.rules.block_size
+        if beyond <= 0 or not prefixes.given_up:
+            return 0.0
+        return beyond * prefixes.missed / prefixes.given_up * self.pricing.step / self.rules.step_tokens
+
     def _load(self, replica: ReplicaView, now: float) -> float:
         if replica.waiting_ms is None:
             return self.load(replica.name, now)
         return replica.waiting_ms + self.requests[replica.name].decode
 
     def _rank(self, price: Price) -> float:
-        return price.total + self.rules.thrift * price.work
+        return price.total + self.rules.thrift * price.work + (1 + self.rules.thrift) * price.displaced
 
     def _key(self, turn: Turn) -> str | None:
         """The conversation that a turn continues: by its key, or by the longest known prompt that it begins with."""
@@ -425,6 +445,17 @@ class PricedRouter:
         self._blocks += len(chain) - len(conversation.chain) // DIGEST
         conversation.chain, conversation.tokens, conversation.last = b"".join(chain), tokens, now
         self._conversations.move_to_end(key)
+
+    def _hand_over(self, key: str, conversation: Conversation, replica: str, now: float) -> None:
+        """This replica has the state of a conversation that is idle, or the most of it."""
+        self._leave_idle(key, conversation)
+        self._give(conversation, replica, now)
+        self._enter_idle(key, conversation)
+
+    def _there(self, chain: Sequence[bytes], replica: str) -> int:
+        """Blocks of a chain that a replica has computed or got."""
+        held = self.prefixes.find(chain).get(replica)
+        return 0 if held is None else held.there
 
     def _enter_idle(self, key: str, conversation: Conversation) -> None:
         if conversation.owner is not None and not conversation.underway:

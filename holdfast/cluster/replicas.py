@@ -285,19 +285,15 @@ class Replicas:
     async def _bring(self, turn: Turn, choice: Choice, engine: EngineClient) -> None:
         """Bring the state that a turn goes without at its replica, where that is cheaper than to compute it."""
         source = self.fleet.engines.get(choice.move_from or "")
-        price = (choice.priced or {}).get(choice.replica)
-        if source is None or price is None:
-            return
-        first = price.found.tokens // self._block
-        last = first + -(-price.fetched // self._block)
-        self._count_move(await self.mover.move(turn.chain, first, last, source, engine))
+        if source is not None:
+            self._count_move(await self.mover.move(turn.chain, source, engine))
 
     async def _move(self, move: Move) -> int:
         """Move an idle conversation. It belongs to its new replica once its state is there."""
         engines, tokens = self.fleet.engines, 0
         if move.source in engines and move.target in engines:
             source, target = engines[move.source], engines[move.target]
-            tokens = await self.mover.move(move.chain, 0, len(move.chain), source, target)
+            tokens = await self.mover.move(move.chain, source, target)
         self._count_move(tokens)
         self.router.moved(move, tokens, time.monotonic())
         return tokens
@@ -326,10 +322,25 @@ class Replicas:
             link = self.mover.ms_per_token if movable else None
             views.append(
                 ReplicaView(
-                    replica.name, free_tokens=free, link_ms_per_token=link, lower_ms_per_token=self._lower, state=state
+                    replica.name,
+                    free_tokens=free,
+                    most_tokens=self._most_tokens(replica),
+                    link_ms_per_token=link,
+                    lower_ms_per_token=self._lower,
+                    state=state,
                 )
             )
         return views
+
+    def _most_tokens(self, replica: Replica) -> int | None:
+        """Tokens of KV that a replica's tiers hold together; None: unknown, or without end."""
+        if replica.engine is None or replica.engine.info.executor != "paged" or self.config.remote_cache is not None:
+            return None
+        info, stats = replica.engine.info, replica.stats
+        if self.config.disk_cache_dir is not None and stats is None:
+            return None
+        on_disk = 0 if stats is None else stats.disk_blocks_total
+        return (info.num_blocks + info.num_host_blocks + on_disk) * info.block_size
 
     def _turn(self, stream: Stream, key: str | None) -> Turn:
         request = stream.request

@@ -45,6 +45,8 @@ class ReplicaView:
     turns that it sent."""
     free_tokens: int | None = None
     """Tokens of KV that can be allocated without dropping state. None: unknown."""
+    most_tokens: int | None = None
+    """Tokens of KV that its tiers hold together. None: unknown, or without end."""
     link_ms_per_token: float | None = None
     """Time to bring one token's KV from another replica, at the measured rate. None: nothing is moved to it."""
     host_ms_per_token: float = 0.0
@@ -69,6 +71,8 @@ class Price:
     """Tokens that come from another replica."""
     link: float
     """How long their copy takes the link, in ms."""
+    displaced: float
+    """Work to come, as other state has to go there for this turn's: what computing it again will probably cost."""
 
     @property
     def total(self) -> float:
@@ -94,6 +98,7 @@ class Move:
     key: str
     chain: Sequence[bytes]
     tokens: int
+    """What the target lacks of it."""
     source: str
     target: str
 

@@ -175,6 +175,8 @@ class ChunkService:
             peer.send(Kind.HELD, self._ask(partial(self._desk.which, digests)))
         elif kind is Kind.FETCH:
             self._give(peer, digests)
+        elif kind is Kind.ARRIVED:
+            self._desk.call(partial(self._desk.give_way, digests))
         else:
             raise PeerError(f"the peer sends a {kind.name} in place of a question")
 
@@ -241,6 +243,7 @@ class ChunkService:
         size = max(1, min(BATCH_BYTES // self._terms.block_bytes, MOST_BLOCKS))
         batches = [found[at : at + size] for at in range(0, len(found), size)]
         rooms: list[Room] = []
+        arrived: list[bytes] = []
         try:
             for number, batch in enumerate(batches):
                 while len(rooms) < min(number + 2, len(batches)):
@@ -249,7 +252,7 @@ class ChunkService:
                 places = rooms[number].given.result(LOOP_SECONDS)
                 if stop.is_set():
                     return "the move was stopped"
-                self._fill(peer, rooms[number], places, came)
+                arrived += self._fill(peer, rooms[number], places, came)
                 if len(places) < len(batch):
                     return "the host tier has no room that is worth less"
         finally:
@@ -258,6 +261,7 @@ class ChunkService:
             for end in ends:
                 with contextlib.suppress(TimeoutError):
                     end.result(LOOP_SECONDS)
+        peer.send(Kind.ARRIVED, b"".join(arrived[-MAX_DIGESTS:]))
         return "" if len(found) == len(pairs) else "the source does not have all of it"
 
     def _held_by(self, peer: ChunkPeer, digests: Sequence[bytes]) -> bytes:
@@ -267,10 +271,10 @@ class ChunkService:
             raise PeerError(f"the peer answers with {len(held)} bytes to {len(digests)} digests")
         return held
 
-    def _fill(self, peer: ChunkPeer, room: Room, places: dict[int, tuple[int, bytes]], came: _Count) -> None:
-        """Fill these reserved blocks. Those that have come count, also where this fails in between."""
+    def _fill(self, peer: ChunkPeer, room: Room, places: dict[int, tuple[int, bytes]], came: _Count) -> list[bytes]:
+        """Fill these reserved blocks: the digests of those that have come, which count also where this fails."""
         if not places:
-            return
+            return []
         filled: list[int] = []
         began = time.monotonic()
         try:
@@ -284,6 +288,7 @@ class ChunkService:
             if size >= LEAST_TIMED and seconds > 0:
                 self._rate += (size / seconds - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
             came.blocks += self._ask(partial(room.arrived, filled))
+        return [places[block][1] for block in filled]
 
 
 class _Count:

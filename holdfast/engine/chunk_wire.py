@@ -57,6 +57,8 @@ class Kind(enum.IntEnum):
     """One of the blocks asked for, in that order."""
     MISSING = 7
     """In place of a block that is not there any more."""
+    ARRIVED = 8
+    """Digests of blocks that have come, in the order of their sequence. Has no answer."""
 
 
 class PeerError(ConnectionError):

@@ -140,6 +140,11 @@ class MoveDesk:
         if self.service is not None:
             self.service.close()
 
+    def give_way(self, digests: Sequence[bytes]) -> None:
+        """As `BlockPool.give_way`: these have come to another engine."""
+        assert self.pool is not None
+        self.pool.give_way(digests)
+
     def which(self, digests: Sequence[bytes]) -> bytes:
         """For each digest 1 if its block is here, on the device or the host, else 0."""
         pool = self.pool

@@ -67,6 +67,12 @@ class CostProfile:
     send: LinkCost | None = None
     """A message from a stage to the next one."""
 
+    @property
+    def threads(self) -> int | None:
+        """Threads of the CPU that it was measured on, by its name (`lm.devices.describe_device`). None: no CPU."""
+        named = re.fullmatch(r"CPU \(.*, (\d+) threads?\)", self.cost.device)
+        return int(named[1]) if named else None
+
     def __post_init__(self) -> None:
         if self.rows is not None:
             object.__setattr__(self, "cost", PaddedCost.of(self.cost))

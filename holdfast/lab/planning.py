@@ -165,6 +165,8 @@ class CapacityQuestion:
     """Link between the devices of a layer. None: the device's own."""
     stage_link: str | None = None
     """Link between the stages of a pipeline. None: the same."""
+    cores: int | None = None
+    """Cores that all replicas share, where the profile is that of a CPU. None: as many as they have threads."""
 
     def deployment(self, candidate: Candidate) -> Deployment:
         """Profile and stages of a replica. Raises ValueError if the model does not fit."""
@@ -287,6 +289,8 @@ def evaluate_fleet(
     profile, engine = deployment.profile, replace(question.engine, **candidate.options())
     base = workloads.fit_context(question.workload, context_length(engine, profile))
     rules = RoutingRules(block_size=engine.block_size, step_tokens=engine.fixed_token_budget or profile.token_budget)
+    # Of a CPU's cores each engine takes as many as its profile had threads.
+    cores = None if question.cores is None or profile.threads is None else question.cores / profile.threads
     runs: dict[float, tuple[dict[str, Any], ClusterOutcome]] = {}
 
     def run_at(rate: float) -> dict[str, Any]:
@@ -298,6 +302,7 @@ def evaluate_fleet(
             replicas=replicas,
             link=look_up("link", LINKS, link),
             pipeline=deployment.pipeline,
+            cores=cores,
         )
         runs[rate] = summary(outcome.records), outcome
         return runs[rate][0]

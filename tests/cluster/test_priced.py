@@ -249,6 +249,38 @@ def test_state_is_copied_only_once_it_is_computed():
     assert router.choose(again, views(2), 1.0).priced["r1"].fetched == 6400
 
 
+def test_state_that_has_to_go_costs_what_computing_it_again_has_cost_so_far():
+    router, sizes = priced(), {"r0": 60 * BLOCK, "r1": 1000 * BLOCK}
+
+    def sized():
+        return [replace(view, most_tokens=sizes[view.name]) for view in views(2, link=None)]
+
+    for number, name in enumerate(["r0", "r1"] * 2):  # two conversations at r0, of which one does not fit
+        (only,) = (view for view in sized() if view.name == name)
+        serve(router, f"a{number}", turn(number, 40), [only], float(number))
+    new = turn(9, 40)
+    assert [router.choose(new, sized(), 10.0).priced[name].displaced for name in ("r0", "r1")] == [0, 0]
+    serve(router, "again", turn(0, 40), [sized()[0]], 11.0)  # what r0 has given up of it is missed
+    assert (router.prefixes.given_up, router.prefixes.missed) == (48, 24)
+    choice = router.choose(new, sized(), 300.0)
+    tokens = (40 - 4) * BLOCK + 3 + 20  # there is room for four blocks
+    assert choice.priced["r0"].displaced == pytest.approx(tokens * 24 / 48 * PRICING.step / RULES.step_tokens)
+    assert choice.priced["r1"].displaced == 0 and choice.replica == "r1"
+    assert router.choose(new, views(2, link=None), 300.0).priced["r0"].displaced == 0  # its size is not known
+
+
+def test_what_the_target_has_already_is_handed_over_without_a_copy():
+    router, only = priced(most_moves=100), views(1)
+    serve(router, "a", turn(1, 50), only, 0.0)
+    serve(router, "b", turn(2, 50), only, 0.0)
+    router.moved(Move("1", chain(1, 50), 50 * BLOCK, "r9", "r1"), 50 * BLOCK, 0.5)  # as it came there once
+    moves = router.rebalance(1.0, views(2, draining={0}))
+    assert [(move.key, move.tokens) for move in moves] == [("2", 50 * BLOCK)]
+    assert router.owner("1") == "r1" and router.owner("2") == "r0"
+    router.moved(moves[0], 20 * BLOCK, 2.0)  # the rest did not come
+    assert router.owner("2") == "r1" and expected(router.known(turn(2, 50)), "r1") == 20 * BLOCK
+
+
 @pytest.mark.parametrize("keyed", [True, False])
 def test_turn_leaves_a_crowded_replica_and_its_state_is_brought_along(keyed):
     router = priced(fair_ms=1e9)

@@ -381,6 +381,20 @@ async def test_a_router_that_has_restarted_finds_a_conversation_on_the_disk_of_i
     assert [engine.searches for engine in scripts.engines] == [disk] * 3
 
 
+async def test_the_router_is_told_how_much_the_tiers_of_each_replica_hold(started: Any) -> None:
+    def sized(engine: Scripted) -> None:
+        engine.info = dataclasses.replace(engine.info, num_blocks=100 + engine.number, num_host_blocks=50)
+
+    replicas = await started(Scripts(sized))
+    assert [view.most_tokens for view in replicas._views()] == [150 * 16, 151 * 16]
+    for tier in (
+        {"disk_cache_dir": "/nowhere"},
+        {"remote_cache": "redis://nowhere"},
+    ):  # of a size that is not known yet
+        replicas.config = EngineConfig(host_cache_gb=1.0, **tier)
+        assert [view.most_tokens for view in replicas._views()] == [None, None]
+
+
 async def test_counters_go_on_when_an_engine_has_ended(started: Any) -> None:
     scripts = Scripts()
     replicas = await started(scripts)

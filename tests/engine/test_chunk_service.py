@@ -163,6 +163,29 @@ def test_all_blocks_come_in_batches_and_both_sides_forget_the_move(sides):
         side.check()
 
 
+def test_what_has_moved_goes_first_at_its_source(sides):
+    source, target = sides
+    pool, numbers = source.scheduler.pool, range(100, 110)
+
+    def compute():  # one sequence, and nothing was used later
+        blocks = [(pool.reserve_on_host(0, 5.0), digest(number), 0) for number in numbers]
+        for (block, *_), number in zip(blocks, numbers, strict=True):
+            source.memory[block][:] = contents(number)
+        pool.cache_on_host(blocks, 5.0)
+
+    def order():
+        digests, victims, gone = source.host._index.digests[:], source.host.victims(6.0), []
+        while (chunk := victims.pop()) is not None:
+            gone += [int.from_bytes(digests[block], "big") for block in chunk.blocks]
+        return gone
+
+    source.do(compute)
+    assert target.fetch(numbers, source.service.address).tokens == 10
+    target.fetch([999], source.service.address)  # by its answer the source has read all that came before
+    source.check()
+    assert set(source.do(order)[:10]) == set(numbers)
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_a_move_that_is_cut_or_spoilt_anywhere_leaks_nothing_and_what_came_is_right(sides, seed):
     source, target = sides

@@ -66,6 +66,17 @@ def test_replicas_sustain_about_as_much_behind_a_router_as_each_alone():
     assert (fleet.moves, fleet.copied_tokens) == (0, 0)  # without a host tier
 
 
+def test_replicas_that_share_the_cores_of_a_cpu_sustain_less_than_with_cores_of_their_own():
+    on_cpu = replace(PROFILE, cost=replace(PROFILE.cost, device="CPU (x86_64, 2 threads)"))
+    question = replace(QUESTION, profile=on_cpu, seconds=0.3)
+    alone = evaluate(question, PLAIN)
+    shared, own = (
+        evaluate_fleet(replace(question, cores=cores), alone, "round-robin", "pcie4").capacity for cores in (2, 4)
+    )
+    assert shared < 0.7 * own
+    assert on_cpu.threads == 2 and PROFILE.threads is None
+
+
 def test_a_fleet_that_cannot_be_simulated_has_a_reason():
     alone = evaluate(QUESTION, PLAIN)
     with pytest.raises(ValueError, match="1000 replicas are to be simulated together; there may be at most 64"):

@@ -96,7 +96,7 @@ def simulate_cluster(
     pipeline: Pipeline | None = None,
     events: Sequence[ClusterEvent] = (),
     concurrency: int | None = None,
-    cores: int | None = None,
+    cores: float | None = None,
     wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
     on_progress: Callable[[int], None] = lambda done: None,
     until: float = inf,
@@ -109,16 +109,16 @@ def simulate_cluster(
     does. A replica that fails loses its state; its requests go on elsewhere, with the tokens that they have. One that
     drains finishes what it has. After `until` virtual seconds the run ends with what is recorded by then.
 
-    With `cores`, the replicas are engines of one thread each, on one CPU of so many cores: a step that begins while
-    more of them compute than there are cores takes as much longer. `wrap` is as for `make_loop`, for each replica.
+    With `cores`, the replicas share a CPU that is enough for so many of them at once: a step that begins while more of
+    them compute takes as much longer. `wrap` is as for `make_loop`, for each replica.
 
     Deterministic. Raises ValueError as `simulate`, for less than one replica, for an event of an unknown replica, for
     padded rows, and if no replica is left.
     """
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; it must be at least 1")
-    if cores is not None and cores < 1:
-        raise ValueError(f"cores is {cores}; it must be at least 1")
+    if cores is not None and not cores > 0:
+        raise ValueError(f"cores is {cores}; it must be above 0")
     if on_rows(config, profile):
         raise ValueError("executor is padded, whose rows do not move between replicas; simulate one replica alone")
     for event in events:
@@ -190,6 +190,12 @@ class Replica:
         assert isinstance(planner, Scheduler) and isinstance(planner.memory, BlockPool)
         return cls(name, clock, loop, executor, planner.memory)
 
+    @property
+    def size(self) -> int:
+        """Tokens of KV that its tiers hold together."""
+        host = self.pool.host
+        return (self.pool.num_blocks + (host.num_blocks if host is not None else 0)) * self.pool.block_size
+
     def found(self, chain: Sequence[bytes], prompt_tokens: int) -> Found:
         """What it holds of a prompt. The last token never counts, as it must be computed."""
         chain = chain[: (prompt_tokens - 1) // self.pool.block_size]
@@ -198,25 +204,23 @@ class Replica:
         host = len(self.pool.host.find_all(lacking)) if self.pool.host is not None else 0
         return Found((len(chain) - len(lacking)) * self.pool.block_size, host * self.pool.block_size)
 
-    def lacking(self, chain: Sequence[bytes]) -> list[bytes]:
-        """The blocks of this chain that no tier has."""
-        missing = [digest for digest, at in zip(chain, self.pool.find_all(chain), strict=True) if at is None]
-        host = self.pool.host
-        return missing if host is None else [digest for digest in missing if host.find(digest) is None]
+    def has(self, digest: bytes) -> bool:
+        """Whether a block is on the device or in the host tier."""
+        return self.pool.find_all([digest])[0] is not None or self.pool.find_on_host(digest) is not None
 
-    def receive(self, chain: Sequence[bytes], now: float) -> int:
-        """Store the blocks of this chain that it lacks in its host tier, as far as there is room: how many it has."""
-        pool, host = self.pool, self.pool.host
-        if host is None:
-            return 0
+    def receive(self, blocks: Iterable[tuple[int, bytes]], now: float) -> int:
+        """Store these blocks, each with its place in its chain, in the host tier as far as there is room: how many."""
+        host, came = self.pool.host, 0
+        assert host is not None
         victims = host.victims(now)
-        for index, block in enumerate(pool.find_all(chain)):
-            if block is None and host.find(chain[index]) is None:
+        for index, digest in blocks:
+            if not self.has(digest):
                 room, _ = host.reserve(inf, victims)
                 if room is None:
-                    return index
-                host.cache_block(room, chain[index], index, (now, 0))
-        return len(chain)
+                    break
+                host.cache_block(room, digest, index, (now, 0))
+                came += 1
+        return came
 
 
 @dataclass(slots=True)
@@ -417,23 +421,23 @@ class Cluster:
     def _transfer(
         self, source: Replica, target: Replica, chain: Sequence[bytes], arrive: Callable[[int], None]
     ) -> None:
-        """Copy the blocks of a chain that the source has and the target lacks; `arrive` is told how many have come."""
+        """Copy the blocks of a chain that the source has and the target lacks; `arrive` is told how many have come.
+
+        As with engines, the source holds them until they have come, and gaps in what it has do not matter.
+        """
         link, size = self._link, self._block_size * self._token_bytes
         assert link is not None
-        wanted = target.lacking(chain)
-        on_device = sum(block is not None for block in source.pool.find_all(wanted))
+        wanted = [(at, each) for at, each in enumerate(chain) if source.has(each) and not target.has(each)]
+        on_device = sum(block is not None for block in source.pool.find_all([each for _, each in wanted]))
         begins = max(self.now, source.sends_until, target.receives_until)
         ends = begins + link.send(len(wanted) * size) + on_device * size / self._copy_rate
         source.sends_until = target.receives_until = ends
 
         def end() -> None:
-            there = 0
-            if not (source.failed or target.failed):
-                gone = {*source.lacking(chain)}
-                there = target.receive(
-                    chain[: next((at for at, each in enumerate(chain) if each in gone), None)], self.now
-                )
-            arrive(there)
+            came = 0 if source.failed or target.failed else target.receive(wanted, self.now)
+            if came == len(wanted) and came:
+                source.pool.give_way([digest for _, digest in wanted])
+            arrive(came)
 
         self._push(ends, STATE, end)
 
@@ -454,7 +458,13 @@ class Cluster:
         link = per_token / self._link.rate if self._link is not None else None
         lift = per_token / self._copy_rate
         return [
-            ReplicaView(node.name, link_ms_per_token=link, host_ms_per_token=lift, state=node.state)
+            ReplicaView(
+                node.name,
+                most_tokens=node.size,
+                link_ms_per_token=link,
+                host_ms_per_token=lift,
+                state=node.state,
+            )
             for node in self._alive()
         ]
 

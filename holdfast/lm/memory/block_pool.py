@@ -352,6 +352,28 @@ class BlockPool:
             for digest in digests:
                 self.host.touch(digest, use)
 
+    def give_way(self, digests: Sequence[bytes]) -> None:
+        """Another engine has the blocks of these digests now: here they go before all others.
+
+        Only those whose last use is that of the last one: what was used later belongs to other sequences, too.
+        """
+        self._uses += 1
+        idle, host, first = self._idle, self.host, (-inf, self._uses)
+        latest: Use | None = None
+        for digest in reversed(digests):
+            block, on_host = self._cached.get(digest), self.find_on_host(digest)
+            use = None if block is None else idle.retained.last_use(block)
+            if use is None and host is not None and on_host is not None:
+                use = host.last_use(on_host)
+            if use is None:  # in use, on its way to the host, or not here
+                continue
+            latest = latest or use
+            if use == latest:
+                if block is not None:
+                    idle.put_first(block, first)
+                if host is not None:
+                    host.touch(digest, first)
+
     def swap_in(self, blocks: Iterable[tuple[int, bytes, int]]) -> tuple[BlockCopy, ...]:
         """Cache owned blocks that the current plan fills from the host, each with its digest and its place in its
         sequence. Returns the copies to do."""

@@ -156,8 +156,9 @@ class HostPool:
         return self._index.indices[block]
 
     def last_use(self, block: int) -> Use | None:
-        """When a held block was last used; None: it is in use on the device."""
-        return self._held[block].last_use
+        """When a held or retained block was last used; None: it is in use on the device."""
+        held = self._held.get(block)
+        return held.last_use if held is not None else self._retained.last_use(block)
 
     def free(self, block: int) -> None:
         """Give a reserved block back: what it was to hold does not come, or is here already."""

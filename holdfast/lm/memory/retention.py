@@ -223,6 +223,11 @@ class Retention:
         *_, rank = queue.remove(block)
         queue.add(block, (*use, rank))
 
+    def last_use(self, block: int) -> Use | None:
+        """When a block was last used; None if it is not here."""
+        number = self.blocks.get(block)
+        return None if number is None else self._queues[number].key(block)[:2]
+
     def take(self, block: int) -> Use:
         """Remove a block. Returns its last use."""
         last, call, _ = self._queues[self.blocks.pop(block)].remove(block)
@@ -301,6 +306,13 @@ class IdleBlocks:
         """Count a block as used again."""
         if block in self.reclaimable:
             self.reclaimable.move_to_end(block)
+        else:
+            self.retained.renew(block, use)
+
+    def put_first(self, block: int, use: Use) -> None:
+        """Reclaim a block before others, by a last use that is earlier than theirs."""
+        if block in self.reclaimable:
+            self.reclaimable.move_to_end(block, last=False)
         else:
             self.retained.renew(block, use)
 

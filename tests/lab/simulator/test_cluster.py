@@ -69,6 +69,14 @@ def test_router_finds_the_same_by_its_own_map_as_if_told():
     assert run(chats(40)).found > 0.95 < run(chats(40), asks=True).found
 
 
+def test_where_tiers_are_full_copies_drive_out_little_that_is_asked_for_again():
+    small = replace(CONFIG, host_cache_gb=0.003)  # 11,000 tokens, of which each replica's device has 8,192
+    work = chats(150, rate=60.0, think=2.0)
+    priced, tree = (run(work, config=small, policy=policy) for policy in ("priced", "prefix-tree"))
+    assert min(stats.tokens_dropped for stats in priced.stats) > 10_000 < priced.fetched_tokens
+    assert priced.found > 0.985 > tree.found  # 0.964 without a size of replicas, and with copies that stay
+
+
 def long_and_short():
     """Two long conversations that a session hash puts on one replica, and short ones around them."""
     router, at = make_router("session-hash"), {}

@@ -211,6 +211,28 @@ def test_touched_blocks_are_evicted_last_in_both_tiers():
     check_pool(pool, [])
 
 
+def test_blocks_that_another_engine_has_go_first_unless_other_state_has_used_them_since():
+    pool = pool_of(8, 8, low_water=1.0)
+    idle(pool, 5, 6, now=0.0)
+    shared = idle(pool, 0, 1, 2, 3, now=10.0)
+    for step in range(6):
+        pool.swap_out(step, 6, 10.0)
+        pool.finish_swap_out(step)
+    assert found(pool, 5, 6, 0, 1, 2, 3) == ["both"] * 6
+    pool.touch(shared[:1], [], 20.0)  # another sequence begins with this block
+    pool.give_way([digest(number) for number in (0, 1, 2, 3)])
+    pool.free(pool.allocate(5, 21.0), 21.0)
+    assert found(pool, 5, 6, 0, 1, 2, 3) == ["both", "both", "both", "host", "host", "host"]
+    idle(pool, *range(10, 15), now=22.0)
+    for step in range(6, 12):
+        pool.swap_out(step, 6, 23.0)
+        pool.finish_swap_out(step)
+    assert found(pool, 5, 6, 0, 1, 2, 3) == ["both", "both", "both", "nowhere", "nowhere", "nowhere"]
+    pool.share(shared[:1])
+    pool.give_way([digest(0), digest(9)])  # neither what is in use nor what is not here
+    check_pool(pool, [shared[:1]])
+
+
 def test_touching_blocks_in_use_or_being_swapped_out_keeps_their_state():
     pool = pool_of(4, 4)
     blocks = idle(pool, 0, 1, 2, 3)

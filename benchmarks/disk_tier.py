@@ -6,8 +6,13 @@ usage: python benchmarks/disk_tier.py [--conversations 100] [--tokens 4000] [--k
 restart: an engine holds so many conversations, more than its device and its host tier have room for. A turn of each is
 timed warm (its state on the device), from the disk of the same engine, after a kill -9 of the engine and a new start,
 and with nothing kept. Seconds are from the arrival of a turn to its first token, one turn at a time. Tokens are
-compared with those of an engine that keeps nothing. Before the new start the system is made to forget the pages of the
-files, so that they are read from the device.
+compared with those of an engine that keeps nothing.
+
+There are two new starts. Before the first the system is made to forget the pages of the files, as a reboot does, so
+that they are read from the device; before the second it keeps them, as it does when only the engine dies. There the
+conversations come in random order, each followed at once by a further turn, which is warm and in the same engine: the
+first engine's warm turns compete with its writes. How long a plain read of as many bytes of the same files takes is
+measured beside them.
 
 kills: a process that writes blocks in four threads is killed with SIGKILL again and again. After each kill the
 directory is opened and every block in it is read and compared with what was written.
@@ -215,17 +220,27 @@ def restart(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from_disk = [engine.ask(prompt=turn) for turn in disk_turns]
     before = engine.ask(stats=True)
     engine.kill()
-    forget_pages(directory / "disk")
 
+    order = [*range(len(histories))]
+    draw.shuffle(order)
+    plain_read = {"pages forgotten": read_plainly(directory / "disk", before, order, forget=True)}
+    forget_pages(directory / "disk")
     engine = Engine(args, directory)
-    after = [engine.ask(prompt=turn) for turn in last_turns]
+    after, warm_after = first_and_next(engine, last_turns, order, draw)
     stats = engine.ask(stats=True)
     engine.kill()
+    plain_read["pages kept"] = read_plainly(directory / "disk", before, order, forget=False)
+    kept_engine = Engine(args, directory)
+    kept, warm_kept = first_and_next(kept_engine, last_turns, order, draw)
+    kept_engine.kill()
     same = [
         [answer["tokens"] for answer in answers[::step]] == expected
-        for answers, expected in zip((warm, from_disk, after), alone, strict=True)
+        for answers, expected in zip((warm, from_disk, after, kept), [*alone, alone[-1]], strict=True)
     ]
-    named = {"warm": warm, "from the disk": from_disk, "after the restart": after, "computed": computed}
+    named = {
+        "warm": warm, "from the disk": from_disk, "after the restart": after, "warm after the restart": warm_after,
+        "after a restart, pages kept": kept, "warm after a restart, pages kept": warm_kept, "computed": computed,
+    }  # fmt: skip
     medians = {name: median(found) for name, found in named.items()}
     return {
         "conversations": len(histories),
@@ -233,7 +248,10 @@ def restart(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "seconds to the first token, median": medians,
         "p90": {name: p90(found) for name, found in named.items()},
         "after the restart / warm": round(medians["after the restart"] / medians["warm"], 3),
+        "after the restart / warm after the restart": ratio(medians, "the restart"),
+        "after a restart, pages kept / warm after it": ratio(medians, "a restart, pages kept"),
         "after the restart / computed": round(medians["after the restart"] / medians["computed"], 3),
+        "seconds of a plain read of a conversation's bytes": plain_read,
         f"tokens equal to those of an engine without a cache, {len(computed)} conversations": all(same),
         "cached tokens after the restart, each": sorted({answer["cached"] for answer in after}),
         "of them from the disk": stats["prefix_hits_on_disk"],
@@ -243,6 +261,38 @@ def restart(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "computed though on the disk, blocks": stats["blocks_cheaper_computed"],
         "corrupt": stats["blocks_corrupt"],
     }
+
+
+def ratio(medians: dict[str, float], which: str) -> float:
+    return round(medians[f"after {which}"] / medians[f"warm after {which}"], 3)
+
+
+def first_and_next(
+    engine: Engine, turns: list[list[int]], order: list[int], draw: random.Random
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The answers to these turns, asked in this order, and to a next turn of each right after it."""
+    first, after = {}, []
+    for number in order:
+        first[number] = engine.ask(prompt=turns[number])
+        after.append(engine.ask(prompt=[*turns[number], *(draw.randrange(2, 500) for _ in range(NEW))]))
+    return [first[number] for number in range(len(turns))], after
+
+
+def read_plainly(directory: Path, stats: dict[str, Any], order: list[int], *, forget: bool) -> float:
+    """Median seconds to read as many bytes as a conversation has, from places in this order, with one call each."""
+    (path,) = directory.glob("kv-*/blocks")
+    size = stats["disk_bytes_written"] // stats["disk_blocks_cached"] * (stats["disk_blocks_cached"] // len(order))
+    target, found = memoryview(bytearray(b"1" * size)), []
+    if forget:
+        forget_pages(directory)
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead for the next
+        for number in order:
+            began = time.perf_counter()
+            os.posix_fadvise(file.fileno(), number * size, size, os.POSIX_FADV_WILLNEED)
+            assert os.preadv(file.fileno(), [target], number * size) == size
+            found.append(time.perf_counter() - began)
+    return round(statistics.median(found), 5)
 
 
 def forget_pages(directory: Path) -> None:

@@ -283,7 +283,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = dict(
             port=0, threads=1, replicas=args.replicas, max_replicas=args.replicas + 1, scale_up_ms=3_600_000,
-            scale_down_seconds=86400, cache_gb=0.05, host_cache_gb=0.05, operator_key=(OPERATOR,),
+            scale_down_seconds=86400, cache_gb=0.05, host_cache_gb=0.05, operator_key=OPERATOR,
             store=f"{folder}/store.sqlite", files=f"{folder}/files",
         )  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]

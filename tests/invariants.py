@@ -9,7 +9,7 @@ def check_scheduler(scheduler, reserved=()):
     `reserved` is as for `check_pool`; what is filled from lower tiers need not be in it.
     """
     lower = getattr(scheduler, "_lower", None)
-    filled = [arrival.host for arrival in lower._arriving.values()] if lower is not None else []
+    filled = [arrival.hosts[digest] for digest, arrival in lower._arriving.items()] if lower is not None else []
     tables = [entry.cache.blocks for entry in scheduler._entries.values()]
     check_pool(scheduler._queues.pool, tables, [*reserved, *filled])
 
@@ -85,7 +85,7 @@ def check_lower(scheduler):
         check_host(lower.disk, [block.slot for block in written])
         if sorted(lower.disk._held) != sorted(block.slot for block in read):
             raise RuntimeError("a block of the disk is held, and not for a job that reads it, or the other way round")
-    arriving = sorted(arrival.host for arrival in lower._arriving.values())
+    arriving = sorted(arrival.hosts[digest] for digest, arrival in lower._arriving.items())
     if arriving != sorted(block.host for job in jobs if job.kind == "read" for block in job.blocks):
         raise RuntimeError("a block of the host is reserved for no job that fills it")
     held = [block for fetch in (*fetches._waiting.values(), *fetches._arrived.values()) for block in fetch.held]

@@ -94,8 +94,8 @@ class BlockPool:
         self._idle = IdleBlocks(self.rule)
         self._free, self._owners = self._allocator.free, self._allocator.owners
         self._cached, self._digests = self._index.blocks, self._index.digests
-        self._uses = 0
-        """Calls of `free` and `touch` so far: equal times are ordered by them."""
+        self.uses = 0
+        """Uses of blocks so far: those of one time are ordered by it."""
         self._low_water = max(1, int(num_blocks * low_water))
         self._demand = 0
         """The most blocks that `fits` was asked for in vain since the last `swap_out`."""
@@ -326,8 +326,8 @@ class BlockPool:
 
     def free(self, blocks: Iterable[int], now: float) -> None:
         """Remove an owner from each block. Blocks without any are then free, or idle if they are cached."""
-        self._uses += 1
-        digests, use = self._digests, (now, self._uses)
+        self.uses += 1
+        digests, use = self._digests, (now, self.uses)
         unowned = self._allocator.remove_owner(blocks)
         idle = [block for block in unowned if digests[block] is not None]
         if len(idle) < len(unowned):
@@ -340,8 +340,8 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[int], digests: Iterable[bytes], now: float) -> None:
         """Count these cached blocks, and the host's blocks of these digests, as used at `now`."""
-        self._uses += 1
-        use = now, self._uses
+        self.uses += 1
+        use = now, self.uses
         for block in blocks:
             if not self._owners[block]:
                 (self.copies if block in self.copies.swapping_out else self._idle).touch(block, use)
@@ -377,19 +377,21 @@ class BlockPool:
     def swap_in(self, blocks: Iterable[tuple[int, bytes, int]]) -> tuple[BlockCopy, ...]:
         """Cache owned blocks that the current plan fills from the host, each with its digest and its place in its
         sequence. Returns the copies to do."""
-        copies, cached = list[BlockCopy](), list[bytes]()
+        copies, fresh = list[BlockCopy](), list[bytes]()
+        on_host: Mapping[bytes, int] = {} if self.host is None else self.host.by_digest
+        cached, owners, add = self._cached, self._owners, self._index.add
         for block, digest, index in blocks:
-            source = self.find_on_host(digest)
+            source = on_host.get(digest)
             if source is None:
                 raise RuntimeError(f"block {block} is to be filled from the host, which does not have its contents")
-            if not self._owners[block]:
+            if not owners[block]:
                 raise RuntimeError(f"block {block} is cached, but nobody owns it")
-            if digest not in self._cached:
-                self._index.add(block, digest, index)
-                cached.append(digest)
+            if digest not in cached:
+                add(block, digest, index)
+                fresh.append(digest)
             copies.append(BlockCopy(source, block))
         if self.host is not None:
-            self.host.mark_in_use(cached)
+            self.host.mark_in_use(fresh)
         self.swapped_in += len(copies)
         return tuple(copies)
 
@@ -414,7 +416,7 @@ class BlockPool:
         """
         host, cached, owners = self.host, self._cached, self._owners
         assert host is not None
-        self._uses += 1
+        self.uses += 1
         used, idle = list[tuple[int, bytes, int]](), list[tuple[int, bytes, int]]()
         for each in blocks:
             block, digest, _ = each
@@ -425,7 +427,7 @@ class BlockPool:
             else:
                 idle.append(each)
         host.cache_all(used, None)
-        host.cache_all(idle, (now, self._uses))
+        host.cache_all(idle, (now, self.uses))
         return len(used) + len(idle)
 
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
@@ -505,10 +507,10 @@ class BlockPool:
             copies.append(BlockCopy(block, target))
             if self._owners[block]:
                 owned += 1
-                last_use[block] = now, self._uses
+                last_use[block] = now, self.uses
             elif block in self._idle.reclaimable:
                 del self._idle.reclaimable[block]
-                last_use[block] = now, self._uses
+                last_use[block] = now, self.uses
             else:
                 last_use[block] = self._idle.retained.take(block)
         self.swapped_out += len(copies)

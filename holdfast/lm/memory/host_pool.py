@@ -180,15 +180,18 @@ class HostPool:
         return block
 
     def hold_all(self, digests: Iterable[bytes], use: Use) -> list[int]:
-        """`hold` for blocks that are here, are not duplicates, and are used together now. No digest comes twice."""
-        blocks = self.find_all(digests)
+        """`hold` for those of these blocks that are here, which are used together now. No digest comes twice."""
+        blocks, held, duplicates = self.find_all(digests), self._held, self._duplicates
         for block in self._retained.remove(blocks):
-            self._held[block].last_use = use
+            if block in duplicates:
+                del duplicates[block]
+                held[block] = Hold(None)
+            elif (hold := held[block]).last_use is not None:
+                hold.last_use = use
         for block in blocks:
-            hold = self._held.get(block)
-            if hold is None:
-                hold = self._held[block] = Hold(use)
-            hold.holders += 1
+            if (hold_ := held.get(block)) is None:
+                hold_ = held[block] = Hold(use)
+            hold_.holders += 1
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_pool import HostPool
@@ -21,8 +22,12 @@ TIERS = {
 """Where the state of a block can lie behind the host, by letters that `block_pool.TIERS` does not have."""
 JOB_BYTES = 4 << 20
 """Bytes of a job, roughly: a disk reads large pieces fastest, and handing jobs over takes time, too."""
+READ_BYTES = 2 << 20
+"""The same of a read from the disk, which somebody waits for: threads read the parts of a conversation together, and
+the first are noted while others are still read."""
 WRITE_BYTES = 64 << 20
 """Bytes that are written to one tier at a time. Their blocks cannot be evicted meanwhile."""
+SLOT = attrgetter("slot")
 REMOTE_PAUSE = 10.0
 """Seconds for which a remote tier that has failed is left alone."""
 REMOTE_KNOWN = 1 << 17
@@ -63,12 +68,14 @@ class Fetch:
         return not (self.pending or self.probing or self.queued)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Arrival:
-    """A block on its way to the host."""
+    """Blocks on their way to the host that were asked for together."""
 
-    host: int
+    hosts: dict[bytes, int]
+    """By digest, the block of the host that is filled."""
     fetches: list[Fetch]
+    """Those that wait for some of them."""
 
 
 @dataclass(slots=True)
@@ -138,6 +145,7 @@ class LowerTiers:
         self._uses = 0
         self._copying_in = self._copied_in = -1
         self._batch = max(1, JOB_BYTES // shape.block_bytes)
+        self._read_batch = max(1, READ_BYTES // shape.block_bytes)
         self._most_written = max(1, min(WRITE_BYTES // shape.block_bytes, self._host.num_blocks // 4))
         self._written: dict[TierName, int] = {"disk": 0, "remote": 0}
         self._read: dict[TierName, int] = {"disk": 0, "remote": 0}
@@ -236,28 +244,34 @@ class LowerTiers:
                 disk.touch_all(digests, use)
 
     def _write(self, tier: TierName, now: float) -> None:
-        """Begin to write blocks to a tier, as many as may be under way."""
+        """Begin to write blocks to a tier, as many as may be under way.
+
+        Those of one conversation come one after the other, so that they lie together on the disk.
+        """
         dirty, writing, host, disk = self._dirty[tier], self._writing[tier], self._host, self.disk
         if tier == "remote" and now < self._remote_from:
             dirty.clear()
             return
-        victims = disk.victims(now) if disk is not None and dirty else None
-        blocks: list[TierBlock] = []
+        found: list[tuple[Use, int, bytes, int]] = []
         while dirty and len(writing) < self._most_written:
             digest, _ = dirty.popitem(last=False)
             there = digest in self._known if disk is None or tier == "remote" else disk.find(digest) is not None
             if there or digest in writing or (source := host.hold(digest)) is None:
                 continue  # the host has evicted the last: its state is lost
-            slot, index, use = NO_SLOT, host.index_of(source), host.last_use(source)
-            last = now if use is None else use[0]
+            writing.add(digest)
+            found.append((host.last_use(source) or (now, 0), host.index_of(source), digest, source))
+        victims = disk.victims(now) if disk is not None and found else None
+        blocks: list[TierBlock] = []
+        for (last, _), index, digest, source in sorted(found):
+            slot = NO_SLOT
             if tier == "disk":
                 assert disk is not None and victims is not None
                 taken, _ = disk.reserve(self._value(index, last, now), victims)
                 if taken is None:
                     host.release((source,))
+                    writing.discard(digest)
                     continue
                 slot = taken
-            writing.add(digest)
             blocks.append(TierBlock(digest, index, source, slot, last))
         self._begin(tier, "write", blocks)
 
@@ -285,7 +299,8 @@ class LowerTiers:
         lacking = {}
         for index, digest in there.items():
             if (arrival := self._arriving.get(digest)) is not None:
-                arrival.fetches.append(fetch)
+                if arrival.fetches[-1] is not fetch:
+                    arrival.fetches.append(fetch)
                 fetch.pending.add(digest)
             elif self._host.find(digest) is None and (tier == "remote" or self.has_on_disk(digest)):
                 lacking[index] = digest
@@ -315,7 +330,9 @@ class LowerTiers:
             slots = disk.hold_all(digests, (now, self._uses))
         targets.reverse()  # so that blocks that follow each other mostly do so on the host, too
         blocks = [*map(TierBlock, digests, indices, targets, slots)]
-        self._arriving.update((block.digest, Arrival(block.host, [fetch])) for block in blocks)
+        if tier == "disk":
+            blocks.sort(key=SLOT)  # so that what lies together is read together
+        self._arriving.update(dict.fromkeys(digests, Arrival(dict(zip(digests, targets, strict=True)), [fetch])))
         fetch.pending.update(digests)
         if blocks:
             fetch.size[tier] = size * len(blocks) + ahead
@@ -381,38 +398,41 @@ class LowerTiers:
         if tier == "disk":
             assert disk is not None
             disk.release([block.slot for block in job.blocks])
-        came, ends = list[tuple[int, bytes, int]](), dict[Fetch, tuple[list[bytes], list[bytes]]]()
-        for block, outcome in zip(job.blocks, ended.outcomes, strict=True):
-            digest, done = block.digest, outcome == "done"
-            arrival = self._arriving.pop(digest)
+        digests = [block.digest for block in job.blocks]
+        arrival = self._arriving[digests[0]]
+        for digest in digests:
+            del self._arriving[digest]
+        came = list[tuple[int, bytes, int]]()
+        for (digest, place, host, *_), outcome in zip(job.blocks, ended.outcomes, strict=True):
+            done = outcome == "done"
             if done:
-                came.append((arrival.host, digest, block.place))
+                came.append((host, digest, place))
             else:
                 self._corrupt += outcome == "corrupt"
-                self._host.free(arrival.host)
+                self._host.free(host)
             if tier == "remote":
                 self._know(digest) if done else self._known.pop(digest, None)
             elif not done:
                 assert disk is not None
                 disk.drop(digest)
-            for fetch in arrival.fetches:
-                ends.setdefault(fetch, ([], []))[not done].append(digest)
         self._read[tier] += len(came)
         self._pool.cache_on_host(came, now)
-        for fetch, (digests, lost) in ends.items():
-            self._arrive(fetch, tier, digests, lost, now)
+        for fetch in arrival.fetches:
+            self._arrive(fetch, tier, digests, (now, self._pool.uses))
 
-    def _arrive(self, fetch: Fetch, tier: TierName, came: list[bytes], lost: list[bytes], now: float) -> None:
-        """Tell a fetch of those of its blocks that have come, and of those that have not."""
-        if fetch.over:
+    def _arrive(self, fetch: Fetch, tier: TierName, ended: list[bytes], use: Use) -> None:
+        """Tell a fetch of those of its blocks that have come, as used at `use`, and of those that will not."""
+        pending = fetch.pending
+        awaited = [digest for digest in ended if digest in pending]
+        if fetch.over or not awaited:
             return
-        held = [block for digest in came if digest in fetch.pending and (block := self._host.hold(digest)) is not None]
+        held = self._host.hold_all(awaited, use)
         fetch.held += held
         fetch.came[tier] += len(held)
         self._held += len(held)
-        fetch.pending.difference_update(came, lost)
-        if not fetch.pending and len(fetch.size) == 1:
-            self.links[tier].observe(fetch.size.get(tier, 0), now - fetch.began)
+        pending.difference_update(awaited)
+        if not pending and len(fetch.size) == 1:
+            self.links[tier].observe(fetch.size.get(tier, 0), use[0] - fetch.began)
 
     def _finish_probe(self, book: JobBook, ended: TierDone, now: float) -> None:
         there = {}
@@ -436,7 +456,9 @@ class LowerTiers:
 
     def _begin(self, tier: TierName, kind: JobKind, blocks: Sequence[TierBlock], fetch: Fetch | None = None) -> None:
         """Queue a job for these blocks, or several where they are many. A probe is always one."""
-        step = max(1, len(blocks)) if kind == "probe" else self._batch
+        step = self._read_batch if kind == "read" and tier == "disk" else self._batch
+        if kind == "probe":
+            step = max(1, len(blocks))
         for start in range(0, len(blocks), step):
             job = TierJob(self._numbers, tier, kind, tuple(blocks[start : start + step]))
             self._books[self._numbers] = JobBook(job, fetch)

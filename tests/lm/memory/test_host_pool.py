@@ -338,6 +338,19 @@ def test_a_held_block_is_not_evicted_and_after_its_release_it_is_again():
     assert host.reserve(1e9, host.victims(10.0)) == (block, [digest(1)])
 
 
+def test_blocks_held_together_are_afterwards_what_they_were():
+    host = HostPool(3, RULE)
+    for number, use in ((1, None), (2, (0.0, 1)), (3, (0.0, 2))):
+        block, _ = host.reserve(1e9, host.victims(0.0))
+        host.cache_block(block, digest(number), 0, use)
+    again = host.hold(digest(3))
+    blocks = host.hold_all([digest(1), digest(2), digest(3), digest(9)], (5.0, 3))
+    assert host.held == 3 and [host.last_use(block) for block in blocks] == [None, (5.0, 3), (5.0, 3)]
+    host.release([*blocks, again])
+    assert list(host._duplicates) == blocks[:1] and len(host._retained.blocks) == 2 and not host.held
+    check_host(host, ())
+
+
 def test_holding_what_is_not_there_and_releasing_what_nobody_holds():
     host = host_of(2, 1)
     assert host.hold(digest(9)) is None

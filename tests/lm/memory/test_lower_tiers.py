@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import REMOTE_PAUSE, LowerTiers
+from holdfast.lm.memory.lower_tiers import READ_BYTES, REMOTE_PAUSE, LowerTiers
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import RetentionRule
 from holdfast.lm.tiers import LowerShape, StoredBlock, TierDone
@@ -14,12 +14,12 @@ def digest(number):
     return bytes([number]) * 32
 
 
-def tiers_of(disk_blocks=8, host_blocks=8, remote=False, stored=()):
-    """Tiers behind a pool of blocks of one token, whose bytes fill a job each."""
+def tiers_of(disk_blocks=8, host_blocks=8, remote=False, stored=(), block_bytes=1 << 22):
+    """Tiers behind a pool of blocks of one token, whose bytes fill a job each if nothing else is said."""
     rule = RetentionRule(cost=float, chunk_blocks=1, block_size=1)
     pool = BlockPool(8, 1, rule=rule, host_blocks=host_blocks)
-    shape = LowerShape(1 << 22, disk_blocks, stored, remote)
-    return pool, LowerTiers(pool, shape, Prices(None, block_size=1, block_bytes=1 << 22), 0.0)
+    shape = LowerShape(block_bytes, disk_blocks, stored, remote)
+    return pool, LowerTiers(pool, shape, Prices(None, block_size=1, block_bytes=block_bytes), 0.0)
 
 
 def put_on_host(pool, *numbers, now=0.0):
@@ -75,6 +75,38 @@ def test_blocks_of_the_disk_come_back_and_are_held_until_the_sequence_starts():
     lower.close(fetch)
     assert pool.host.held == 0 and pool.host.find(digest(0)) is not None
     assert not lower.jobs(0.2), "they are on the disk already"
+
+
+def test_what_is_written_together_lies_on_the_disk_by_conversation():
+    pool, lower = tiers_of(host_blocks=20)
+    for number, (place, use) in enumerate([(0, 1), (0, 2), (1, 1), (1, 2), (2, 1)]):
+        block, _ = pool.host.reserve(1e9, pool.host.victims(0.0))
+        pool.host.cache_block(block, digest(number), place, (0.0, use))
+    slots = {block.digest[0]: block.slot for job in lower.jobs(0.0) for block in job.blocks}
+    assert sorted(slots, key=slots.get) == [0, 2, 4, 1, 3]
+
+
+def test_a_long_read_is_several_jobs_each_of_neighbours_on_the_disk():
+    stored = [StoredBlock(slot, digest(place), place, age=1.0) for place, slot in enumerate((3, 0, 2, 1))]
+    _, lower = tiers_of(stored=stored, block_bytes=READ_BYTES // 2)
+    fetch = lower.fetch({place: digest(place) for place in range(4)}, 0.0)
+    jobs = lower.jobs(0.0)
+    assert [[block.slot for block in job.blocks] for job in jobs] == [[0, 1], [2, 3]]
+    end(lower, jobs[1:])
+    assert not fetch.complete and fetch.came["disk"] == 2
+    end(lower, jobs[:1], "corrupt")
+    assert fetch.complete and fetch.came["disk"] == 2 and not lower._arriving
+
+
+def test_a_sequence_may_wait_for_some_blocks_of_anothers_read():
+    _, lower = tiers_of(stored=[StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(3)])
+    first = lower.fetch({slot: digest(slot) for slot in range(3)}, 0.0)
+    second = lower.fetch({1: digest(1)}, 0.0)
+    jobs = lower.jobs(0.0)
+    end(lower, [job for job in jobs if job.blocks[0].place == 1])
+    assert second.complete and second.came["disk"] == 1 and not first.complete
+    end(lower, [job for job in jobs if job.blocks[0].place != 1])
+    assert first.complete and first.came["disk"] == 3 and second.came["disk"] == 1
 
 
 def test_two_sequences_wait_for_one_read():

@@ -107,7 +107,16 @@ def copy_blocks(
         for first, place, count in runs:  # a third of the time of the copy by index
             written[:, :, place : place + count].copy_(read[:, :, first : first + count])
     else:
-        written.index_copy_(2, target_blocks, read.index_select(2, source_blocks))
+        for into, of in zip(_rows(written), _rows(read), strict=True):  # faster than one copy of all dimensions
+            into.index_copy_(0, target_blocks, of.index_select(0, source_blocks))
+
+
+def _rows(data: torch.Tensor) -> list[torch.Tensor]:
+    """The keys, and the values, of each layer of a cache as numbers [num_blocks, n], as few as make up a block."""
+    rows = data.flatten(3)
+    if rows.shape[3] * rows.element_size() % 8 == 0:
+        rows = rows.view(torch.int64)
+    return [half for layer in rows for half in layer]
 
 
 def _long_runs(sources: torch.Tensor, targets: torch.Tensor) -> list[tuple[int, int, int]]:

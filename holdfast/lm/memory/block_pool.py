@@ -357,8 +357,8 @@ class BlockPool:
 
         Only those whose last use is that of the last one: what was used later belongs to other sequences, too.
         """
-        self._uses += 1
-        idle, host, first = self._idle, self.host, (-inf, self._uses)
+        self.uses += 1
+        idle, host, first = self._idle, self.host, (-inf, self.uses)
         latest: Use | None = None
         for digest in reversed(digests):
             block, on_host = self._cached.get(digest), self.find_on_host(digest)

@@ -1,7 +1,7 @@
 """ChunkPeer: one connection between two engines, over which KV blocks move: authenticated, framed, checksummed.
 
 Each side shows that it knows the shared secret, by HMAC over both sides' nonces, and what its blocks are. A frame is a
-header and a payload. The header has the payload's length and CRC-32, and an HMAC over them and the frame's number, so
+header and a payload. The header has the payload's length and checksum, and an HMAC over them and the frame's number, so
 that no frame can be put in, left out or repeated. What moves is not encrypted: other hosts belong on a private network.
 """
 
@@ -14,16 +14,14 @@ import secrets
 import socket
 import struct
 import time
-import zlib
-from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from holdfast.lm.tiers import Pieces
+from holdfast.lm.tiers import Pieces, checksum_of
 
-MAGIC = b"HFCHUNK1"
+MAGIC = b"HFCHUNK2"
 NONCE = 32
 TAG = 16
-HEADER = struct.Struct("<BII")
+HEADER = struct.Struct("<BIQ")
 DIGEST = 32
 """Bytes of a block's digest."""
 MAX_DIGESTS = 1 << 15
@@ -150,11 +148,11 @@ class ChunkPeer:
 
     def receive(self, *, most: int) -> tuple[Kind, bytes]:
         """The next frame, of at most so many bytes."""
-        kind, size, crc = self._head(STALL_SECONDS)
+        kind, size, checksum = self._head(STALL_SECONDS)
         if size > (MAX_TEXT if kind is Kind.REFUSED else most):
             raise PeerError(f"the peer sends a {kind.name} of {size} bytes; at most {most} are taken")
         payload = bytearray(size)
-        self._body((memoryview(payload),), crc)
+        self._body((memoryview(payload),), checksum)
         if kind is Kind.REFUSED:
             raise PeerError(f"the peer refuses: {payload.decode(errors='replace')}")
         return kind, bytes(payload)
@@ -162,12 +160,12 @@ class ChunkPeer:
     def receive_block(self, target: Pieces) -> bool:
         """Receive a block into `target`. False if the peer does not have it; `target` is as it was then."""
         expected = sum(map(len, target))
-        kind, size, crc = self._head(STALL_SECONDS)
+        kind, size, checksum = self._head(STALL_SECONDS)
         if kind is Kind.MISSING and not size:
             return False
         if kind is not Kind.CHUNK or size != expected:
             raise PeerError(f"the peer sends a {kind.name} of {size} bytes for a block of {expected}")
-        self._body(target, crc)
+        self._body(target, checksum)
         return True
 
     def wait(self, seconds: float) -> bool:
@@ -198,11 +196,11 @@ class ChunkPeer:
 
     def _hear_proof(self) -> bytes:
         """What the other side says with its proof: a frame whose tag is right."""
-        kind, size, crc = self._head(max(0.0, self._deadline - time.monotonic()))
+        kind, size, checksum = self._head(max(0.0, self._deadline - time.monotonic()))
         if kind not in (Kind.PROOF, Kind.REFUSED) or size > MAX_TEXT:
             raise PeerError(f"the peer sends a {kind.name} of {size} bytes in place of its proof")
         text = bytearray(size)
-        self._body((memoryview(text),), crc)
+        self._body((memoryview(text),), checksum)
         if kind is Kind.REFUSED:
             raise PeerError(f"the peer refuses: {text.decode(errors='replace')}")
         return bytes(text)
@@ -217,15 +215,15 @@ class ChunkPeer:
         if not hmac.compare_digest(tag, self._tag(self._receives, self._received, head)):
             raise PeerError("the peer does not know the secret, or a frame was changed")
         self._received += 1
-        kind, size, crc = HEADER.unpack(head)
-        return Kind(kind), size, crc
+        kind, size, checksum = HEADER.unpack(head)
+        return Kind(kind), size, checksum
 
-    def _body(self, target: Pieces, crc: int) -> None:
+    def _body(self, target: Pieces, checksum: int) -> None:
         size = sum(map(len, target))
         deadline = time.monotonic() + STALL_SECONDS + size / SLOWEST
         for piece in target:
             self._fill(piece, deadline)
-        if checksum_of(target) != crc:
+        if checksum_of(target) != checksum:
             raise PeerError(f"{size} bytes came changed: their checksum is wrong")
 
     def _fill(self, target: memoryview, deadline: float) -> None:
@@ -239,14 +237,6 @@ class ChunkPeer:
             if not got:
                 raise PeerError(f"the peer ended after {at} of {len(target)} bytes")
             at += got
-
-
-def checksum_of(payload: Sequence[bytes | memoryview]) -> int:
-    """CRC-32 of all of these, one after another."""
-    found = 0
-    for piece in payload:
-        found = zlib.crc32(piece, found)
-    return found
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+import xxhash
 
 TierName = Literal["disk", "remote"]
 """The disk is this engine's alone. The remote tier is a service that engines share."""
@@ -18,6 +21,14 @@ NO_SLOT = -1
 
 Pieces = tuple[memoryview, ...]
 """The bytes of a block of the host tier, in place: what each rank of the engine keeps of it, in rank order."""
+
+
+def checksum_of(pieces: Iterable[bytes | memoryview]) -> int:
+    """The checksum of all of these, one after another: XXH3 of 64 bits, 10 times as fast as CRC-32."""
+    found = xxhash.xxh3_64()
+    for piece in pieces:
+        found.update(piece)
+    return found.intdigest()
 
 
 class TierBlock(NamedTuple):

@@ -148,7 +148,7 @@ def changed(way):
     [
         (lambda data: data[:-1] + b"y", "checksum"),
         (lambda data: data[:1] + struct.pack("<I", 999) + data[5:], "a frame was changed"),
-        (lambda data: data[:25], "ended after 0 of 1000 bytes"),
+        (lambda data: data[: HEADER.size + TAG], "ended after 0 of 1000 bytes"),
         (lambda data: data[:500], "ended after"),
         (lambda data: b"", "ended after 0 of"),
     ],

@@ -12,17 +12,16 @@ import shutil
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.lm.tiers import Outcome, Pieces, StoredBlock, TierBlock
+from holdfast.lm.tiers import Outcome, Pieces, StoredBlock, TierBlock, checksum_of
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the bytes in the files mean something else."""
-ENTRY = struct.Struct("<4sI32sId")
+ENTRY = struct.Struct("<4sI32sQd")
 """Of a place in use: MAGIC, the block's place in its sequence, its digest, the checksum, seconds since the epoch at its
-last use. A CRC-32 of it follows."""
+last use. The lower half of its own checksum follows."""
 MAGIC = b"HFKV"
 ENTRY_BYTES = 64
 PAGE = 4096
@@ -43,7 +42,7 @@ class DiskStore:
         PATH/kv-IDENTITY/index    an entry of 64 bytes for each place
         PATH/kv-IDENTITY/blocks   the blocks, each at a multiple of 4 KiB
 
-    An entry is cleared before its place is written to, and made when the block is complete. It has a CRC-32 of the
+    An entry is cleared before its place is written to, and made when the block is complete. It has a checksum of the
     block and of what identifies it, and each read compares that. So a kill at any moment leaves a place that is empty,
     or whole. Nothing is synced: what a power failure leaves of unwritten pages is found by the same checksums, at the
     read that would use them, and costs computing.
@@ -113,7 +112,7 @@ class DiskStore:
             index = file.read()
         for slot in range(len(index) // ENTRY_BYTES):
             entry = index[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
-            if entry[:4] != MAGIC or entry[ENTRY.size : ENTRY.size + 4] != crc(entry[: ENTRY.size]):
+            if entry[:4] != MAGIC or entry[ENTRY.size : ENTRY.size + 4] != own_sum(entry[: ENTRY.size]):
                 continue
             _, place, digest, checksum, used = ENTRY.unpack_from(entry)
             self._sums[slot] = checksum
@@ -126,7 +125,7 @@ class DiskStore:
         for first, run in self._runs(blocks, data):
             try:
                 self._clear(first, len(run))
-                sums = [checksum_of(blocks[at], data[at]) for at in run]
+                sums = [sum_of(blocks[at], data[at]) for at in run]
                 pieces, size = self._pieces(data, run)
                 if os.pwritev(self._blocks, pieces, first * self._stride) != size:
                     continue
@@ -134,7 +133,7 @@ class DiskStore:
                 for at, checksum in zip(run, sums, strict=True):
                     block = blocks[at]
                     entry = ENTRY.pack(MAGIC, block.place, block.digest, checksum, used[at])
-                    entries.append((entry + crc(entry)).ljust(ENTRY_BYTES, b"\0"))
+                    entries.append((entry + own_sum(entry)).ljust(ENTRY_BYTES, b"\0"))
                 os.pwrite(self._index, b"".join(entries), first * ENTRY_BYTES)
             except OSError:
                 continue
@@ -161,7 +160,7 @@ class DiskStore:
                 continue
             for number, at in enumerate(run):
                 whole = count >= number * self._stride + self.block_bytes
-                if whole and checksum_of(blocks[at], targets[at]) == self._sums[first + number]:
+                if whole and sum_of(blocks[at], targets[at]) == self._sums[first + number]:
                     outcomes[at] = "done"
                     continue
                 outcomes[at] = "corrupt"
@@ -204,14 +203,11 @@ class DiskStore:
                 os.close(descriptor)
 
 
-def checksum_of(block: TierBlock, data: Pieces) -> int:
-    """CRC-32 of what identifies a block, and then of its bytes."""
-    found = zlib.crc32(block.place.to_bytes(4, "little") + block.digest)
-    for piece in data:
-        found = zlib.crc32(piece, found)
-    return found
+def sum_of(block: TierBlock, data: Pieces) -> int:
+    """The checksum of what identifies a block, and then of its bytes."""
+    return checksum_of((block.place.to_bytes(4, "little") + block.digest, *data))
 
 
-def crc(data: bytes) -> bytes:
-    """The CRC-32 of an entry, as stored."""
-    return struct.pack("<I", zlib.crc32(data))
+def own_sum(entry: bytes) -> bytes:
+    """The checksum of an entry, as stored."""
+    return struct.pack("<I", checksum_of((entry,)) & 0xFFFFFFFF)

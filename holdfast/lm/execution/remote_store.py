@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from holdfast.lm.execution.disk_store import checksum_of
+from holdfast.lm.execution.disk_store import sum_of
 from holdfast.lm.tiers import Outcome, Pieces, TierBlock
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ LIFETIME = 86_400
 """Seconds that a block stays in the service unless it is used."""
 CONNECT_SECONDS, ANSWER_SECONDS = 0.2, 2.0
 """How long the service may take to accept a connection, and to answer."""
-HEAD = struct.Struct("<4sI")
+HEAD = struct.Struct("<4sQ")
 """Before a block's bytes: MAGIC and the checksum."""
-MAGIC = b"HFKV"
+MAGIC = b"HFK2"
 
 
 class RemoteStore:
@@ -63,7 +63,7 @@ class RemoteStore:
         missing = [at for at, answer in enumerate(there) if answer != 1]
         with self._client.pipeline(transaction=False) as pipeline:
             for at in missing:
-                value = b"".join((HEAD.pack(MAGIC, checksum_of(blocks[at], data[at])), *data[at]))
+                value = b"".join((HEAD.pack(MAGIC, sum_of(blocks[at], data[at])), *data[at]))
                 pipeline.set(self._name(blocks[at]), value, ex=self._lifetime)
             answers = self._execute(pipeline) if missing else []
         if answers is None:
@@ -89,7 +89,7 @@ class RemoteStore:
         if not isinstance(value, bytes):
             return "failed"
         data = memoryview(value)[HEAD.size :]
-        if len(data) != self._block_bytes or value[: HEAD.size] != HEAD.pack(MAGIC, checksum_of(block, (data,))):
+        if len(data) != self._block_bytes or value[: HEAD.size] != HEAD.pack(MAGIC, sum_of(block, (data,))):
             return "corrupt"
         for piece in target:
             piece[:], data = data[: len(piece)], data[len(piece) :]

@@ -260,8 +260,10 @@ class Speculation(Policy):
 
         A step of them alone takes nearly as long as one of all, which would be planned behind it.
         """
-        rows, contexts = len(decoding), [entry.cache.planned + 1 for entry in decoding]
-        free = sum(entry.next_step <= number for entry in decoding)
+        rows, free = len(decoding), sum(entry.next_step <= number for entry in decoding)
+        if free == rows:  # there are no such drafts
+            return False
+        contexts = [entry.cache.planned + 1 for entry in decoding]
         whole = self._ratio * self._predictor.drafted(rows, contexts)
         alone = self._ratio * self._predictor.drafted(free, contexts[:free]) if free else 0.0
         return rows / (whole + self.account(rows).gap) > (rows + free) / (whole + alone + self._idle)

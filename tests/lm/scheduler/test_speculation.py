@@ -189,6 +189,13 @@ def test_few_decodes_without_drafts_wait_for_the_others(monkeypatch: pytest.Monk
     assert min(apart) < 12 and longer > seconds
 
 
+def test_where_nothing_is_drafted_all_steps_are_planned_ahead_however_slow_the_host_is() -> None:
+    model, requests = cost(row=1e-5, step=2e-3), create_requests(8, max_tokens=100)
+    plain = create_scheduler(policy=StallFree(512), blocks=1100, max_sequences=256, max_model_len=2000)
+    seconds = Device(plain, model, random_text, host=4e-3).run(*requests)
+    assert Device(speculating(model), model, random_text, host=4e-3).run(*requests) == pytest.approx(seconds)
+
+
 def test_drafting_ends_with_the_repetition_and_comes_back_with_it() -> None:
     model = cost(row=1e-5)
 

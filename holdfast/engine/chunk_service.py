@@ -261,7 +261,8 @@ class ChunkService:
             for end in ends:
                 with contextlib.suppress(TimeoutError):
                     end.result(LOOP_SECONDS)
-        peer.send(Kind.ARRIVED, b"".join(arrived[-MAX_DIGESTS:]))
+        if arrived:
+            peer.send(Kind.ARRIVED, b"".join(arrived[-MAX_DIGESTS:]))
         return "" if len(found) == len(pairs) else "the source does not have all of it"
 
     def _held_by(self, peer: ChunkPeer, digests: Sequence[bytes]) -> bytes:

@@ -112,7 +112,7 @@ class DiskStore:
             index = file.read()
         for slot in range(len(index) // ENTRY_BYTES):
             entry = index[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES]
-            if entry[:4] != MAGIC or entry[ENTRY.size : ENTRY.size + 4] != own_sum(entry[: ENTRY.size]):
+            if entry[:4] != MAGIC or entry[ENTRY.size : ENTRY.size + 4] != entry_checksum(entry[: ENTRY.size]):
                 continue
             _, place, digest, checksum, used = ENTRY.unpack_from(entry)
             self._sums[slot] = checksum
@@ -125,7 +125,7 @@ class DiskStore:
         for first, run in self._runs(blocks, data):
             try:
                 self._clear(first, len(run))
-                sums = [sum_of(blocks[at], data[at]) for at in run]
+                sums = [block_checksum(blocks[at], data[at]) for at in run]
                 pieces, size = self._pieces(data, run)
                 if os.pwritev(self._blocks, pieces, first * self._stride) != size:
                     continue
@@ -133,7 +133,7 @@ class DiskStore:
                 for at, checksum in zip(run, sums, strict=True):
                     block = blocks[at]
                     entry = ENTRY.pack(MAGIC, block.place, block.digest, checksum, used[at])
-                    entries.append((entry + own_sum(entry)).ljust(ENTRY_BYTES, b"\0"))
+                    entries.append((entry + entry_checksum(entry)).ljust(ENTRY_BYTES, b"\0"))
                 os.pwrite(self._index, b"".join(entries), first * ENTRY_BYTES)
             except OSError:
                 continue
@@ -160,7 +160,7 @@ class DiskStore:
                 continue
             for number, at in enumerate(run):
                 whole = count >= number * self._stride + self.block_bytes
-                if whole and sum_of(blocks[at], targets[at]) == self._sums[first + number]:
+                if whole and block_checksum(blocks[at], targets[at]) == self._sums[first + number]:
                     outcomes[at] = "done"
                     continue
                 outcomes[at] = "corrupt"
@@ -203,11 +203,11 @@ class DiskStore:
                 os.close(descriptor)
 
 
-def sum_of(block: TierBlock, data: Pieces) -> int:
+def block_checksum(block: TierBlock, data: Pieces) -> int:
     """The checksum of what identifies a block, and then of its bytes."""
     return checksum_of((block.place.to_bytes(4, "little") + block.digest, *data))
 
 
-def own_sum(entry: bytes) -> bytes:
+def entry_checksum(entry: bytes) -> bytes:
     """The checksum of an entry, as stored."""
     return struct.pack("<I", checksum_of((entry,)) & 0xFFFFFFFF)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from holdfast.lm.execution.disk_store import sum_of
+from holdfast.lm.execution.disk_store import block_checksum
 from holdfast.lm.tiers import Outcome, Pieces, TierBlock
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RemoteStore:
         missing = [at for at, answer in enumerate(there) if answer != 1]
         with self._client.pipeline(transaction=False) as pipeline:
             for at in missing:
-                value = b"".join((HEAD.pack(MAGIC, sum_of(blocks[at], data[at])), *data[at]))
+                value = b"".join((HEAD.pack(MAGIC, block_checksum(blocks[at], data[at])), *data[at]))
                 pipeline.set(self._name(blocks[at]), value, ex=self._lifetime)
             answers = self._execute(pipeline) if missing else []
         if answers is None:
@@ -89,7 +89,7 @@ class RemoteStore:
         if not isinstance(value, bytes):
             return "failed"
         data = memoryview(value)[HEAD.size :]
-        if len(data) != self._block_bytes or value[: HEAD.size] != HEAD.pack(MAGIC, sum_of(block, (data,))):
+        if len(data) != self._block_bytes or value[: HEAD.size] != HEAD.pack(MAGIC, block_checksum(block, (data,))):
             return "corrupt"
         for piece in target:
             piece[:], data = data[: len(piece)], data[len(piece) :]

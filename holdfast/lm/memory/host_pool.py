@@ -189,9 +189,9 @@ class HostPool:
             elif (hold := held[block]).last_use is not None:
                 hold.last_use = use
         for block in blocks:
-            if (hold_ := held.get(block)) is None:
-                hold_ = held[block] = Hold(use)
-            hold_.holders += 1
+            if block not in held:
+                held[block] = Hold(use)
+            held[block].holders += 1
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:

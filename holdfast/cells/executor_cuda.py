@@ -29,6 +29,7 @@ from holdfast.cells.kernels import HEADER, RETURNED_UNIT, Signals, Source, unit_
 from holdfast.cells.plan import SCRATCH, Move, Returned, Round, Task
 from holdfast.cells.planner import MAX_TASKS
 from holdfast.cells.types import example
+from holdfast.core.collector import collector_off
 
 ALIGNED_WORDS = 4
 SPINS = 50
@@ -313,11 +314,12 @@ class CudaExecutor:
                         continue
                     self._stream.synchronize()
                     graph = torch.cuda.CUDAGraph()
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                    try:
-                        body()
-                    finally:
-                        graph.capture_end()
+                    with collector_off():
+                        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                        try:
+                            body()
+                        finally:
+                            graph.capture_end()
                     runs[size] = graph.replay
             made.append(runs)
         self._signals.tickets.zero_()

@@ -21,6 +21,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
 from holdfast.lm.execution.executor import PagedMemory
 from holdfast.lm.kernels.attention.protocol import Attention, CapturableAttention, Segments
+from holdfast.lm.kernels.capture import capture
 from holdfast.lm.models.base import Model
 from holdfast.lm.types import DeviceExecutor, Sampling, Segment, StepPlan, StepResult, TableWrite
 
@@ -451,7 +452,7 @@ def _seconds(work: Callable[[], object], device: torch.device, *, captured: bool
     if device.type == "cuda" and captured:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capture(graph):
             work()
         work = graph.replay
 

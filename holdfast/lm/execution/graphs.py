@@ -14,6 +14,7 @@ import torch
 
 from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
+from holdfast.lm.kernels.capture import capture
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.models.adapters import LayerStacks, StepAdapters
 from holdfast.lm.models.base import CapturableModel, StepInput
@@ -283,7 +284,7 @@ class StepGraphs:
         with nullcontext() if self._group is None else self._group.alone():
             metadata = self._rehearse(work, size, segments)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with capture(graph, self._pool):
             work(size, metadata)
         return Captured(graph, metadata)
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from holdfast.lm.kernels.capture import capture
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.padded.abilities import TOLERANCE, probed_lengths
 from holdfast.lm.padded.driver import AGREES_IN_HALF, Driver, Inputs, difference, in_float32
@@ -310,7 +311,7 @@ class DecodeGraphs:
         """Capture a decode, or note why it cannot be: what asks the device for a number cannot, for one."""
         try:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), self._constants:
+            with capture(graph, self._pool), self._constants:
                 logits = decode.work()
                 if self._logits is not None:
                     self._logits[: shape.rows].copy_(logits)

@@ -23,10 +23,12 @@ def add_engine_options(parser: argparse.ArgumentParser, flag: str = "--set", abo
 
 
 def engine_option(text: str) -> tuple[str, Any]:
-    """Name and value; the value is written as in YAML. Raises ArgumentTypeError."""
+    """Name and value; the value is written as in YAML, but `on` and `off` are words. Raises ArgumentTypeError."""
     name, equals, value = text.partition("=")
     if not (name.isidentifier() and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, as in token_budget=1024")
+    if value in ("on", "off"):
+        return name, value
     try:
         return name, yaml.safe_load(value)
     except yaml.YAMLError as error:

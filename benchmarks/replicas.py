@@ -1,8 +1,8 @@
 """Routing policies on real replicas, beside the simulator: conversations on several CPU engines of the built-in model.
 
 usage: python benchmarks/replicas.py [--policies NAME ...] [--replicas 4] [--conversations 24] [--rate 1.0] [--think 2]
-                                     [--long 0.15] [--shorter 12] [--least 4] [--parts DIR]
-                                     [--json FILE]
+                                     [--long 0.15] [--shorter 12] [--least 4] [--context 2000] [--parts DIR]
+                                     [--shape JSON] [--set NAME=VALUE ...] [--json FILE]
 
 Each policy gets engines of its own, one CPU thread each, with small caches in both tiers, and the same conversations:
 of ShareGPT-like lengths, shortened to the model's context, of which a share is long. A turn holds all turns before it,
@@ -10,15 +10,19 @@ with the answers that came. Measured by the client, in this process, over `clust
 first token, throughput, and the share of reusable prompt tokens that came from a cache, of all that one engine with
 endless memory would have found. Spread: how far the busiest and the idlest replica are apart, as a share of the mean.
 
-Then the simulator runs the same conversations with the same router over the engine's cost profile, with the cores of
-this machine: steps take longer while more engines compute than there are cores. The first engine estimates the profile
-by a few steps, and the machine may do other work. So the profile's times are stretched by two factors for each run:
-such that steps of decodes alone, and other steps, take as long in all as they did in the real run. What a request takes
-besides its steps (sockets, text, planning) is measured by a few short prompts before each run, and added to each
-simulated time until the first token. The rest is the simulator's own.
+Then the simulator runs the same conversations with the same router over the engine's cost profile. `holdfast profile`
+measures one; else the first engine estimates it by a few steps. Three things are taken from measurements. Before each
+run the same short conversations run at 1, 2, ... engines at once, which tells how much engines that share cores or a
+GPU slow each other; the median over the runs counts. What a request takes besides its steps (sockets, text, planning)
+is measured by a few short prompts; the least over the runs is added to each simulated time until the first token. And
+the profile's times are stretched by two factors for each run, such that steps of decodes alone, and other steps, take
+as long in all as they did in the real run. The rest is the simulator's own.
 
 With --parts, real runs are kept there, and a policy that has been run is not run again. So they can be done in parts;
 the last call simulates them all.
+
+With --shape, engines run on GPUs, each on its own, a Llama-3-8B shape with these changes and random weights. Where
+CUDA_VISIBLE_DEVICES names a GPU twice, two engines share it.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
+import shutil
 import tempfile
 import time
 from collections import deque
@@ -35,17 +39,22 @@ from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from random import Random
+from statistics import median
 from typing import Any
 
 import msgspec
-from invocation import provenance
+from invocation import add_engine_options, provenance
+from llama8b import LLAMA_3_8B
 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.local_spawner import LocalSpawner
 from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.types import SamplingParams
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.client import EngineClient
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, percentile
@@ -55,10 +64,10 @@ from holdfast.lab.workloads import Conversation, PromptTokens, Turn
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.types import LanguageExecutor, StepPlan, StepResult
 
-CONTEXT = 2000
-"""Most tokens of a conversation."""
 MOST_DECODES = 8
 """A step of no more tokens has decodes alone."""
+TALK = (8, 100, 12)
+"""Prompts, the tokens of each, and of each answer, that measure what engines cost each other."""
 PROBES = 15
 """Short prompts that measure what a request takes besides its steps."""
 COPY_RATE = 5e9
@@ -74,7 +83,7 @@ def conversations(args: argparse.Namespace) -> list[Conversation]:
         return Turn(max(args.least, turn.prompt // args.shorter), max(4, turn.output // args.shorter), turn.think)
 
     short = [replace(one, turns=tuple(map(shorter, one.turns))) for one in made]
-    return workloads.gamma_arrivals(workloads.fit_context(short, CONTEXT), args.rate, args.seed)
+    return workloads.gamma_arrivals(workloads.fit_context(short, args.context), args.rate, args.seed)
 
 
 class Client:
@@ -125,7 +134,11 @@ class Client:
 
 async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
     """One policy on real engines. Its figures, and what the simulator needs to know, go to `directory`."""
-    config = EngineConfig(device="cpu", threads=args.replicas, cache_gb=args.cache_gb, host_cache_gb=args.host_gb)
+    device: dict[str, Any] = dict(device="cpu", threads=args.replicas)
+    if args.shape is not None:
+        device = dict(model=str(write_shape(directory, json.loads(args.shape))), load_format="random")
+    sizes = dict(cache_gb=args.cache_gb, host_cache_gb=args.host_gb)
+    config = EngineConfig(**device | sizes | dict(args.set))
     cluster = ClusterConfig(replicas=args.replicas, routing=policy)  # type: ignore[arg-type]
     spawner = LocalSpawner(config, args.replicas)
     replicas = await Replicas.start(cluster, spawner)
@@ -135,6 +148,7 @@ async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
             assert replica.engine is not None
             replica.engine.on_steps = partial(add_busy, busy, steps, replica.number)
         besides = await probe(replicas, busy)
+        paces = await contention(replicas, busy)
         before = [replica.taken for replica in replicas.members]
         busy[:] = [0.0] * args.replicas
         steps.clear()
@@ -148,7 +162,7 @@ async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
             busy_spread=round((max(busy) - min(busy)) * len(busy) / sum(busy), 3),
             routed=[replica.taken - taken for replica, taken in zip(replicas.members, before, strict=True)],
             moves=replicas.counts.moves, moved_tokens=replicas.counts.moved_tokens, besides_steps_ms=round(besides, 2),
-            seconds_of_steps=[round(each, 3) for each in seconds_of(steps)],
+            paces=[round(each, 3) for each in paces], seconds_of_steps=[round(each, 3) for each in seconds_of(steps)],
         )  # fmt: skip
         profile, memory = CostProfile.load(Path(replicas.info.profile_path)), replicas.info.memory
         replace(
@@ -160,6 +174,16 @@ async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
         await replicas.close()
 
 
+def write_shape(directory: Path, changes: dict[str, Any]) -> Path:
+    """A checkpoint without weights: a Llama-3-8B shape with these changes, and the built-in model's tokenizer."""
+    model = directory / "model"
+    model.mkdir(exist_ok=True)
+    for file in Checkpoint.find(BUILTIN_MODEL).directory.glob("tokenizer*"):
+        shutil.copy(file, model)
+    (model / "config.json").write_text(json.dumps(LLAMA_3_8B | changes))
+    return model
+
+
 def add_busy(
     busy: list[float], steps: list[tuple[int, float]], number: int, tokens: Sequence[int], seconds: Sequence[float]
 ) -> None:
@@ -169,7 +193,10 @@ def add_busy(
 
 
 async def probe(replicas: Replicas, busy: list[float]) -> float:
-    """Milliseconds that a request takes besides its steps: the median of short prompts on idle engines."""
+    """Milliseconds that a request takes besides its steps: the least of short prompts on idle engines.
+
+    Others may have to wait, as an engine on a GPU captures graphs in its first pauses.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     found = []
     for number in range(PROBES):
@@ -181,7 +208,31 @@ async def probe(replicas: Replicas, busy: list[float]) -> float:
         seconds = time.monotonic() - began
         await replicas.health()  # its steps are told before the answer
         found.append(1e3 * (seconds - (sum(busy) - before)))
-    return percentile(sorted(found), 0.5)
+    return min(found)
+
+
+async def contention(replicas: Replicas, busy: list[float]) -> list[float]:
+    """How many times as long the same work takes at 1, 2, ... engines at once as at one alone, in seconds of steps."""
+    seconds = []
+    for count in range(1, len(replicas.members) + 1):
+        await replicas.health()
+        before = sum(busy)
+        engines = [replica.engine for replica in replicas.members[:count]]
+        await asyncio.gather(*(talk(engine, f"{count}/{number}") for number, engine in enumerate(engines)))
+        await replicas.health()  # the last steps are told before the answer
+        seconds.append((sum(busy) - before) / count)
+    return [each / seconds[0] for each in seconds]
+
+
+async def talk(engine: EngineClient | None, seed: str) -> None:
+    """A few short prompts that no cache holds, with short answers, one after another."""
+    assert engine is not None
+    params, random = SamplingParams(temperature=0.0, max_tokens=TALK[2], ignore_eos=True), Random(seed)
+    for _ in range(TALK[0]):
+        prompt = tuple(random.randrange(engine.info.vocab_size) for _ in range(TALK[1]))
+        async with aclosing(engine.stream(prompt, params)) as deltas:
+            async for _ in deltas:
+                pass
 
 
 def of_records(records: Sequence[Record], reusable: int, seconds: float, besides_ms: float = 0.0) -> dict[str, Any]:
@@ -223,7 +274,13 @@ def seconds_of(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def simulate(
-    args: argparse.Namespace, policy: str, real: dict[str, Any], profile: CostProfile, config: EngineConfig
+    args: argparse.Namespace,
+    policy: str,
+    real: dict[str, Any],
+    besides_ms: float,
+    paces: Sequence[float],
+    profile: CostProfile,
+    config: EngineConfig,
 ) -> dict[str, Any]:
     """The same in virtual time, with steps of each kind that take as long as the real ones did, all together."""
     factors, figures = [1.0, 1.0], dict[str, Any]()
@@ -233,12 +290,10 @@ def simulate(
         steps = list[tuple[int, float]]()
         outcome = simulate_cluster(
             config, slower, conversations(args), make_router(policy, profile.cost, rules),  # type: ignore[arg-type]
-            replicas=args.replicas, link=LOOPBACK, asks=False, cores=os.cpu_count(),
+            replicas=args.replicas, link=LOOPBACK, asks=False, sharing=lambda computing: paces[computing - 1],
             wrap=lambda executor, clock, steps=steps: Noted(executor, steps),  # type: ignore[misc]
         )  # fmt: skip
-        figures = of_records(
-            outcome.records, outcome.reusable_tokens, outcome.seconds, real["besides_steps_ms"]
-        ) | dict(
+        figures = of_records(outcome.records, outcome.reusable_tokens, outcome.seconds, besides_ms) | dict(
             busy_s=[round(each, 2) for each in outcome.busy], busy_spread=round(outcome.spread, 3),
             routed=outcome.routed, stretched=[round(factor, 3) for factor in factors],
         )  # fmt: skip
@@ -262,6 +317,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shorter", type=int, default=12, help="ShareGPT's lengths are divided by this")
     parser.add_argument("--least", type=int, default=4, help="tokens that a turn adds to its prompt at least")
+    parser.add_argument("--context", type=int, default=2000, help="most tokens of a conversation")
+    parser.add_argument("--shape", help="engines on GPUs: changes of a Llama-3-8B shape's config.json")
+    add_engine_options(parser)
     parser.add_argument("--parts", type=Path, help="where real runs are kept; default: a temporary directory")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -276,9 +334,10 @@ def main() -> None:
         profile = CostProfile.load(parts / f"{first}.profile")
         config = msgspec.json.decode((parts / f"{first}.config").read_bytes(), type=EngineConfig)
     pairs = ("median_ttft_ms", "mean_ttft_ms", "p99_ttft_ms", "output_tokens_per_s", "found")
-    rows = []
+    rows, besides = [], min(figures["besides_steps_ms"] for figures in real.values())
+    paces = [median(each) for each in zip(*(figures["paces"] for figures in real.values()), strict=True)]
     for policy, figures in real.items():
-        simulated = simulate(args, policy, figures, profile, config)
+        simulated = simulate(args, policy, figures, besides, paces, profile, config)
         off = {name: round(simulated[name] / figures[name] - 1, 3) for name in pairs if figures[name]}
         rows.append(dict(policy=policy, real=figures, simulated=simulated, simulated_off_by=off))
         print(json.dumps(rows[-1]), flush=True)

@@ -8,7 +8,8 @@ are very long, measured until the last of them arrives. Each replica is a Llama-
 profile, with a host tier of 200 GB; prompts beyond the measured context are extrapolated. Replicas are joined by
 100-gigabit Ethernet. For each policy: the share of reusable prompt tokens found, of what one replica with endless
 memory would find; TTFT; throughput; and how far the busiest and the idlest replica are apart, in busy time and in
-tokens computed, as a share of the mean.
+tokens computed, as a share of the mean. `alone` is the P99 of the time that each prompt takes on an idle replica which
+has all that can be reused of it: no policy can be faster.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 from invocation import provenance
 
+from holdfast.cluster.priced import Pricing
 from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
 from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
@@ -71,12 +73,15 @@ def measure(job: tuple[str, str, argparse.Namespace]) -> dict[str, Any]:
         replicas=arguments.replicas, link=LINKS[LINK], asks=arguments.asks, until=until,
     )  # fmt: skip
     figures = summary(outcome.records)
+    pricing = Pricing(profile.cost, profile.token_budget)
+    alone = sorted(pricing.prefill(min(reusable, prompt - 1), prompt) for prompt, reusable in outcome.prompts)
     return dict(
         workload=Path(name).name, pace=pace, seed=arguments.seed,
         policy=policy + ", told what replicas hold" * arguments.asks,
         replicas=arguments.replicas, block_size=block_size,
         requests_asked=arguments.requests, requests=len(outcome.records), seconds=round(outcome.seconds, 2),
         reusable_tokens=outcome.reusable_tokens, found=round(outcome.found, 4),
+        alone_p99_ms=round(alone[int(0.99 * (len(alone) - 1))], 2),
         **{key: round(figures[key], 2) for key in (
             "median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "mean_ttft_ms", "median_itl_ms", "p99_itl_ms",
             "request_throughput", "output_throughput",
@@ -96,14 +101,15 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """A table for each workload, each row with its P99 TTFT against the prefix tree's."""
-    widths = dict(found=6, p50=9, p99=8, tree=8, rate=7, busy=5, spread=7, tokens=7, moves=5)
+    widths = dict(found=6, p50=9, p99=8, tree=8, alone=8, rate=7, busy=5, spread=7, tokens=7, moves=5)
     print(f"{'policy':18} " + " ".join(f"{name:>{width}}" for name, width in widths.items()))
     tree = next((row["p99_ttft_ms"] for row in rows if row["policy"] == "prefix-tree"), None)
     for row in rows:
         found = f"{row['found']:6.3f}" if row["reusable_tokens"] else "     -"
         ratio = f"{row['p99_ttft_ms'] / tree:8.2f}" if tree else "       -"
+        alone = f"{row['alone_p99_ms'] / tree:8.2f}" if tree else "       -"
         print(
-            f"{row['policy']:18} {found} {row['median_ttft_ms']:9.0f} {row['p99_ttft_ms']:8.0f} {ratio} "
+            f"{row['policy']:18} {found} {row['median_ttft_ms']:9.0f} {row['p99_ttft_ms']:8.0f} {ratio} {alone} "
             f"{row['request_throughput']:7.2f} {row['busy']:5.2f} {row['busy_spread']:7.1%} "
             f"{row['computed_spread']:7.1%} {row['moves']:5}"
         )

@@ -16,7 +16,7 @@ from holdfast.core.config import EngineConfig, SchedulerName
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
-from holdfast.lab.simulator.cluster import ClusterOutcome, simulate_cluster
+from holdfast.lab.simulator.cluster import ClusterOutcome, apart, on_cores, simulate_cluster
 from holdfast.lab.simulator.deployment import Deployment, Pipeline, deploy
 from holdfast.lab.simulator.devices import LINKS, look_up
 from holdfast.lab.simulator.run import context_length, simulate
@@ -302,7 +302,7 @@ def evaluate_fleet(
             replicas=replicas,
             link=look_up("link", LINKS, link),
             pipeline=deployment.pipeline,
-            cores=cores,
+            sharing=apart if cores is None else on_cores(cores),
         )
         runs[rate] = summary(outcome.records), outcome
         return runs[rate][0]

@@ -18,6 +18,7 @@ def test_option_values_parse_as_words_numbers_or_booleans() -> None:
     given = parsed("--set", "kv_cache_dtype=fp8", "--set", "block_size=8", "--beside", "prefix_sharing=false")
     assert dict(given.set) == {"kv_cache_dtype": "fp8", "block_size": 8}
     assert dict(given.beside) == {"prefix_sharing": False}
+    assert dict(parsed("--set", "speculation=off").set) == {"speculation": "off"}
     assert dict(parsed().set) == {}
 
 

@@ -33,6 +33,22 @@ REMEMBERED = 1 << 20
 """Blocks of prompts whose digests are remembered, so that a next turn hashes only what is new."""
 
 
+Sharing = Callable[[int], float]
+"""How many times as long a step takes that begins while so many replicas compute, its own among them."""
+
+
+def apart(computing: int) -> float:
+    """The `Sharing` of replicas that have a device each."""
+    return 1.0
+
+
+def on_cores(cores: float) -> Sharing:
+    """The `Sharing` of a CPU that is enough for so many replicas at once. Raises ValueError."""
+    if not cores > 0:
+        raise ValueError(f"cores is {cores}; it must be above 0")
+    return lambda computing: max(1.0, computing / cores)
+
+
 class ClusterEvent(NamedTuple):
     """Something that befalls a replica."""
 
@@ -55,8 +71,9 @@ class ClusterOutcome:
     """By replica, the requests that it got."""
     stats: tuple[SchedulerStats, ...]
     """By replica, its queues and memory at the end."""
-    reusable_tokens: int
-    """Prompt tokens that one replica with endless memory would find, if state were there once its turn is sent."""
+    prompts: tuple[tuple[int, int], ...]
+    """Of each request that began, its prompt's tokens, and those that one replica with endless memory would find, if
+    state were there once its turn is sent."""
     fetched_tokens: int
     """Tokens copied from replica to replica for a turn."""
     moved_tokens: int
@@ -65,6 +82,11 @@ class ClusterOutcome:
     """Moves ahead of need."""
     resent: int
     """Requests that went on at another replica because theirs failed."""
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Prompt tokens that one replica with endless memory would find."""
+        return sum(reusable for _, reusable in self.prompts)
 
     @property
     def found(self) -> float:
@@ -96,7 +118,7 @@ def simulate_cluster(
     pipeline: Pipeline | None = None,
     events: Sequence[ClusterEvent] = (),
     concurrency: int | None = None,
-    cores: float | None = None,
+    sharing: Sharing = apart,
     wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
     on_progress: Callable[[int], None] = lambda done: None,
     until: float = inf,
@@ -109,16 +131,14 @@ def simulate_cluster(
     does. A replica that fails loses its state; its requests go on elsewhere, with the tokens that they have. One that
     drains finishes what it has. After `until` virtual seconds the run ends with what is recorded by then.
 
-    With `cores`, the replicas share a CPU that is enough for so many of them at once: a step that begins while more of
-    them compute takes as much longer. `wrap` is as for `make_loop`, for each replica.
+    `sharing` is what replicas that share a device cost each other, such as `on_cores`. `wrap` is as for `make_loop`,
+    for each replica.
 
     Deterministic. Raises ValueError as `simulate`, for less than one replica, for an event of an unknown replica, for
     padded rows, and if no replica is left.
     """
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; it must be at least 1")
-    if cores is not None and not cores > 0:
-        raise ValueError(f"cores is {cores}; it must be above 0")
     if on_rows(config, profile):
         raise ValueError("executor is padded, whose rows do not move between replicas; simulate one replica alone")
     for event in events:
@@ -127,7 +147,7 @@ def simulate_cluster(
     nodes: list[Replica] = []
 
     def pace(now: float) -> float:
-        return 1.0 if cores is None else max(1.0, sum(node.stepping for node in nodes) / cores)
+        return sharing(sum(node.stepping for node in nodes))
 
     nodes += [Replica.make(f"replica-{number}", config, profile, pipeline, pace, wrap) for number in range(replicas)]
     cluster = Cluster(nodes, router, profile, config.block_size, link, asks, events)
@@ -147,7 +167,7 @@ def simulate_cluster(
         tuple(node.executor.busy for node in nodes),
         tuple(node.routed for node in nodes),
         tuple(node.loop.stats() for node in nodes),
-        cluster.reusable,
+        tuple(cluster.prompts),
         cluster.fetched,
         cluster.moved,
         cluster.moves,
@@ -261,7 +281,8 @@ class Cluster:
         self.now = 0.0
         self.keyed: Sequence[bool] = ()
         """By conversation, whether the router is told its key."""
-        self.reusable = self.fetched = self.moved = self.moves = self.resent = 0
+        self.fetched = self.moved = self.moves = self.resent = 0
+        self.prompts: list[tuple[int, int]] = []
         self._nodes, self._router, self._asks = nodes, router, asks
         self._by_name = {node.name: number for number, node in enumerate(nodes)}
         self._block_size, self._token_bytes = block_size, profile.token_bytes
@@ -375,7 +396,7 @@ class Cluster:
             sent = self._sent[output.request_id]
             if sent.cached is None:
                 sent.cached, sent.scheduled = output.cached_tokens, output.scheduled_at
-                self.reusable += sent.reusable
+                self.prompts.append((sent.turn.prompt_tokens, sent.reusable))
             if output.tokens and not sent.started:
                 router.started(output.request_id, self.now)
                 sent.started = True

@@ -10,7 +10,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator import cluster
-from holdfast.lab.simulator.cluster import ClusterEvent, simulate_cluster
+from holdfast.lab.simulator.cluster import ClusterEvent, on_cores, simulate_cluster
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Conversation, Turn
@@ -56,6 +56,9 @@ def test_every_request_is_served_by_each_policy_and_the_same_in_every_run(policy
     outputs = sorted(turn.output for conversation in work for turn in conversation.turns)
     assert sorted(len(record.token_times) for record in outcome.records) == outputs
     assert 0 <= outcome.found <= 1
+    prompts = sorted(tokens for tokens, _ in outcome.prompts)
+    assert prompts == sorted(record.prompt_tokens for record in outcome.records)
+    assert all(0 <= reusable < tokens for tokens, reusable in outcome.prompts)
 
 
 def test_round_robin_computes_again_what_the_priced_router_finds():
@@ -99,7 +102,7 @@ def test_long_conversations_on_one_host_are_spread_by_the_priced_router():
 
 def test_engines_that_share_a_core_take_turns():
     work = workloads.fixed(40, 200, 60)  # all at once
-    alone, together = (run(work, policy="round-robin", replicas=2, cores=cores) for cores in (2, 1))
+    alone, together = (run(work, policy="round-robin", replicas=2, sharing=on_cores(cores)) for cores in (2, 1))
     assert alone == run(work, policy="round-robin", replicas=2), "there is a core for each"
     assert together.seconds == pytest.approx(2 * alone.seconds, rel=0.05)
 
@@ -148,11 +151,15 @@ def test_blocks_are_accounted_for_at_every_step(monkeypatch):
     assert checked > 100 and outcome.moved_tokens + outcome.fetched_tokens > 0
 
 
+def test_a_cpu_without_cores_is_refused():
+    with pytest.raises(ValueError, match="cores is 0"):
+        on_cores(0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"replicas": 0}, "replicas is 0"),
-        ({"cores": 0}, "cores is 0"),
         ({"events": [ClusterEvent(1.0, "fail", 3)]}, "replica 3 is to fail, and there are 3"),
         ({"config": replace(CONFIG, executor="padded")}, "executor is padded"),
         ({"events": [ClusterEvent(0.1, "fail", n) for n in range(3)]}, "none of 0 replicas is ready"),

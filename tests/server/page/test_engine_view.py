@@ -80,6 +80,7 @@ def table(page: Any, summary: str) -> list[list[str]]:
     if not details.evaluate("each => each.open"):
         details.locator("summary").click()
     getattr(page, "page", page).wait_for_timeout(600)
+    details.locator("tbody tr").first.wait_for()  # on a busy machine its first rows come later
     rows: list[list[str]] = details.locator("tbody tr").evaluate_all(
         "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
     )

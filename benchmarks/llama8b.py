@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,10 +33,11 @@ from typing import Any
 
 from invocation import add_engine_options, provenance, settle
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.build import Engine, build_engine
+from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.types import StepPlan, StepResult
 from holdfast.loop.contracts import Executor
@@ -85,6 +87,14 @@ def directory_of(shape: dict[str, Any], tokenizer: str = "") -> str:
     if tokenizer:
         Path(directory, "tokenizer.json").write_text(tokenizer)
     return directory
+
+
+def write_shape(directory: Path, shape: dict[str, Any]) -> None:
+    """A checkpoint without weights in `directory`: a config.json, and the built-in model's tokenizer."""
+    directory.mkdir(exist_ok=True)
+    for file in Checkpoint.find(BUILTIN_MODEL).directory.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    (directory / "config.json").write_text(json.dumps(shape))
 
 
 def started(

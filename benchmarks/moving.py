@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import json
 import random
-import shutil
 import statistics
 import tempfile
 import time
@@ -29,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from invocation import add_engine_options, provenance
-from llama8b import LLAMA_3_8B
+from llama8b import LLAMA_3_8B, write_shape
 from multiturn import draw
 
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client import EngineClient
 
 SHAPE = dict(
@@ -182,9 +180,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        for file in Checkpoint.find(BUILTIN_MODEL).directory.glob("tokenizer*"):
-            shutil.copy(file, directory)
-        (directory / "config.json").write_text(json.dumps(LLAMA_3_8B | SHAPE | json.loads(arguments.shape)))
+        write_shape(directory, LLAMA_3_8B | SHAPE | json.loads(arguments.shape))
         result = asyncio.run(measure(arguments, directory))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

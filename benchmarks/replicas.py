@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shutil
 import tempfile
 import time
 from collections import deque
@@ -45,15 +44,14 @@ from typing import Any
 
 import msgspec
 from invocation import add_engine_options, provenance
-from llama8b import LLAMA_3_8B
+from llama8b import LLAMA_3_8B, write_shape
 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.local_spawner import LocalSpawner
 from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client import EngineClient
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
@@ -136,7 +134,9 @@ async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
     """One policy on real engines. Its figures, and what the simulator needs to know, go to `directory`."""
     device: dict[str, Any] = dict(device="cpu", threads=args.replicas)
     if args.shape is not None:
-        device = dict(model=str(write_shape(directory, json.loads(args.shape))), load_format="random")
+        # The same directory for all policies, so that they share a stored profile.
+        write_shape(directory / "model", LLAMA_3_8B | json.loads(args.shape))
+        device = dict(model=str(directory / "model"), load_format="random")
     sizes = dict(cache_gb=args.cache_gb, host_cache_gb=args.host_gb)
     config = EngineConfig(**device | sizes | dict(args.set))
     cluster = ClusterConfig(replicas=args.replicas, routing=policy)  # type: ignore[arg-type]
@@ -172,16 +172,6 @@ async def serve(args: argparse.Namespace, policy: str, directory: Path) -> None:
         (directory / f"{policy}.json").write_text(json.dumps(figures))
     finally:
         await replicas.close()
-
-
-def write_shape(directory: Path, changes: dict[str, Any]) -> Path:
-    """A checkpoint without weights: a Llama-3-8B shape with these changes, and the built-in model's tokenizer."""
-    model = directory / "model"
-    model.mkdir(exist_ok=True)
-    for file in Checkpoint.find(BUILTIN_MODEL).directory.glob("tokenizer*"):
-        shutil.copy(file, model)
-    (model / "config.json").write_text(json.dumps(LLAMA_3_8B | changes))
-    return model
 
 
 def add_busy(

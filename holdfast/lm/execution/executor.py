@@ -264,7 +264,7 @@ class PagedExecutor:
         memory = self.memory
         if memory.graphs is None or self._in_flight:
             return False
-        # CUDA forbids some calls of other threads while a graph is captured.
+        # No other thread locks memory or packs adapters while a graph is captured.
         pinning = memory.host.pinning if memory.host is not None else nullcontext()
         packing = memory.adapters.store.packing if memory.adapters is not None else nullcontext()
         with pinning, packing, torch.inference_mode():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +18,11 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Grammar, Request
 from holdfast.engine import messages
 from holdfast.engine.build import build_engine
-from holdfast.engine.grammar_desk import GrammarDesk
 from holdfast.engine.serve import serve
-from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.dialects import schema_grammar
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import StepPlan
 from tests.engine.test_adapter_desk import Client
-from tests.tokenizers_made import byte_level
 
 LIST = schema_grammar(list_schema(0))
 ROWS = schema_grammar(
@@ -208,20 +204,6 @@ def test_requests_wait_for_their_grammar_beside_the_loop(small: Callable[..., En
     (refused,) = client.of(messages.Refused)
     assert (refused.request_id, refused.param) == ("bad", "grammar") and "unclosed group" in refused.reason
     assert len(client.tokens("one")) == 8 and len(client.tokens("plain")) == 4
-
-
-def test_a_grammar_is_announced_when_its_request_comes() -> None:
-    announced, added = list[Grammar](), list[Request]()
-    compiler = GrammarCompiler(byte_level().to_str, 330, (1,))
-    desk = GrammarDesk(added.append, compiler, announce=announced.append)
-    submit = grammar_request("one", LIST)
-    desk.submit(submit.request)
-    assert announced == [LIST] and not added
-    deadline = time.monotonic() + 10
-    while desk.busy and time.monotonic() < deadline:
-        assert not list(desk.answers())
-    assert added == [submit.request]
-    desk.close()
 
 
 def test_an_aborted_request_is_not_queued_when_its_grammar_is_ready(small: Callable[..., EngineConfig]) -> None:

@@ -11,6 +11,7 @@ from fake_engine import FakeClient
 from holdfast.core.types import Grammar
 from holdfast.lm.grammar.dialects import ONE_LINE
 from holdfast.lm.limits import RequestRefused
+from holdfast.server import grammars
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES = {
@@ -165,3 +166,22 @@ async def test_a_mistake_is_named_with_its_place(
     assert (response.status_code, error["param"]) == (400, param)
     assert words in error["message"]
     assert not client.asked
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_a_grammar_is_written_once_a_request_whatever_the_number_of_choices(
+    http: Any, client: FakeClient, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write = list[object](), grammars.schema_grammar
+
+    def noted(schema: Any, **options: Any) -> Grammar:
+        written.append(schema)
+        return write(schema, **options)
+
+    monkeypatch.setattr(grammars, "schema_grammar", noted)
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    async with http() as api:
+        response = await api.post(path, json=BODIES[path] | {"response_format": form, "n": 8, "service_tier": "auto"})
+    assert response.status_code == 200, response.text
+    assert len(client.asked) == 8 and written == [SCHEMA]
+    assert len({id(each.params.grammar) for each in client.asked}) == 1

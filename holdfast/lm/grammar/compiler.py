@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import os
-import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.core.types import Grammar
-from holdfast.lm.grammar.dialects import ONE_LINE
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # its stub alone has it
+from holdfast.lm.grammar.sources import GrammarError, begun, check_matcher, in_brief, mask_words, read_vocabulary
+from holdfast.lm.grammar.trial import ENGINE_STACK, NICENESS, Vocabulary, on_stack
+from holdfast.lm.grammar.trials import Trials
 
 KEPT = 256
 """Compiled grammars that are kept for further requests, each as often as it is compiled."""
+KEPT_BYTES = 256 << 20
+"""Most bytes of the compiled grammars that are kept. The last one is kept whatever it takes."""
+BYTES_PER_CHARACTER = 400
+"""What a compiled grammar takes where it was not tested here. A regular expression of 250 KB takes 370 a character."""
 MOST_THREADS = 16
 """Threads that compute masks, at most. 64 masks of 50 us each take a millisecond on four of them."""
 SHORT = 0.05
 """Seconds within which a grammar is compiled that is worth compiling once for each of these threads."""
-MOST_SYMBOLS = 30_000
-"""Most symbols of a compiled grammar. So many take seconds and 100 MB."""
-MOST_DEPTH = 64
-"""Most brackets and braces of a schema that are open at a time. llguidance bounds those of other grammars."""
 MOST_SECONDS = 10.0
-"""Time that compiling one grammar may take."""
-LEXER_FUEL = 1_000_000
-"""Bounds the work of compiling regular expressions, to about 20 ms."""
-MASK_FUEL, MASK_ITEMS = 200_000, 50_000
-"""Bound the work of one mask, to about 20 ms."""
-REASON_LENGTH = 1000
-"""Most characters of llguidance's reason that are told."""
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be followed. The message is for people."""
+"""Most processor time that testing one grammar may take."""
 
 
 def mask_threads() -> int:
@@ -58,9 +45,9 @@ class Compiled:
     that several requests have is compiled several times.
     """
 
-    def __init__(self, first: LLMatcher, lexer: int, seconds: float) -> None:
-        """`lexer` is a number of its own. It took so many `seconds` to compile."""
-        self.matchers, self.seconds = [(first, lexer)], seconds
+    def __init__(self, first: LLMatcher, lexer: int, seconds: float, size: int) -> None:
+        """`lexer` is a number of its own. It took so many `seconds` to compile, and takes `size` bytes."""
+        self.matchers, self.seconds, self.size = [(first, lexer)], seconds, size
         self._given = 0
 
     def copy(self) -> tuple[LLMatcher, int]:
@@ -80,13 +67,16 @@ class GrammarCompiler:
         eos_token_ids: Collection[int],
         *,
         most: int = KEPT,
+        most_bytes: int = KEPT_BYTES,
         lexers: int | None = None,
         most_seconds: float = MOST_SECONDS,
+        tested: bool = False,
     ) -> None:
         """`tokenizer` reads the tokenizer of Hugging Face's library, as JSON, when it is first needed.
 
-        `vocab_size` is the number of a token's logits. `most` matchers are kept, at most so many `lexers` of a grammar:
-        by default as many as threads compute masks. Compiling one may take `most_seconds`.
+        `vocab_size` is the number of a token's logits. `most` matchers of `most_bytes` are kept, at most so many
+        `lexers` of a grammar: by default as many as threads compute masks. Testing one may take `most_seconds`.
+        `tested` says that another compiler has tested all that come.
         """
         self._read, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
@@ -94,15 +84,9 @@ class GrammarCompiler:
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._compiling: dict[Grammar, Future[Compiled]] = {}
         """Those that one thread compiles for the first time, while others that need them wait."""
-        self._most, self._lexers, self._most_seconds = most, lexers or mask_threads(), most_seconds
+        self._most, self._most_bytes, self._lexers = most, most_bytes, lexers or mask_threads()
         self._numbers = itertools.count()
-        self._limits = LLParserLimits(
-            initial_lexer_fuel=LEXER_FUEL,
-            step_lexer_fuel=MASK_FUEL,
-            step_max_items=MASK_ITEMS,
-            max_grammar_size=MOST_SYMBOLS,
-            verbose_errors=False,
-        )
+        self._trials = None if tested else Trials(lambda: self._vocabulary(self._text()), most_seconds)
 
     @property
     def words(self) -> int:
@@ -114,8 +98,15 @@ class GrammarCompiler:
         """The end-of-sequence tokens."""
         return self._ends
 
+    def test(self, grammar: Grammar) -> None:
+        """Find out in another process whether a grammar can be compiled here. Raises GrammarError as `begin` does.
+
+        It takes a few milliseconds for a usual schema, once, and at most `most_seconds`.
+        """
+        self._size(grammar)
+
     def prepare(self, grammar: Grammar) -> None:
-        """Compile the grammar of a request. Raises as `begin` does.
+        """Compile the grammar of a request, once it has been tested. Raises as `begin` does.
 
         Compiling takes a millisecond for a usual schema; other threads run meanwhile.
         """
@@ -137,6 +128,14 @@ class GrammarCompiler:
         compiled = self._get(grammar)
         with self._keeping:
             return compiled.copy()
+
+    def discard(self, grammar: Grammar, lexer: int) -> None:
+        """Keep a lexer no longer that has exceeded a limit: all further copies of its matcher would fail with it."""
+        with self._keeping:
+            if (kept := self._kept.get(grammar)) is not None:
+                kept.matchers = [each for each in kept.matchers if each[1] != lexer]
+                if not kept.matchers:
+                    del self._kept[grammar]
 
     def _get(self, grammar: Grammar) -> Compiled:
         """A grammar that is kept, or else is compiled, by one thread for all that wait for it."""
@@ -163,29 +162,69 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> Compiled:
         """Compile a grammar, once more if it is kept, and keep it."""
+        size = self._size(grammar)
         began = time.perf_counter()
-        made = LLMatcher(self.tokenizer(), serialized(grammar), log_level=0, limits=self._limits)
-        self._check(grammar, made)
-        # The first mask is the largest part of the work for some grammars, and shows one that nothing matches.
-        first = made.deep_copy()
-        mask = np.zeros(self.words, np.int32)
-        if not first.is_error():
-            first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._check(grammar, first)
-        if (seconds := time.perf_counter() - began) > self._most_seconds:
-            raise GrammarError(
-                f"the {grammar.kind} grammar took {seconds:.1f} s to compile; "
-                f"at most {self._most_seconds:g} s may be taken"
-            )
+        made = self._made(grammar)
+        seconds = time.perf_counter() - began
         with self._keeping:
             lexer = next(self._numbers)
             if (kept := self._find(grammar)) is None:
-                kept = self._kept[grammar] = Compiled(made, lexer, seconds)
+                kept = self._kept[grammar] = Compiled(made, lexer, seconds, size)
             else:
                 kept.matchers.append((made, lexer))
-            while len(self._kept) > 1 and sum(len(each.matchers) for each in self._kept.values()) > self._most:
+            while len(self._kept) > 1 and self._too_many():
                 self._kept.popitem(last=False)
             return kept
+
+    def _too_many(self) -> bool:
+        """Whether the kept grammars are beyond a limit. The caller has the lock."""
+        counts = [(len(each.matchers), each.size) for each in self._kept.values()]
+        return sum(n for n, _ in counts) > self._most or sum(n * size for n, size in counts) > self._most_bytes
+
+    def _size(self, grammar: Grammar) -> int:
+        """The bytes that a compiled grammar takes, from its test. Raises GrammarError."""
+        if self._trials is None:
+            return BYTES_PER_CHARACTER * len(grammar.text)
+        self.tokenizer()
+        return self._trials.test(grammar)
+
+    def _made(self, grammar: Grammar) -> LLMatcher:
+        """A matcher, in a thread with more stack than it had in its test, behind all others of this process."""
+        tokenizer, made = self.tokenizer(), list[LLMatcher]()
+
+        def make() -> None:
+            with contextlib.suppress(AttributeError, OSError):  # only Linux has it for a thread
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            matcher = begun(tokenizer, grammar)
+            # The first mask is the largest part of the work for some grammars, and shows one that nothing matches.
+            # Copies have it: 64 answers begin at once without a pause.
+            mask = np.zeros(self.words, np.int32)
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            check_matcher(grammar, matcher)
+            made.append(matcher)
+
+        try:
+            on_stack(ENGINE_STACK, make)
+        except Exception:
+            raise
+        except BaseException as error:  # llguidance's panics are no Exceptions
+            raise GrammarError(f"the {grammar.kind} grammar cannot be followed: {in_brief(error)}") from None
+        return made[0]
+
+    def _text(self) -> str:
+        """The tokenizer as JSON. Raises GrammarError for one that cannot be read."""
+        try:
+            return self._read()
+        except Exception as error:  # the library's own types, as it sees fit
+            raise GrammarError(f"this model's tokenizer cannot follow a grammar: {in_brief(error)}") from None
+
+    def _vocabulary(self, text: str) -> Vocabulary:
+        return Vocabulary(text, self._vocab_size, self._ends)
+
+    def close(self) -> None:
+        """End the test process. Grammars that were not tested are refused from now on."""
+        if self._trials is not None:
+            self._trials.close()
 
     def tokenizer(self) -> LLTokenizer:
         """The vocabulary as llguidance has it. Raises GrammarError for a tokenizer that it cannot read."""
@@ -193,60 +232,9 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 if not self._ends:
                     raise GrammarError("this model names no end-of-sequence token, which an answer by a grammar needs")
-                try:
-                    text, size = without_spares(self._read(), self._vocab_size), 32 * self.words
-                    # Slices speed up masks within strings; they change none.
-                    slices = LLTokenizer.json_slices()
-                    self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=self._ends, slices=slices)
-                except Exception as error:  # llguidance's own types, as it sees fit
-                    raise GrammarError(f"this model's tokenizer cannot follow a grammar: {in_brief(error)}") from None
+                text = self._text()
+                if self._trials is not None:
+                    with contextlib.suppress(OSError):  # its first test says so
+                        self._trials.begin(self._vocabulary(text))  # it reads the text while we do
+                self._tokenizer = read_vocabulary(text, self._vocab_size, self._ends)
             return self._tokenizer
-
-    def _check(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        if matcher.is_error():
-            raise GrammarError(f"the {grammar.kind} grammar cannot be followed: {in_brief(matcher.get_error())}")
-
-
-def mask_words(vocab_size: int) -> int:
-    """32-bit words of a mask for so many tokens, an even number."""
-    return 2 * -(-vocab_size // 64)
-
-
-def without_spares(tokenizer: str, vocab_size: int) -> str:
-    """A tokenizer without the added tokens that the model has no logits for. Gemma 3 has one."""
-    fields = json.loads(tokenizer)
-    added = [each for each in fields.get("added_tokens") or () if each["id"] < vocab_size]
-    return (
-        tokenizer
-        if len(added) == len(fields.get("added_tokens") or ())
-        else json.dumps({**fields, "added_tokens": added})
-    )
-
-
-def serialized(grammar: Grammar) -> str:
-    """A grammar as llguidance reads it. Raises GrammarError for a schema that is not JSON."""
-    if grammar.kind == "lark":
-        return str(LLMatcher.grammar_from_lark(grammar.text))
-    if grammar.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(grammar.text))
-    if (depth := depth_of(grammar.text)) > MOST_DEPTH:
-        raise GrammarError(f"the schema nests {depth} levels deep; at most {MOST_DEPTH} are taken")
-    try:
-        return str(LLMatcher.grammar_from_json_schema(grammar.text, defaults=cast("JsonCompileOptions", ONE_LINE)))
-    except ValueError as error:
-        raise GrammarError(f"the schema cannot be read: {in_brief(error)}") from None
-
-
-def depth_of(text: str) -> int:
-    """The most brackets and braces of a JSON text that are open at a time."""
-    depth = deepest = 0
-    for bracket in re.findall(r"[\[{}\]]", re.sub(r'"(?:[^"\\]|\\.)*"', "", text)):
-        depth += 1 if bracket in "[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def in_brief(reason: object) -> str:
-    """A reason on one line, and not too long."""
-    text = re.sub(r"\s+", " ", str(reason)).strip()
-    return text if len(text) <= REASON_LENGTH else text[:REASON_LENGTH] + " …"

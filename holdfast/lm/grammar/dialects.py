@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import StructTag
-from llguidance.gbnf_to_lark import any_to_lark
 
 from holdfast.core.types import Grammar
+from holdfast.lm.grammar.gbnf import any_to_lark
 
 Schema = Mapping[str, Any] | bool
 
@@ -52,7 +52,7 @@ def context_free_grammar(text: str) -> Grammar:
     """A grammar in llguidance's Lark, or in llama.cpp's GBNF. Raises ValueError for GBNF that cannot be read."""
     try:
         return Grammar("lark", any_to_lark(text))
-    except Exception as error:  # the converter's own
+    except ValueError as error:
         raise ValueError(f"the grammar cannot be read: {error}") from None
 
 

@@ -17,10 +17,12 @@ class _State:
     """A row's matcher, the number of its lexer, the position of the next token that it reads, and whether it may have
     no choice there."""
 
-    __slots__ = ("forced", "lexer", "matcher", "position")
+    __slots__ = ("failed", "forced", "lexer", "matcher", "position")
 
     def __init__(self, matcher: LLMatcher, lexer: int, position: int) -> None:
         self.matcher, self.lexer, self.position, self.forced = matcher, lexer, position, True
+        self.failed = False
+        """Whether the matcher is known to have given up."""
 
 
 class Matchers:
@@ -50,11 +52,9 @@ class Matchers:
 
         `answers` are those of rows that have a new sequence. The tokens that rows drew in earlier steps have been read.
         """
-        grammars = {each.row: each.sampling.grammar for each in rows}
+        grammars = {each.row: each.sampling.grammar for each in rows if each.sampling.grammar is not None}
         for answer in answers:
-            grammar = grammars[answer.row]
-            assert grammar is not None
-            state = self._rows[answer.row] = _State(*self._compiler.begin(grammar), answer.start)
+            state = self._rows[answer.row] = _State(*self._compiler.begin(grammars[answer.row]), answer.start)
             self._consume(state, answer.tokens)
         for each in rows:
             state = self._rows[each.row]
@@ -74,7 +74,11 @@ class Matchers:
                 self._forbid(into[index].view(np.uint32), shaping.ends)
         allowed = np.bitwise_count(into).sum(axis=1)
         for index, each in enumerate(rows):
-            self._rows[each.row].forced = bool(allowed[index] <= 1)
+            state = self._rows[each.row]
+            state.forced = bool(allowed[index] <= 1)
+            if state.forced and not state.failed and state.matcher.is_error():
+                state.failed = True
+                self._compiler.discard(grammars[each.row], state.lexer)
             if not allowed[index]:  # the matcher has given up
                 self._allow(into[index].view(np.uint32), self._compiler.ends)
 
@@ -100,7 +104,7 @@ class Matchers:
             if state.forced and state.position == each.stop + 1 and each.sampling.skips:
                 follow = tuple(state.matcher.compute_ff_tokens())
                 if follow:
-                    found.append(Forced(each.at, follow))
+                    found.append(Forced(each.place, follow))
         return tuple(found)
 
     def _consume(self, state: _State, tokens: Sequence[int]) -> None:

@@ -70,7 +70,7 @@ class GrammarText:
             expression = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", given.text, flags=re.DOTALL)
             self.rules["ANSWER"] = "/(" + expression.replace("\n", r"\n") + ")/"
             return "ANSWER"
-        self.given = re.sub(r"(?m)^\s*(%llguidance.*|start(?=\s*[:\[]))", _renamed, given.text)
+        self.given = re.sub(r"(?m)^[^\S\n]*(%llguidance.*|start(?=\s*[:\[]))", _renamed, given.text)
         return "answer"
 
     def reasoning(self, open: str, close: str, opened: bool) -> str:

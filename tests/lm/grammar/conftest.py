@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from holdfast.engine.checkpoint import Checkpoint
@@ -17,6 +19,8 @@ def text() -> Text:
     return Text.from_directory(Checkpoint.find("holdfast-tiny").directory)
 
 
-@pytest.fixture
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(lambda: read_tokenizer(Checkpoint.find("holdfast-tiny").directory), VOCAB, (END,))
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(lambda: read_tokenizer(Checkpoint.find("holdfast-tiny").directory), VOCAB, (END,))
+    yield made
+    made.close()

@@ -12,8 +12,10 @@ from tokenizers import Tokenizer
 
 from holdfast.core.types import Grammar
 from holdfast.engine.text import Text
-from holdfast.lm.grammar.compiler import Compiled, GrammarCompiler, GrammarError, depth_of
+from holdfast.lm.grammar.compiler import Compiled, GrammarCompiler
+from holdfast.lm.grammar.sources import GrammarError, begun
 from tests.lm.grammar.conftest import END, VOCAB
+from tests.lm.grammar.test_trials import nested
 from tests.tokenizers_made import byte_level, metaspace, word_piece
 
 PERSON = {
@@ -74,12 +76,6 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(
     assert "\n" not in message and len(message) < 1200
 
 
-def test_a_grammar_that_takes_too_long_is_refused_with_both_times() -> None:
-    compiler = GrammarCompiler(byte_level().to_str, 330, (1,), most_seconds=0.0)
-    with pytest.raises(GrammarError, match=r"took 0\.\d s to compile; at most 0 s"):
-        compiler.prepare(Grammar("regex", "a"))
-
-
 def test_the_last_grammars_are_kept_and_each_matcher_is_its_own() -> None:
     reads = []
 
@@ -97,6 +93,75 @@ def test_the_last_grammars_are_kept_and_each_matcher_is_its_own() -> None:
         made.append(Grammar("regex", letter))
     assert list(compiler._kept) == made[1:]
     assert len(reads) == 1, "the tokenizer is read once"
+
+
+def test_kept_grammars_are_bounded_by_their_bytes() -> None:
+    compiler = GrammarCompiler(byte_level().to_str, 330, (1,), most_bytes=1 << 21, lexers=1)
+    small = [Grammar("regex", f"{number}x") for number in range(3)]
+    large = Grammar("regex", "(foo|bar){3}x" * 20_000)
+    for grammar in small:
+        compiler.prepare(grammar)
+    compiler.prepare(small[0])
+    assert set(compiler._kept) == set(small)
+    compiler.prepare(large)
+    assert compiler._kept[large].size > 1 << 21 and list(compiler._kept) == [large], "the last one is kept in any case"
+    compiler.prepare(small[1])
+    assert list(compiler._kept) == [small[1]]
+    compiler.close()
+
+
+def test_each_lexer_of_a_grammar_counts_with_its_bytes() -> None:
+    one, often = Grammar("regex", "one"), Grammar("regex", "a+b")
+    compiler = GrammarCompiler(byte_level().to_str, 330, (1,), lexers=3)
+    compiler.prepare(one)
+    compiler.prepare(often)
+    compiler._most_bytes = compiler._kept[one].size + 2 * compiler._kept[often].size
+    compiler.prepare(often)
+    assert set(compiler._kept) == {one, often}
+    compiler.prepare(often)
+    assert list(compiler._kept) == [often] and len(compiler._kept[often].matchers) == 3
+    compiler.close()
+
+
+def test_a_lexer_that_has_exceeded_a_limit_is_kept_no_longer() -> None:
+    compiler, often = GrammarCompiler(byte_level().to_str, 330, (1,), lexers=2, tested=True), Grammar("regex", "a+b")
+    compiler.prepare(often)
+    compiler.prepare(often)
+    lexers = [compiler.begin(often)[1] for _ in range(2)]
+    compiler.discard(often, lexers[0])
+    assert {compiler.begin(often)[1] for _ in range(2)} == {lexers[1]}
+    compiler.discard(often, lexers[1])
+    assert compiler.begin(often)[1] not in lexers, "it is compiled again"
+    compiler.discard(Grammar("regex", "none"), 0)
+
+
+def test_answers_begin_with_the_first_mask_of_their_grammar(compiler: GrammarCompiler) -> None:
+    optional = {"type": "object", "properties": {f"name{at}": {"type": "string"} for at in range(1500)}}
+    grammar = Grammar("json", json.dumps(optional))
+    compiler.prepare(grammar)
+    fresh = begun(compiler.tokenizer(), grammar)
+    began = time.thread_time()
+    mask = fresh.compute_bitmask()
+    alone = time.thread_time() - began
+    answers = [compiler.begin(grammar)[0] for _ in range(8)]
+    began = time.thread_time()
+    masks = [each.compute_bitmask() for each in answers]
+    assert time.thread_time() - began < alone, "eight take less than one that begins by itself"
+    assert set(masks) == {mask}
+
+
+def test_a_compiler_of_tested_grammars_begins_no_process() -> None:
+    compiler = GrammarCompiler(byte_level().to_str, 330, (1,), tested=True)
+    grammar = Grammar("regex", "[ab]+c")
+    compiler.prepare(grammar)
+    assert compiler._trials is None and compiler._kept[grammar].size == 400 * len(grammar.text)
+
+
+def test_a_hostile_grammar_is_never_compiled_here(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_made", lambda grammar: pytest.fail("it would crash"))
+    for take in (compiler.test, compiler.prepare, compiler.begin):
+        with pytest.raises(GrammarError, match="nests too deeply"):
+            take(nested(490, 20))
 
 
 def test_a_grammar_of_many_requests_has_a_lexer_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +258,3 @@ def test_a_model_without_an_end_token_is_refused_by_name() -> None:
 
 def test_a_mask_has_a_bit_for_each_token_and_an_even_number_of_words(compiler: GrammarCompiler) -> None:
     assert compiler.words == VOCAB // 32 and GrammarCompiler(lambda: "", 65, (END,)).words == 4
-
-
-def test_brackets_in_texts_are_not_depth() -> None:
-    assert depth_of('{"a": "[[[\\"[[", "b": [[{}], {}]}') == 4

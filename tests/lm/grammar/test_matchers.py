@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from holdfast.core.types import Grammar, SamplingParams
 from holdfast.engine.text import Text
@@ -14,6 +15,7 @@ from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.types import PENDING, Answer, ConstrainedRow, Forced, Sampling
 from tests.lm.grammar.conftest import END, VOCAB
+from tests.tokenizers_made import byte_level
 
 PROMPT = 7
 
@@ -25,7 +27,7 @@ def sampling(grammar: Grammar, **params: object) -> Sampling:
 
 def first(row: int, record: Sampling, at: int = 0) -> tuple[ConstrainedRow, Answer]:
     """A row whose prompt is computed, and whose answer begins."""
-    return ConstrainedRow(at, row, 0, PROMPT, (9,) * PROMPT, record), Answer(row, PROMPT, ())
+    return ConstrainedRow(at, row, 0, PROMPT, (9,) * PROMPT, record, at), Answer(row, PROMPT, ())
 
 
 def allowed(matchers: Matchers, rows: list[ConstrainedRow], answers: list[Answer]) -> list[list[int]]:
@@ -77,6 +79,16 @@ def test_what_must_follow_is_told_and_is_all_that_the_mask_allows(compiler: Gram
     assert allowed(matchers, [behind], []) == [[END]]
 
 
+def test_what_must_follow_is_told_of_the_segment_where_drafts_take_places_before_it(compiler: GrammarCompiler) -> None:
+    matchers = Matchers(compiler, 1)
+    row, answer = first(3, sampling(Grammar("lark", 'start: "the only answer"')), at=4)
+    row = row._replace(place=1)
+    allowed(matchers, [row], [answer])
+    begin = compiler.tokenizer().tokenize_str("the")
+    matchers.read([row], [0, 0, 0, 0, begin[0]])
+    assert [each.at for each in matchers.forced([row])] == [1]
+
+
 def test_nothing_is_told_of_a_row_that_must_draw_each_token(compiler: GrammarCompiler) -> None:
     matchers = Matchers(compiler, 1)
     row, answer = first(0, sampling(Grammar("regex", "the one and only"), logprobs=0))
@@ -92,7 +104,7 @@ def test_a_row_with_another_sequence_begins_where_that_one_stands(compiler: Gram
     allowed(matchers, [row], [answer])
     known = tuple(compiler.tokenizer().tokenize_str("one two"))
     stop = PROMPT + len(known)
-    resumed = ConstrainedRow(0, 1, 0, stop, (9,) * PROMPT + known, record)
+    resumed = ConstrainedRow(0, 1, 0, stop, (9,) * PROMPT + known, record, 0)
     (choices,) = allowed(matchers, [resumed], [Answer(1, PROMPT, known)])
     assert all(text.decode([each]).startswith(" ") for each in choices)
     matchers.read([row], [5])  # a late result of the sequence before
@@ -111,6 +123,49 @@ def test_min_tokens_puts_the_end_off_unless_nothing_else_is_left(compiler: Gramm
     plain, later, empty = allowed(matchers, rows, answers)
     assert END in plain and END not in later and set(plain) - {END} == set(later)
     assert empty == [END]
+
+
+def test_min_tokens_counts_the_tokens_of_the_answer_alone(compiler: GrammarCompiler) -> None:
+    least = 3
+    record = sampling(Grammar("regex", "a*"), min_tokens=least)
+    a = compiler.tokenizer().tokenize_str("a")[0]
+    for written in range(least + 2):
+        known = (a,) * written
+        row = ConstrainedRow(0, 0, 0, PROMPT + written, (9,) * PROMPT + known, record, 0)
+        (choices,) = allowed(Matchers(compiler, 1), [row], [Answer(0, PROMPT, known)])
+        # The token that is drawn is number `written` + 1, and as the end it would not count.
+        assert (END in choices) == (written >= least), f"{written} tokens are written"
+
+
+def test_min_tokens_of_one_row_is_not_that_of_its_neighbours(compiler: GrammarCompiler) -> None:
+    matchers, grammar = Matchers(compiler, 1), Grammar("regex", "a*")
+    begun = [first(at, sampling(grammar, min_tokens=least), at) for at, least in enumerate((2, 0, 1))]
+    choices = allowed(matchers, [row for row, _ in begun], [answer for _, answer in begun])
+    assert [END in each for each in choices] == [False, True, False]
+
+
+def test_a_request_that_wears_out_its_lexer_spoils_no_later_one(monkeypatch: pytest.MonkeyPatch, text: Text) -> None:
+    monkeypatch.setattr("holdfast.lm.grammar.sources.LEXER_STATES", 60)
+    compiler = GrammarCompiler(byte_level().to_str, 330, (END,), tested=True)
+    grammar, letters = Grammar("regex", "[ab]*a[ab]{20}"), compiler.tokenizer().tokenize_str("ab")
+    record, choose = sampling(grammar), random.Random(0)
+
+    def answered(matchers: Matchers, most: int) -> int:
+        """Tokens until the matcher gives up."""
+        row, answer = first(0, record)
+        answers = [answer]
+        for at in range(most):
+            (choices,) = allowed(matchers, [row], answers)
+            if choices == [END]:
+                return at
+            token = choose.choice(letters)
+            matchers.read([row], [token])
+            row, answers = row._replace(start=row.stop, stop=row.stop + 1, tokens=(PENDING,)), []
+        return most
+
+    matchers = Matchers(compiler, 1)
+    assert 1 < answered(matchers, 500) < 500
+    assert answered(matchers, 3) == 3
 
 
 def test_a_matcher_that_has_given_up_ends_the_answer(compiler: GrammarCompiler) -> None:

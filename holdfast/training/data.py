@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.files.regular import open_file
+
 if TYPE_CHECKING:
     import numpy as np  # where it is needed it is imported: the API process only writes examples
     import numpy.typing as npt
@@ -50,7 +52,7 @@ def write_examples(path: str | Path, examples: Iterable[tuple[Sequence[int], Seq
             file.write(HEADER.pack(MAGIC, len(offsets) - 1, offsets[-1]))
             _little(offsets).tofile(file)
             for part in (partial, weights_path):
-                with part.open("rb") as source:
+                with open_file(part) as source:
                     shutil.copyfileobj(source, file, HASHED_AT_A_TIME)
             file.flush()
             os.fsync(file.fileno())
@@ -63,7 +65,7 @@ def write_examples(path: str | Path, examples: Iterable[tuple[Sequence[int], Seq
 
 def digest_of(path: str | Path) -> str:
     """A file's SHA-256 in hexadecimal."""
-    with Path(path).open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -72,15 +74,15 @@ class Examples:
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
             header = file.read(HEADER.size)
-        magic, count, tokens = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0, 0)
-        if magic != MAGIC or size != HEADER.size + 8 * (count + 1) + 8 * tokens:
-            raise ValueError(f"{path.name} is not a whole file of examples: {size} bytes")
-        import numpy as np
+            magic, count, tokens = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0, 0)
+            if magic != MAGIC or size != HEADER.size + 8 * (count + 1) + 8 * tokens:
+                raise ValueError(f"{path.name} is not a whole file of examples: {size} bytes")
+            import numpy as np
 
-        data = np.memmap(path, np.uint8, mode="r")
+            data = np.memmap(file, np.uint8, mode="r")
         ids_at = HEADER.size + 8 * (count + 1)
         self.offsets: npt.NDArray[np.uint64] = data[HEADER.size : ids_at].view("<u8")
         self._ids = data[ids_at : ids_at + 4 * tokens].view("<u4")

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from holdfast.files.regular import open_file, read_bytes, read_text
 from holdfast.training.jobs import TrainingJob
 
 MAGIC = b"HFSTATE1"
@@ -127,7 +128,7 @@ class StateFiles:
     def _step(self, path: Path) -> int:
         """Steps done, as the header has it; -1 if it is not a state of this job."""
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 header = file.read(HEADER.size)
         except OSError:
             return -1
@@ -139,7 +140,7 @@ class StateFiles:
     def _read(self, path: Path) -> State | None:
         """The state in a file, if every byte of it is as it was written."""
         try:
-            data = path.read_bytes()
+            data = read_bytes(path)
         except OSError:
             return None
         if len(data) < HEADER.size:
@@ -202,7 +203,7 @@ def write_job(directory: Path, job: TrainingJob) -> None:
 
 def read_job(directory: Path) -> TrainingJob:
     """The job of a directory. Raises ValueError if its job.json is not one, and FileNotFoundError without any."""
-    return TrainingJob.from_json((directory / JOB_FILE).read_text())
+    return TrainingJob.from_json(read_text(directory / JOB_FILE))
 
 
 def rows_of(records: Sequence[StepRecord]) -> npt.NDArray[np.void]:

@@ -11,6 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from holdfast.files.regular import name_of_regular
+
 Weights = Mapping[str, Tensor]
 
 DIRECTORY = Path(__file__).parent / "trained"
@@ -18,7 +20,8 @@ DIRECTORY = Path(__file__).parent / "trained"
 
 def read_weights(name: str, directory: Path = DIRECTORY) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of an application, as float32, and its words. Raises FileNotFoundError if there is no such file."""
-    with safe_open(directory / f"{name}.safetensors", framework="pt") as file:
+    path = directory / f"{name}.safetensors"
+    with name_of_regular(path) as opened, safe_open(opened, framework="pt") as file:
         tensors = {key: file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118
         return tensors, json.loads(file.metadata().get("words", "[]"))
 

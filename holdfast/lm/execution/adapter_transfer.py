@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from typing import NamedTuple
 from holdfast.core.types import AdapterInfo
 from holdfast.lm.execution.transfer import CopyEvent, CopyStream
 from holdfast.lm.models.adapters import AdapterSlots, PackedAdapter
-from holdfast.lm.models.peft_files import DecoderSizes, UnsupportedAdapter, read_peft
+from holdfast.lm.models.peft_files import DecoderSizes, UnsupportedAdapter, check_effect, read_peft
 from holdfast.lm.types import StepPlan
+
+log = logging.getLogger("holdfast.engine")
 
 
 class ReadAdapter(NamedTuple):
@@ -47,10 +50,20 @@ class AdapterStore:
     def read(self, name: str, directory: str | Path) -> ReadAdapter:
         """Read an adapter and check it against the model. Its id names its content: `name@digest`.
 
-        Raises UnsupportedAdapter (a ValueError), which names no directory.
+        Raises UnsupportedAdapter (a ValueError), which names no directory, whatever goes wrong: files that somebody
+        else made must not end an engine that serves.
         """
-        directory = Path(directory)
+        try:
+            return self._read(name, Path(directory))
+        except UnsupportedAdapter:
+            raise
+        except Exception as error:
+            log.exception("holdfast: adapter %s cannot be read", name)
+            raise UnsupportedAdapter(f"it cannot be read: {type(error).__name__}; the server's log says more") from None
+
+    def _read(self, name: str, directory: Path) -> ReadAdapter:
         weights = read_peft(directory, self._base, max_rank=self._slots.max_rank)
+        check_effect(weights, self._slots.dtype)
         with self.packing:
             packed = self._slots.pack(weights, pinned=self._pinned)
         if packed.nbytes > self._host_bytes:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from holdfast.files.own_directory import OwnDirectory
 from holdfast.lm.tiers import Outcome, Pieces, StoredBlock, TierBlock, checksum_of
 
 FORMAT = 3
@@ -32,10 +33,11 @@ MOST_PIECES = 1024
 LEAST_LEFT = 1 << 30
 """Bytes of the file system that are left to others."""
 IDENTITY = re.compile(r"kv-[0-9a-f]{32}")
+OPEN = os.O_RDWR | os.O_CREAT
 
 
 class DiskStore:
-    """Blocks by their places, in a directory that is this engine's alone.
+    """Blocks by their places, in a directory that is this engine's alone (`OwnDirectory`).
 
         PATH/lock                 held while an engine uses the directory
         PATH/kv-IDENTITY/about    what the identity stands for, for people
@@ -55,7 +57,11 @@ class DiskStore:
     """
 
     def __init__(self, directory: Path, size: int, block_bytes: int, identity: dict[str, str]) -> None:
-        """At most `size` bytes. Raises ValueError for a directory in use, or that cannot hold so much, and OSError."""
+        """At most `size` bytes.
+
+        Raises ValueError for a directory in use, that cannot hold so much, that another user could write to, or in
+        which a link, a pipe or another user's file has the place of one of these files.
+        """
         self.block_bytes = block_bytes
         self._stride = -(-block_bytes // PAGE) * PAGE
         self.num_blocks = size // (self._stride + ENTRY_BYTES)
@@ -63,46 +69,38 @@ class DiskStore:
             raise ValueError(
                 f"disk_cache_gb is {size / 1e9}, and a block takes {self._stride / 1e9:.6f}; give it room for one"
             )
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        about = {**identity, "format": str(FORMAT), "block bytes": str(block_bytes)}
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ValueError(
-                f"disk_cache_dir is {directory}, which another engine uses; give each engine a directory of its own"
-            ) from None
-        try:
-            self._open(directory, size, {**identity, "format": str(FORMAT), "block bytes": str(block_bytes)})
-        except BaseException:
-            os.close(self._lock)
-            raise
+            with OwnDirectory(directory) as own, closing_on_error() as descriptors:
+                descriptors.append(own.open("lock", OPEN))
+                lock(descriptors[0], directory)
+                self._open(own, size, json.dumps(about, indent=1, sort_keys=True), descriptors)
+        except OSError as error:
+            raise unusable(directory, error) from None
+        self._lock, self._index, self._blocks = descriptors
         self._sums: list[int | None] = [None] * self.num_blocks
         """The checksum of each place in use."""
         self._gap = memoryview(bytearray(self._stride - block_bytes))
         """What lies between two blocks. Its bytes mean nothing."""
         self.closed = threading.Event()
 
-    def _open(self, directory: Path, size: int, identity: dict[str, str]) -> None:
-        about = json.dumps(identity, indent=1, sort_keys=True)
-        own = directory / f"kv-{hashlib.sha256(about.encode()).hexdigest()[:32]}"
-        for other in directory.iterdir():
-            if IDENTITY.fullmatch(other.name) and other != own and not other.is_symlink():
-                shutil.rmtree(other, ignore_errors=True)
-        own.mkdir(exist_ok=True)
-        (own / "about").write_text(about + "\n")
-        there = sum(file.stat().st_blocks * 512 for file in own.iterdir())
-        free = shutil.disk_usage(directory).free + there
-        if size > free - LEAST_LEFT:
-            raise ValueError(
-                f"disk_cache_gb is {size / 1e9}, and of the file system of {directory} {free / 1e9:.1f} GB are free, "
-                f"of which {LEAST_LEFT / 1e9:.1f} stay free; choose less"
-            )
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._index = os.open(own / "index", flags, 0o600)
-        self._blocks = os.open(own / "blocks", flags, 0o600)
-        os.ftruncate(self._index, self.num_blocks * ENTRY_BYTES)
-        os.ftruncate(self._blocks, self.num_blocks * self._stride)
+    def _open(self, directory: OwnDirectory, size: int, about: str, descriptors: list[int]) -> None:
+        """Add the descriptors of the index and of the blocks, of their full sizes. Raises ValueError and OSError."""
+        name = f"kv-{hashlib.sha256(about.encode()).hexdigest()[:32]}"
+        for other in directory.names():
+            if IDENTITY.fullmatch(other) and other != name:
+                directory.remove_tree(other)
+        with directory.below(name) as own:
+            own.write_text("about", about + "\n")
+            free = shutil.disk_usage(directory.path).free + own.bytes_on_disk()
+            if size > free - LEAST_LEFT:
+                raise ValueError(
+                    f"disk_cache_gb is {size / 1e9}, and of the file system of {directory.path} {free / 1e9:.1f} GB "
+                    f"are free, of which {LEAST_LEFT / 1e9:.1f} stay free; choose less"
+                )
+            for file, stride in (("index", ENTRY_BYTES), ("blocks", self._stride)):
+                descriptors.append(own.open(file, OPEN))
+                os.ftruncate(descriptors[-1], self.num_blocks * stride)
 
     def stored(self) -> list[StoredBlock]:
         """What the directory holds, the least recently used first. Reads the index alone."""
@@ -201,6 +199,35 @@ class DiskStore:
             self.closed.set()
             for descriptor in (self._index, self._blocks, self._lock):
                 os.close(descriptor)
+
+
+def lock(descriptor: int, directory: Path) -> None:
+    """Hold the lock of a directory until the descriptor is closed. Raises ValueError if another engine holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ValueError(
+            f"disk_cache_dir is {directory}, which another engine uses; give each engine a directory of its own"
+        ) from None
+
+
+@contextlib.contextmanager
+def closing_on_error() -> Iterator[list[int]]:
+    """A list of descriptors, which are closed if an error is raised within."""
+    descriptors: list[int] = []
+    try:
+        yield descriptors
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def unusable(directory: Path, error: OSError) -> ValueError:
+    """What is wrong with a directory, or with a file in it, for people."""
+    name = Path(os.fsdecode(error.filename or directory)).name
+    inside = "" if name == directory.name else f"{name} in it: "
+    return ValueError(f"disk_cache_dir is {directory}, which cannot be used: {inside}{error.strerror or error}")
 
 
 def block_checksum(block: TierBlock, data: Pieces) -> int:

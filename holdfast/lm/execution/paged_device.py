@@ -26,8 +26,8 @@ from holdfast.lm.execution.link_times import LinkTimes, time_links
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import CopyStream, Transfers, stream_for
-from holdfast.lm.grammar.compiler import mask_words
 from holdfast.lm.grammar.matchers import Matchers
+from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks

@@ -37,8 +37,12 @@ NAMES = WeightNames(
 )
 
 
-def shared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The DecoderSpec fields that all families read from the same keys."""
+def shared(config: Mapping[str, Any], *, partial: bool = False, **defaults: Any) -> dict[str, Any]:
+    """The DecoderSpec fields that all families read from the same keys.
+
+    `defaults` are the family's own, those of its config class in Transformers. `partial` is that of `rope_of`.
+    """
+    config = defaults | {**config}
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         fields = {
@@ -62,7 +66,7 @@ def shared(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_kv_heads": kv_heads,
         "head_dim": int(config.get("head_dim") or hidden // heads),
         "rms_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "rope": rope_of(config),
+        "rope": rope_of(config, partial=partial),
         "names": NAMES,
         "activation": activation,
         "tied": bool(config.get("tie_word_embeddings", False)),
@@ -73,25 +77,26 @@ def shared(config: Mapping[str, Any]) -> dict[str, Any]:
 def llama(config: Mapping[str, Any]) -> DecoderSpec:
     """Llama 1 to 3.3, and models with the same architecture."""
     biased = bool(config.get("attention_bias", False))
-    return DecoderSpec(**shared(config), qkv_bias=biased, o_bias=biased, mlp_bias=bool(config.get("mlp_bias", False)))
+    fields = shared(config, max_position_embeddings=2048)
+    return DecoderSpec(**fields, qkv_bias=biased, o_bias=biased, mlp_bias=bool(config.get("mlp_bias", False)))
 
 
 def mistral(config: Mapping[str, Any]) -> DecoderSpec:
     """Mistral: the same sliding window in all layers, or none."""
     window = config.get("sliding_window", 4096)
-    fields = shared({"num_key_value_heads": 8, **config})
+    fields = shared(config, num_key_value_heads=8, max_position_embeddings=131_072)
     return DecoderSpec(**fields, windows=(window,) * fields["num_layers"])
 
 
 def qwen2(config: Mapping[str, Any]) -> DecoderSpec:
     """Qwen2 and 2.5: biases on queries, keys and values."""
-    fields = shared(config)
+    fields = shared(config, max_position_embeddings=32_768)
     return DecoderSpec(**fields, windows=windows_of(config, fields["num_layers"]), qkv_bias=True)
 
 
 def qwen3(config: Mapping[str, Any]) -> DecoderSpec:
     """Qwen3: queries and keys normed within each head. The head size is 128 by default."""
-    fields = shared({**config, "head_dim": config.get("head_dim") or 128})
+    fields = shared({**config, "head_dim": config.get("head_dim") or 128}, max_position_embeddings=32_768)
     biased = bool(config.get("attention_bias", False))
     return DecoderSpec(
         **fields, windows=windows_of(config, fields["num_layers"]), qk_norm=True, qkv_bias=biased, o_bias=biased
@@ -100,14 +105,17 @@ def qwen3(config: Mapping[str, Any]) -> DecoderSpec:
 
 def mixtral(config: Mapping[str, Any]) -> DecoderSpec:
     """Mixtral: Mistral with experts in every layer."""
-    fields = shared({"num_key_value_heads": 8, **config})
+    defaults: dict[str, Any] = dict(
+        num_key_value_heads=8, max_position_embeddings=131_072, rms_norm_eps=1e-5, rope_theta=1e6
+    )
+    fields = shared(config, **defaults)
     windows = (config.get("sliding_window"),) * fields["num_layers"]
     return DecoderSpec(**fields, windows=windows, experts=mixtral_experts(config, fields["num_layers"]))
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
     """Qwen3-MoE: Qwen3 with experts in some layers, all of them by default."""
-    fields = shared({"num_key_value_heads": 4, "intermediate_size": 6144, **config})
+    fields = shared(config, num_key_value_heads=4, intermediate_size=6144, max_position_embeddings=32_768)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     biased = bool(config.get("attention_bias", False))
     return DecoderSpec(
@@ -120,9 +128,16 @@ def qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
     )
 
 
+GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
+"""How GPT-OSS stretches its rotation unless its config says otherwise."""
+
+
 def gpt_oss(config: Mapping[str, Any]) -> DecoderSpec:
     """GPT-OSS: attention sinks, windows in every second layer, biases, and experts with a clamped gate."""
-    fields = shared({"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150_000.0, **config})
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = {**config, "rope_scaling": GPT_OSS_ROPE}
+    defaults: dict[str, Any] = dict(max_position_embeddings=131_072, rms_norm_eps=1e-5, rope_theta=150_000.0)
+    fields = shared(config, num_key_value_heads=8, head_dim=64, **defaults)
     count = fields["num_layers"]
     kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
     given = {"sliding_window": 128, **config, "use_sliding_window": True, "layer_types": kinds}
@@ -153,7 +168,7 @@ def windows_of(config: Mapping[str, Any], num_layers: int) -> tuple[int | None, 
 
 def phi3(config: Mapping[str, Any]) -> DecoderSpec:
     """Phi-3 and Phi-4: queries, keys and values in one tensor, gate and up in another."""
-    fields = shared(config)
+    fields = shared(config, partial=True, max_position_embeddings=4096, rms_norm_eps=1e-5)
     hidden, inner, dim = fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]
     heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
     all_heads = heads + 2 * kv_heads
@@ -171,7 +186,7 @@ def phi3(config: Mapping[str, Any]) -> DecoderSpec:
 
 def olmo2(config: Mapping[str, Any]) -> DecoderSpec:
     """OLMo 2: norms of what each half adds to the stream, and of queries and keys over all heads together."""
-    fields = shared({"rms_norm_eps": 1e-5, **config})
+    fields = shared(config, rms_norm_eps=1e-5, max_position_embeddings=2048)
     biased = bool(config.get("attention_bias", False))
     fields["names"] = named(
         attention_out_norm="post_attention_layernorm.weight", mlp_out_norm="post_feedforward_layernorm.weight"
@@ -217,11 +232,12 @@ def gemma2(config: Mapping[str, Any]) -> DecoderSpec:
     caps = dict(
         softcap=config.get("attn_logit_softcapping", 50.0), logit_softcap=config.get("final_logit_softcapping", 30.0)
     )
-    return DecoderSpec(**gemma(config, 2), **caps)
+    return DecoderSpec(**gemma({"max_position_embeddings": 8192, **config}, 2), **caps)
 
 
 def gemma3(config: Mapping[str, Any]) -> DecoderSpec:
     """Gemma 3's text: five layers of six have a window and a rotation of their own; queries and keys are normed."""
+    config = {"max_position_embeddings": 131_072, **config}
     if config.get("attn_logit_softcapping") is not None:
         # Transformers' Gemma 3 reads this key and does not apply it.
         config = {**config, "attn_logit_softcapping": None}

@@ -84,7 +84,7 @@ OPT_NORMS_AFTER = {"post_norm": norm("self_attn_layer_norm"), "end_norm": norm("
 
 def opt(config: Mapping[str, Any]) -> DecoderSpec:
     """OPT: learned positions from row 2 on. OPT-350m has its norms after each half, and narrow embeddings."""
-    fields = sizes(config)
+    fields = sizes({"max_position_embeddings": 2048, **config})
     if not config.get("layer_norm_elementwise_affine", True):
         raise NotNative("layer_norm_elementwise_affine is off, and the native decoder's norms have weights")
     hidden, width = fields["hidden_size"], int(config.get("word_embed_proj_dim") or fields["hidden_size"])
@@ -118,7 +118,7 @@ def gpt2(config: Mapping[str, Any]) -> DecoderSpec:
     if config.get("add_cross_attention"):
         raise NotNative("add_cross_attention is on, and only causal decoders are served")
     fields = sizes(
-        config,
+        {"n_positions": 1024, **config},
         hidden_size="n_embd",
         num_attention_heads="n_head",
         num_hidden_layers="n_layer",

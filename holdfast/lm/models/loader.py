@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from holdfast.core.config import QuantizationName
 from holdfast.core.layout import Layout
+from holdfast.files.regular import name_of_regular, open_file
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.models import hf
@@ -29,6 +32,7 @@ JSON_LIMIT = 64 << 20
 ONE_RANK = Layout()
 ROWS_AT_A_TIME = 1024
 """Rows of a random weight that are drawn together."""
+log = logging.getLogger("holdfast.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -89,6 +93,7 @@ def load(
     how = quantization_of(config)
     source = Safetensors(directory, spec) if how is None else QuantizedSafetensors(directory, spec, how, device)
     source.check_names()
+    spec = source.with_head(spec)
     with read_ahead(files_of(directory), rank, layout.ranks):
         return Decoder(spec, source, **options)
 
@@ -114,13 +119,15 @@ def native_spec(config: Mapping[str, Any]) -> DecoderSpec:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises UnsupportedCheckpoint naming the file if there is none."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = file.read(JSON_LIMIT + 1)
         if len(data) > JSON_LIMIT:
             raise UnsupportedCheckpoint(f"{path} is larger than {JSON_LIMIT} bytes, the limit for such a file")
         value = json.loads(data.decode())
     except FileNotFoundError:
         raise UnsupportedCheckpoint(f"{path.parent} holds no {path.name}; give a Hugging Face directory") from None
+    except OSError as error:
+        raise UnsupportedCheckpoint(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UnsupportedCheckpoint(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -195,7 +202,8 @@ class Safetensors(WeightSource):
         self._files: dict[str, Any] = {}
         for path in files_of(directory):
             try:
-                opened: Any = safe_open(path, framework="pt")
+                with name_of_regular(path) as name:
+                    opened: Any = safe_open(name, framework="pt")
                 stored = opened.keys()
             except (SafetensorError, OSError) as error:
                 raise UnsupportedCheckpoint(f"{path.name} cannot be read as safetensors: {error}") from None
@@ -263,6 +271,33 @@ class Safetensors(WeightSource):
             )
         found: torch.Tensor = stored[cut] if cut else self._files[name].get_tensor(name)
         return found
+
+    def with_head(self, spec: DecoderSpec) -> DecoderSpec:
+        """The decoder with a head of its own where config.json ties it to the embedding and the two are stored apart.
+
+        Transformers ties them only if they are equal, and logs that it does not otherwise.
+        """
+        embedding, head = (self._based(name, self._base) for name in (spec.names.embedding, spec.names.lm_head))
+        if not spec.tied or head not in self._files or embedding not in self._files or self._equal(embedding, head):
+            return spec
+        log.warning(
+            "holdfast: config.json ties %s to %s, and the checkpoint holds two that differ: both are used, as "
+            "Transformers does",
+            head,
+            embedding,
+        )
+        return replace(spec, tied=False)
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Whether two tensors hold the same numbers; some rows of each are read at a time."""
+        first, second = (self._files[name].get_slice(name) for name in (one, other))
+        shape = tuple(first.get_shape())
+        if shape != tuple(second.get_shape()):
+            return False
+        return all(
+            torch.equal(first[start : start + ROWS_AT_A_TIME], second[start : start + ROWS_AT_A_TIME])
+            for start in range(0, shape[0], ROWS_AT_A_TIME)
+        )
 
     def check_names(self) -> None:
         """Raise UnsupportedCheckpoint if the checkpoint holds a tensor that the whole decoder has no use for."""

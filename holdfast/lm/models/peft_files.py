@@ -21,6 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from holdfast.files.regular import name_of_regular, open_file
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -38,6 +40,8 @@ MODULES = {
 CONFIG_LIMIT = 1 << 20
 """Most bytes of an adapter_config.json."""
 MAX_RANK = 128
+DTYPES = ("F32", "BF16", "F16")
+"""Types of an adapter's tensors, in safetensors' words."""
 
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,4})\.([a-z_.]+)\.lora_([AB])\.weight")
 _LONG_NAMES = {long: short for short, long in MODULES.items()}
@@ -150,7 +154,8 @@ def read_peft(directory: str | Path, base: DecoderSizes, *, max_rank: int = MAX_
     config = _read_config(directory)
     _check_config(config)
     try:
-        file: Any = safe_open(directory / WEIGHTS_FILE, framework="pt")
+        with name_of_regular(directory / WEIGHTS_FILE) as name:
+            file: Any = safe_open(name, framework="pt")
         names = list(file.keys())
     except FileNotFoundError:
         raise UnsupportedAdapter(f"the adapter has no {WEIGHTS_FILE}; only safetensors are read") from None
@@ -160,8 +165,12 @@ def read_peft(directory: str | Path, base: DecoderSizes, *, max_rank: int = MAX_
     _check_targets(config, ranks, base.num_layers)
     pairs = {}
     for (layer, module), rank in ranks.items():
+        told = _patterned(config, "rank_pattern", "r", layer, module)
+        if told is not None and told != rank:
+            name = _module_name(layer, module)
+            raise UnsupportedAdapter(f"{name} has rank {rank} in {WEIGHTS_FILE}, and {CONFIG_FILE} gives it {told}")
         a, b = (_finite(file, _tensor_name(layer, module, letter)) for letter in "AB")
-        alpha = _alpha(config, layer, module)
+        alpha = float(_patterned(config, "alpha_pattern", "lora_alpha", layer, module))
         scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
         pairs[layer, module] = LoraPair(a, b, scale)
     return AdapterWeights(pairs)
@@ -211,7 +220,7 @@ def write_peft(directory: str | Path, weights: AdapterWeights, *, base_model: st
 
 def _read_config(directory: Path) -> dict[str, Any]:
     try:
-        with (directory / CONFIG_FILE).open("rb") as file:
+        with open_file(directory / CONFIG_FILE) as file:
             data = file.read(CONFIG_LIMIT + 1)
     except OSError as error:
         raise UnsupportedAdapter(f"{CONFIG_FILE} of the adapter cannot be read: {_reason(error)}") from None
@@ -219,7 +228,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise UnsupportedAdapter(f"{CONFIG_FILE} is larger than {CONFIG_LIMIT} bytes, the limit for such a file")
     try:
         config = json.loads(data.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # json's, that of the text's bytes, or of an integer's length
         raise UnsupportedAdapter(f"{CONFIG_FILE} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UnsupportedAdapter(f"{CONFIG_FILE} holds no JSON object")
@@ -245,6 +254,13 @@ def _check_config(config: Mapping[str, Any]) -> None:
             raise UnsupportedAdapter(f"{CONFIG_FILE} sets {_shown(key)}, which is not supported")
     if not _is_number(config.get("lora_alpha")):
         raise UnsupportedAdapter(f"lora_alpha is {_shown(config.get('lora_alpha'))}; it must be a finite number")
+    if "r" in config and not _is_rank(config["r"]):
+        raise UnsupportedAdapter(f"r is {_shown(config['r'])}; it must be an integer of at least 1")
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise UnsupportedAdapter(f"use_rslora is {_shown(config['use_rslora'])}; it must be true or false")
+    dropout = config.get("lora_dropout")
+    if dropout is not None and not (_is_number(dropout) and 0 <= dropout <= 1):
+        raise UnsupportedAdapter(f"lora_dropout is {_shown(dropout)}; it must be a number from 0 to 1")
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(key) or {}
         if not isinstance(pattern, dict):
@@ -252,6 +268,9 @@ def _check_config(config: Mapping[str, Any]) -> None:
         for name, value in pattern.items():
             if not re.fullmatch(r"\^?[\w.]+", name):
                 raise UnsupportedAdapter(f"{key} has the pattern {_shown(name)}; only names of modules are supported")
+            if key == "rank_pattern" and not _is_rank(value):
+                reason = f"{key} of {_shown(name)} is {_shown(value)}; it must be an integer of at least 1"
+                raise UnsupportedAdapter(reason)
             if not _is_number(value):
                 raise UnsupportedAdapter(f"{key} of {_shown(name)} is {_shown(value)}; it must be a finite number")
 
@@ -312,20 +331,41 @@ def _check_targets(config: Mapping[str, Any], ranks: Mapping[tuple[int, str], in
             )
 
 
-def _alpha(config: Mapping[str, Any], layer: int, module: str) -> float:
-    """The alpha of one module: the first key of alpha_pattern that its name ends with, else lora_alpha."""
+def _patterned(config: Mapping[str, Any], patterns: str, default: str, layer: int, module: str) -> Any:
+    """A module's value: that of the first key of `patterns` that its name ends with, else that of `default`, or None.
+
+    A key that begins with ^ must be the whole name, as PEFT has it.
+    """
     name = _module_name(layer, module)
-    for key, alpha in (config.get("alpha_pattern") or {}).items():
+    for key, value in (config.get(patterns) or {}).items():
         plain = key.removeprefix("^")
         if name == plain or (not key.startswith("^") and name.endswith(f".{plain}")):
-            return float(alpha)
-    return float(config["lora_alpha"])
+            return value
+    return config.get(default)
+
+
+def check_effect(weights: AdapterWeights, dtype: torch.dtype) -> None:
+    """Raise UnsupportedAdapter if a scale is infinite as float32, or scale · B A may hold numbers infinite in `dtype`.
+
+    What it may hold is bounded by the largest numbers of A's rows and of B's columns.
+    """
+    largest, most_scale = torch.finfo(dtype).max, torch.finfo(torch.float32).max
+    for (layer, module), pair in weights.pairs.items():
+        rows, columns = pair.a.abs().amax(1).double(), pair.b.abs().amax(0).double()
+        change = abs(pair.scale) * float(rows @ columns)
+        if not (abs(pair.scale) <= most_scale and change <= largest):
+            kind = str(dtype).removeprefix("torch.")
+            raise UnsupportedAdapter(
+                f"{_module_name(layer, module)} is scaled by {pair.scale:.3g}, from lora_alpha or alpha_pattern, which "
+                f"changes weights by up to {change:.3g}; the largest {kind} is {largest:.3g}"
+            )
 
 
 def _finite(file: Any, name: str) -> torch.Tensor:
+    kind = str(file.get_slice(name).get_dtype())
+    if kind not in DTYPES:
+        raise UnsupportedAdapter(f"tensor {name} is {kind}; supported are {', '.join(DTYPES)}")
     tensor: torch.Tensor = file.get_tensor(name)
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UnsupportedAdapter(f"tensor {name} is {tensor.dtype}; supported are float32, bfloat16 and float16")
     if not bool(torch.isfinite(tensor).all()):
         raise UnsupportedAdapter(f"tensor {name} holds NaN or infinite values: the adapter is damaged")
     return tensor
@@ -357,7 +397,15 @@ def _replace(partial: Path, target: Path) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that a float can hold: an integer of JSON may have thousands of digits."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _shortest(number: float) -> int | float:

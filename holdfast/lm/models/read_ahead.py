@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from holdfast.files.regular import open_file
+
 READERS = 4
 """Files that are read at a time: one alone does not keep an SSD or a network file system busy."""
 BLOCK = 16 << 20
@@ -53,7 +55,7 @@ def _read(waiting: SimpleQueue[Path], ended: threading.Event) -> None:
         except Empty:
             return
         try:
-            with path.open("rb", buffering=0) as file:
+            with open_file(path) as file:
                 while not ended.is_set() and file.readinto(room):
                     pass
         except OSError:

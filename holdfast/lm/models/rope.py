@@ -119,19 +119,28 @@ class Rope:
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
-def rope_of(config: Mapping[str, Any], *, theta: float = 10000.0) -> Rope:
+def rope_of(config: Mapping[str, Any], *, theta: float = 10000.0, partial: bool = False) -> Rope:
     """Read `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` of a config.json.
 
-    `theta` is the base where the config names none. Raises UnsupportedCheckpoint for an unknown kind of scaling.
+    `theta` is the base where the config names none. `partial`: the family rotates the share of each head that
+    partial_rotary_factor names. Transformers' code of the other families ignores that key, and fails if a scaling,
+    whose code is shared, does not. Raises UnsupportedCheckpoint for such a one, and for an unknown kind of scaling.
     """
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in KINDS:
         raise UnsupportedCheckpoint(f"rope scaling {kind!r} is not supported; known: {', '.join(KINDS)}")
-    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    plain = Rope(float(given.get("rope_theta") or config.get("rope_theta") or theta), share=float(partial))
+    share = float(given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    if not partial and share != 1.0:
+        if kind != "default":
+            raise UnsupportedCheckpoint(
+                f"partial_rotary_factor is {share:g} beside rope scaling {kind!r}, which Transformers cannot compute "
+                "for this family; leave it out"
+            )
+        share = 1.0
+    plain = Rope(float(given.get("rope_theta") or config.get("rope_theta") or theta), share=share)
     if not 0 < plain.share <= 1:
-        raise UnsupportedCheckpoint(f"partial_rotary_factor is {partial}; it must be above 0 and at most 1")
+        raise UnsupportedCheckpoint(f"partial_rotary_factor is {share:g}; it must be above 0 and at most 1")
     if kind == "default":
         return plain
     longest = int(config["max_position_embeddings"])

@@ -1,16 +1,19 @@
 """The disk tier's files: what a kill, a flipped bit, another engine and another model find there."""
 
+import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
-from holdfast.lm.execution.disk_store import ENTRY_BYTES, DiskStore
+from holdfast.lm.execution.disk_store import ENTRY_BYTES, LEAST_LEFT, DiskStore
 from holdfast.lm.tiers import TierBlock
 
 SIZE = 10_000
@@ -220,3 +223,105 @@ def test_a_kill_in_mid_write_leaves_no_corrupt_block(tmp_path):
         whole += len(stored)
         store.close()
     assert whole > 0
+
+
+@pytest.mark.parametrize("name", ["lock", "kv/about", "kv/index", "kv/blocks", "kv"])
+def test_a_link_in_the_place_of_a_file_is_refused_and_its_target_stays_as_it_is(tmp_path, name):
+    directory, victim = tmp_path / "tier", tmp_path / "victim"
+    store, _ = open_store(directory)
+    own = files_of(directory)
+    write(store, 1, 1)
+    store.close()
+    victim.mkdir() if name == "kv" else victim.write_bytes(b"mine")
+    place = directory / name.replace("kv", own.name)
+    place.rename(tmp_path / "moved")
+    place.symlink_to(victim)
+    kind = "not a directory" if name == "kv" else "not a regular file"
+    with pytest.raises(ValueError, match=rf"disk_cache_dir is .*{place.name} in it: it is a symbolic link, {kind}"):
+        open_store(directory)
+    assert not any(victim.iterdir()) if name == "kv" else victim.read_bytes() == b"mine"
+    place.unlink()
+    (tmp_path / "moved").rename(place)
+    store, stored = open_store(directory)
+    assert [each.slot for each in stored] == [1], "nothing was let go but the link"
+    store.close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["lock", "kv/about", "kv/index", "kv/blocks"])
+def test_a_pipe_in_the_place_of_a_file_does_not_hold_the_start(tmp_path, name):
+    store, _ = open_store(tmp_path)
+    own = files_of(tmp_path)
+    store.close()
+    place = tmp_path / name.replace("kv", own.name)
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(ValueError, match=rf"{place.name} in it: it is a named pipe, not a regular file"):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path, inside):
+    store, _ = open_store(tmp_path)
+    own = files_of(tmp_path)
+    store.close()
+    (own if inside else tmp_path).chmod(0o777)
+    with pytest.raises(ValueError, match=r"disk_cache_dir is .* others may write to it \(mode 777\)"):
+        open_store(tmp_path)
+
+
+def test_a_start_that_fails_leaves_no_file_open_and_no_lock(tmp_path):
+    store, _ = open_store(tmp_path)
+    own = files_of(tmp_path)
+    store.close()
+    (own / "blocks").rename(own / "moved")
+    (own / "blocks").mkdir()
+    before = {*Path("/dev/fd").iterdir()}
+    with pytest.raises(ValueError, match="blocks in it: Is a directory"):
+        open_store(tmp_path)
+    assert {*Path("/dev/fd").iterdir()} == before
+    (own / "blocks").rmdir()
+    store, _ = open_store(tmp_path)
+    store.close()
+
+
+def test_what_the_tier_holds_already_does_not_count_as_taken_by_others(tmp_path, monkeypatch):
+    size = 2_000_000
+    store, _ = open_store(tmp_path, size)
+    for number in range(100):
+        write(store, number, number)
+    store.close()
+    taken = sum(path.stat().st_blocks * 512 for path in files_of(tmp_path).iterdir())
+    assert taken > 1_000_000
+    usage = shutil.disk_usage(tmp_path)
+    free = LEAST_LEFT + size - taken
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    store, stored = open_store(tmp_path, size)
+    assert len(stored) == 100, "the tier's own bytes are room for it"
+    store.close()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free - 1))
+    with pytest.raises(ValueError, match=r"disk_cache_gb is 0.002, and of the file system of .* are free"):
+        open_store(tmp_path, size)
+
+
+@pytest.mark.parametrize("fails", ["raises", "falls short"])
+def test_a_run_whose_write_fails_leaves_all_its_places_empty(tmp_path, monkeypatch, fails):
+    store, _ = open_store(tmp_path)
+    for number in range(5):
+        write(store, number, number)
+
+    def fail(descriptor, pieces, at):
+        if fails == "raises":
+            raise OSError(errno.ENOSPC, "no space left")
+        return os.pwrite(descriptor, bytes(sum(map(len, pieces)) // 2), at)
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    run = [block(10 + slot, slot) for slot in (1, 2, 3)]
+    data = [(memoryview(contents(10 + slot)),) for slot in (1, 2, 3)]
+    assert store.write(run, data, [time.time()] * 3) == ["failed"] * 3
+    monkeypatch.undo()
+    assert [read(store, number, number)[0] for number in range(5)] == ["done", *["corrupt"] * 3, "done"]
+    store.close()
+    store, stored = open_store(tmp_path)
+    assert sorted(each.slot for each in stored) == [0, 4], "no entry is left of what was there before"
+    store.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
+from transformers.models.auto import modeling_auto
 
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
@@ -85,3 +87,28 @@ def test_mistral_has_eight_heads_of_keys_where_the_config_does_not_say() -> None
     config = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"}
     spec = NATIVE["MistralForCausalLM"]({**config, "architectures": ["MistralForCausalLM"], "num_attention_heads": 16})
     assert (spec.num_heads, spec.num_kv_heads) == (16, 8)
+
+
+PLAIN: dict[str, int] = {
+    "vocab_size": 100,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+}
+OWN_NAMES: dict[str, dict[str, int]] = {
+    "GPT2LMHeadModel": {"vocab_size": 100, "n_embd": 128, "n_layer": 4, "n_head": 32},
+    "OPTForCausalLM": {**PLAIN, "ffn_dim": 96, "word_embed_proj_dim": 128},
+}
+
+
+@pytest.mark.parametrize("architecture", NATIVE)
+def test_what_a_config_leaves_out_is_as_its_class_in_transformers_has_it(architecture: str) -> None:
+    kinds = {name: kind for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    given: dict[str, Any] = OWN_NAMES.get(architecture, PLAIN)
+    kind = kinds.get(architecture, "gemma3")
+    if architecture == "Gemma3ForConditionalGeneration":
+        kind, given = "gemma3", {"text_config": given}
+    whole = AutoConfig.for_model(kind, **given).to_dict()
+    named = {"architectures": [architecture]}
+    assert NATIVE[architecture]({**given, **named}) == NATIVE[architecture]({**whole, **named})

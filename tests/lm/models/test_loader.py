@@ -18,6 +18,7 @@ from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.models import loader
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.hf import _paged_logits
 from holdfast.lm.models.loader import decoder_spec, eos_token_ids, load
 from holdfast.lm.models.shard import Piece, layer_pieces, shard_of, vocabulary_piece
 from tests.checkpoints import make
@@ -42,7 +43,7 @@ def retensor(directory: Path, change: Callable[[dict[str, torch.Tensor]], None])
     path = directory / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def refusal(directory: Path, **options: Any) -> str:
@@ -97,6 +98,75 @@ def test_tied_checkpoints_share_the_embedding(tmp_path: Path) -> None:
     assert model.lm_head is model.embedding
 
 
+@torch.inference_mode()
+def distance(directory: Path, **options: Any) -> float:
+    """The largest difference of a native model's logits from Transformers' own."""
+    from transformers import AutoModelForCausalLM
+
+    model = load(directory, device="cpu", **options)
+    assert isinstance(model, Decoder)
+    module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.arange(24) * 7 % 384 + 3
+    expected = module(ids[None]).logits[0]
+    return float((_paged_logits(model, ids) - expected).abs().max() / expected.abs().max())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GPT2", "OPT", "Falcon"])
+@pytest.mark.parametrize("stored", ["another", "a copy", "another in the last row"])
+def test_a_tied_head_that_is_stored_apart_is_used_if_it_differs(
+    tmp_path: Path, family: str, stored: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "ROWS_AT_A_TIME", 100)
+    make(tmp_path, family, tie_word_embeddings=True)
+
+    def add_head(tensors: dict[str, torch.Tensor]) -> None:
+        (name,) = [
+            name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"))
+        ]
+        tensors["lm_head.weight"] = tensors[name].clone()
+        if stored != "a copy":
+            rows = slice(None) if stored == "another" else slice(-1, None)
+            tensors["lm_head.weight"][rows] = tensors[name].flip(0)[rows] + 0.5
+
+    retensor(tmp_path, add_head)
+    assert distance(tmp_path) < 1e-4
+    model = load(tmp_path, device="cpu")
+    assert isinstance(model, Decoder) and (model.lm_head is model.embedding) == (stored == "a copy")
+    said = [record for record in caplog.records if record.name == "holdfast.engine"]
+    assert bool(said) == (stored != "a copy") and all("lm_head.weight" in record.message for record in said)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Phi3", "Olmo2", "Gemma3Text"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_partial_rotary_factor_counts_where_transformers_heeds_it(tmp_path: Path, family: str, nested: bool) -> None:
+    make(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if not nested:
+        rope = {key: value for key, value in config["rope_parameters"].items() if key != "partial_rotary_factor"}
+        rewrite(tmp_path, rope_parameters=rope, partial_rotary_factor=0.5)
+    elif family == "Gemma3Text":
+        parts = {kind: {**rope, "partial_rotary_factor": 0.5} for kind, rope in config["rope_parameters"].items()}
+        rewrite(tmp_path, rope_parameters=parts)
+    else:
+        rewrite(tmp_path, rope_parameters={**config["rope_parameters"], "partial_rotary_factor": 0.5})
+    assert distance(tmp_path) < 1e-4
+    shares = decoder_spec(tmp_path).rope.share
+    assert shares == (0.5 if family == "Phi3" else 1.0)
+
+
+def test_a_share_beside_a_scaling_is_refused_where_transformers_fails(llama: Path) -> None:
+    rewrite(llama, partial_rotary_factor=0.5, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    assert "partial_rotary_factor is 0.5 beside rope scaling 'linear'" in refusal(llama)
+
+
+def test_a_native_model_without_a_length_has_that_of_its_class(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (llama / "config.json").write_text(json.dumps(config))
+    model = load(llama, device="cpu")
+    assert isinstance(model, Decoder) and model.spec.max_model_len == 2048
+
+
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", *LATER_FAMILIES])
 def test_fp8_quantizes_only_the_linear_layers(tmp_path: Path, family: str) -> None:
     make(tmp_path, family)
@@ -137,11 +207,11 @@ def test_loading_fp8_needs_little_memory_beyond_the_weights(llama: Path) -> None
     rewrite(llama, hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, vocab_size=1024)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()  # of earlier tests
     model = load(llama, device="cuda", dtype="bfloat16", load_format="random", quantization="fp8")
     largest = 2 * 2 * 8192 * 2048  # bytes of gate and up in bfloat16
     assert torch.cuda.max_memory_allocated() - before < model.spec.weight_bytes + 2 * largest
-    assert torch.cuda.memory_reserved() - before < model.spec.weight_bytes + 3 * largest
+    assert torch.cuda.memory_reserved() - reserved_before < model.spec.weight_bytes + 3 * largest
 
 
 def test_random_weights_need_no_tensors(llama: Path) -> None:
@@ -270,7 +340,6 @@ def test_an_index_cannot_point_out_of_its_directory(llama: Path) -> None:
         ({"hidden_size": None}, "config.json has no 'hidden_size'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"rope_parameters": {"rope_type": "axial"}}, "rope scaling 'axial'"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "longrope needs long_factor"),
         (
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from holdfast.lm.models.peft_files import (
     AdapterWeights,
     LoraPair,
     UnsupportedAdapter,
+    check_effect,
     module_shapes,
     read_peft,
     write_peft,
@@ -130,8 +133,22 @@ def test_a_written_adapter_changes_peft_s_model_as_its_product_says(tmp_path: Pa
             r=4, lora_alpha=6, target_modules=["q_proj", "up_proj"], rank_pattern={"q_proj": 2}, layers_to_transform=[1]
         ),
         dict(r=4, lora_alpha=6, target_modules="all-linear", alpha_pattern={"layers.0.self_attn.q_proj": 3}),
+        dict(
+            r=4,
+            lora_alpha=6,
+            target_modules="all-linear",
+            # Of these PEFT takes only the whole name, and the second for the other layer; the first key that fits wins.
+            alpha_pattern={
+                "^self_attn.q_proj": 99,
+                "^model.layers.1.self_attn.q_proj": 3,
+                "q_proj": 5,
+                "self_attn.q_proj": 7,
+            },
+            rank_pattern={"^model.layers.0.mlp.up_proj": 2},
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The following alpha_pattern keys:RuntimeWarning")
 def test_what_peft_writes_is_read_with_peft_s_own_scales(options: dict[str, Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     module = tiny("llama")
@@ -175,6 +192,26 @@ def test_the_digest_changes_with_numbers_scale_and_place_and_with_nothing_else(b
         (dict(init_lora_weights="pissa_niter_4"), "init_lora_weights is 'pissa_niter_4'"),
         (dict(lora_alpha="much"), "lora_alpha is 'much'"),
         (dict(lora_alpha=float("nan")), "lora_alpha is nan"),
+        (dict(lora_alpha=float("inf")), "lora_alpha is inf"),
+        (dict(lora_alpha=10**400), "lora_alpha is 1000"),
+        (dict(lora_alpha=True), "lora_alpha is True"),
+        (dict(lora_alpha=[16]), "lora_alpha is "),
+        (dict(r="4"), "r is '4'; it must be an integer of at least 1"),
+        (dict(r=0), "r is 0"),
+        (dict(r=True), "r is True"),
+        (dict(r=4.0), "r is 4.0"),
+        (dict(r=8), "has rank 4 in adapter_model.safetensors, and adapter_config.json gives it 8"),
+        (dict(rank_pattern={"q_proj": 2}), "self_attn.q_proj has rank 4 in .*gives it 2"),
+        (dict(rank_pattern={"q_proj": 4.5}), "rank_pattern of 'q_proj' is 4.5"),
+        (dict(rank_pattern={"q_proj": -1}), "rank_pattern of 'q_proj' is -1"),
+        (dict(rank_pattern=[4]), "rank_pattern is "),
+        (dict(alpha_pattern="q_proj"), "alpha_pattern is 'q_proj'"),
+        (dict(alpha_pattern={"q_proj": 10**400}), "alpha_pattern of 'q_proj' is 1000"),
+        (dict(use_rslora="false"), "use_rslora is 'false'; it must be true or false"),
+        (dict(use_rslora=1), "use_rslora is 1"),
+        (dict(lora_dropout=float("nan")), "lora_dropout is nan; it must be a number from 0 to 1"),
+        (dict(lora_dropout=-0.1), "lora_dropout is -0.1"),
+        (dict(lora_dropout="none"), "lora_dropout is 'none'"),
         (dict(alpha_pattern={".*q_proj": 3}), "pattern '.*q_proj'"),
         (dict(alpha_pattern={"q_proj": None}), "alpha_pattern of 'q_proj' is None"),
         (dict(target_modules=["q_proj", "lm_head"]), "target_modules names 'lm_head'"),
@@ -183,8 +220,74 @@ def test_the_digest_changes_with_numbers_scale_and_place_and_with_nothing_else(b
 def test_what_is_more_than_plain_lora_is_refused_by_name(
     base: Any, written: Path, config: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(UnsupportedAdapter, match=words.replace(".*", r"\.\*")):
+    with pytest.raises(UnsupportedAdapter, match=words.replace("'.*", r"'\.\*")):
         read_peft(changed(written, **config), base)
+
+
+@pytest.mark.parametrize("config", [dict(r=None), dict(lora_dropout=0), dict(lora_dropout=1), dict(use_rslora=None)])
+def test_numbers_that_change_nothing_are_taken(base: Any, written: Path, config: dict[str, Any]) -> None:
+    before = read_peft(written, base)
+    if config.get("r", 4) is None:
+        config_file = written / CONFIG_FILE
+        told = json.loads(config_file.read_text())
+        del told["r"]
+        config_file.write_text(json.dumps(told))
+    else:
+        changed(written, **config)
+    assert_same(read_peft(written, base), before)
+
+
+EFFECTS: dict[str, Callable[[float], tuple[dict[str, Any], float]]] = {
+    "lora_alpha": lambda most: ({"lora_alpha": 4 * most}, 1.0),
+    "alpha_pattern": lambda most: ({"alpha_pattern": {"1.self_attn.v_proj": 4 * most}}, 1.0),
+    "lora_alpha and use_rslora": lambda most: ({"lora_alpha": 2 * most, "use_rslora": True}, 1.0),
+    "a tensor": lambda most: ({"lora_alpha": 4}, most),
+}
+"""By what makes an adapter's numbers large: a config with rank 4, and a number of B, whose scaled size is `most`."""
+
+
+@pytest.mark.parametrize("what", EFFECTS)
+@pytest.mark.parametrize(("dtype", "fits", "bursts"), [(torch.float32, 1e30, 1e38), (torch.float16, 1e3, 2e4)])
+def test_an_adapter_whose_change_is_infinite_in_the_served_dtype_is_refused(
+    base: Any, tmp_path: Path, what: str, dtype: torch.dtype, fits: float, bursts: float
+) -> None:
+    write_peft(tmp_path, adapter(base, modules=("v",), rank=4), base_model="base")
+    tensors = load_file(tmp_path / WEIGHTS_FILE)
+    for most in (fits, bursts):
+        config, number = EFFECTS[what](most)
+        ones = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
+        ones["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"] *= number
+        save_file(ones, tmp_path / WEIGHTS_FILE)
+        found = read_peft(changed(tmp_path, **config), base)
+        if most == fits:
+            check_effect(found, dtype)
+            continue
+        kind = str(dtype).removeprefix("torch.")
+        words = rf"v_proj is scaled by .* changes weights by up to {4 * most:.3g}; the largest {kind}".replace(
+            "+", r"\+"
+        )
+        with pytest.raises(UnsupportedAdapter, match=words):
+            check_effect(found, dtype)
+
+
+@pytest.mark.parametrize("alpha", [1e308, -1e308, 1e39])
+def test_a_scale_that_float32_cannot_hold_is_refused_even_for_weights_of_zero(
+    base: Any, written: Path, alpha: float
+) -> None:
+    tensors = load_file(written / WEIGHTS_FILE)
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, written / WEIGHTS_FILE)
+    found = read_peft(changed(written, lora_alpha=alpha * 4 if alpha == 1e39 else alpha), base)
+    with pytest.raises(UnsupportedAdapter, match="is scaled by"):
+        check_effect(found, torch.bfloat16)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(base: Any, written: Path, name: str) -> None:
+    (written / name).unlink()
+    os.mkfifo(written / name)
+    with pytest.raises(UnsupportedAdapter, match=rf"{name} .*it is a named pipe, not a regular file"):
+        read_peft(written, base)
 
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -221,6 +324,13 @@ def test_a_module_that_the_config_lists_and_the_file_lacks_is_refused(base: Any,
         read_peft(changed(tmp_path, target_modules=["q_proj", "v_proj"]), base)
 
 
+def test_tensors_of_another_type_are_refused_before_they_are_read(base: Any, written: Path) -> None:
+    tensors = load_file(written / WEIGHTS_FILE)
+    save_file({**tensors, NAME: tensors[NAME].to(torch.float8_e4m3fn)}, written / WEIGHTS_FILE)
+    with pytest.raises(UnsupportedAdapter, match=r"lora_A.weight is F8_E4M3; supported are F32, BF16, F16"):
+        read_peft(written, base)
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_refused(base: Any, written: Path, number: float) -> None:
     tensors = load_file(written / WEIGHTS_FILE)
@@ -230,7 +340,9 @@ def test_numbers_that_are_not_finite_are_refused(base: Any, written: Path, numbe
         read_peft(written, base)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"[1]", b'{"a":', b"[" * 100_000, b" " * (2 << 20)])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff", b"[1]", b'{"a":', b"[" * 100_000, b'{"r": ' + b"9" * 5000 + b"}", b" " * (2 << 20)]
+)
 def test_a_config_that_is_no_object_is_refused(base: Any, written: Path, data: bytes) -> None:
     (written / CONFIG_FILE).write_bytes(data)
     with pytest.raises(UnsupportedAdapter, match=CONFIG_FILE):

@@ -18,6 +18,8 @@ from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import _paged_logits
 from holdfast.lm.models.loader import load, own_dtype
+from holdfast.lm.models.quantized import Quantization, QuantizedReader
+from holdfast.lm.models.shard import Piece
 from tests.checkpoints import make
 
 Tensors = dict[str, torch.Tensor]
@@ -159,7 +161,7 @@ def test_a_quantized_checkpoint_that_names_no_dtype_is_bfloat16() -> None:
     assert own_dtype({}) == torch.float32
 
 
-@pytest.mark.parametrize("method", ["awq-32", "gptq-rows", "fp8-tensor", "fp8-block"])
+@pytest.mark.parametrize("method", METHODS)
 def test_shards_hold_the_pieces_of_the_whole(tmp_path: Path, method: str) -> None:
     quantized(tmp_path, "Llama", method)
     whole = load(tmp_path, device="cpu")
@@ -192,6 +194,56 @@ def test_weights_that_stay_plain_are_read_as_they_are(tmp_path: Path) -> None:
     del stored[name + "_scale"]
     save_file(stored, tmp_path / "model.safetensors")
     assert difference(load(tmp_path, device="cpu"), module) < 1e-5
+
+
+class Kept:
+    """The tensors of a checkpoint in memory, as `quantized.Stored`."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def dtype(self, name: str) -> str:
+        return {torch.int32: "I32", torch.float16: "F16", FP8: "F8_E4M3"}[self.tensors[name].dtype]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def slices(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> torch.Tensor:
+        assert tuple(self.tensors[name].shape) == shape
+        return self.tensors[name][cut]
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["gptq_v2", "gptq"])
+@pytest.mark.parametrize("sign", [1, -1], ids=["zero 0", "zero 15"])
+def test_gptq_zeros_at_the_ends_of_four_bits_wrap_around(sign: int, offset: int) -> None:
+    weight = sign * torch.rand(16, 64, generator=torch.Generator().manual_seed(1)).add(0.1)
+    stored, plain = gptq("x", weight, 32, offset)
+    assert {*four_bits(weight, 32)[1].flatten().tolist()} == {0.0 if sign > 0 else 15.0}
+    reader = QuantizedReader(Kept(stored), Quantization("gptq", 32, offset), native_fp8=True)
+    into = torch.empty(16, 64)
+    assert reader.fill("x.weight", Piece.all_of(16, 64), into)
+    torch.testing.assert_close(into, plain)
+    packed = reader.packed(("x.weight",), (Piece.all_of(16, 64),), torch.device("cpu"))
+    assert packed is not None
+    torch.testing.assert_close(packed.dequantized(torch.float32), plain)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_each_rank_has_the_scales_of_its_own_rows(rank: int) -> None:
+    weight = torch.randn(16, 8, generator=torch.Generator().manual_seed(2)) * torch.arange(1.0, 17.0)[:, None]
+    stored, plain = fp8("x", weight, "channel")
+    reader = QuantizedReader(Kept(stored), Quantization("fp8"), native_fp8=True)
+    rows = range(4 * rank, 4 * rank + 4)
+    piece = Piece((16, 8), (rows, range(8)))
+    packed = reader.packed(("x.weight",), (piece,), torch.device("cpu"))
+    assert packed is not None
+    torch.testing.assert_close(packed.dequantized(torch.float32), plain[rows.start : rows.stop])
+    into = torch.empty(4, 8)
+    assert reader.fill("x.weight", piece, into)
+    torch.testing.assert_close(into, plain[rows.start : rows.stop])
 
 
 def test_inputs_ordered_by_activation_are_refused(tmp_path: Path) -> None:

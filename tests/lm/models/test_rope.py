@@ -89,3 +89,29 @@ def test_yarns_ramp_stays_within_the_dimensions(original: int, beta_fast: float,
 def test_unknown_scaling_is_refused() -> None:
     with pytest.raises(UnsupportedCheckpoint, match="rope scaling 'shortrope'"):
         rope_of({"rope_scaling": {"rope_type": "shortrope"}})
+
+
+@pytest.mark.parametrize("nested", [{}, {"original_max_position_embeddings": 512}])
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "longrope"])
+def test_the_original_length_of_the_config_goes_before_that_of_the_scaling(kind: str, nested: dict[str, int]) -> None:
+    given: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **nested}
+    if kind == "llama3":
+        given |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "longrope":
+        given |= {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+    lengths = {"max_position_embeddings": 4096, "original_max_position_embeddings": 1024}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters={**given}, **lengths)
+    theirs = LlamaRotaryEmbedding(config)
+    ours = rope_of({**lengths, "rope_parameters": given})
+    assert ours.original_length == config.rope_parameters["original_max_position_embeddings"] == 1024
+    assert ours.amplitude == pytest.approx(theirs.attention_scaling)
+    torch.testing.assert_close(ours.inverse_frequencies(64), theirs.inv_freq, rtol=1e-6, atol=0)
+    assert rope_of({**lengths, "rope_parameters": {**given, "original_max_position_embeddings": 1024}}) == ours
+    alone = rope_of({"max_position_embeddings": 4096, "rope_parameters": {**given, **nested}})
+    assert alone.original_length == nested.get("original_max_position_embeddings", 4096)
+
+
+@pytest.mark.parametrize("share", [1.5, -0.5])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=f"partial_rotary_factor is {share}; it must be above 0"):
+        rope_of({"partial_rotary_factor": share}, partial=True)

@@ -1,0 +1,1 @@
+"""Opening files safely. Standard library only."""

@@ -1,0 +1,112 @@
+"""OwnDirectory: a directory that only this user can write to, and what is opened below it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Self
+
+from holdfast.files.regular import KINDS, open_regular
+
+OTHERS_WRITE = 0o022
+"""The rights of a group and of everybody else to write."""
+
+
+class OwnDirectory:
+    """A directory of this user that nobody else may write to, held open. What it holds is opened below it.
+
+    Who could write to a directory could put links there, through which files elsewhere would be overwritten with this
+    process's rights. So one of another owner, or that others may write to, is refused, and so are links in it. Held
+    open, the directory stays the one that was checked, whatever its path leads to later.
+    """
+
+    def __init__(self, path: Path, parent: OwnDirectory | None = None) -> None:
+        """Made if it does not exist, for this user alone. With `parent`, `path` is a name in it.
+
+        Raises OSError that says what is wrong with a directory that is there.
+        """
+        self.path: Path = path if parent is None else parent.path / path
+        at: int | None = None if parent is None else parent._descriptor
+        if at is None:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700, dir_fd=at)
+        self._descriptor: int = _open_own(path, at)
+
+    def below(self, name: str) -> OwnDirectory:
+        """A directory in this one, made if it does not exist, with the same checks. Raises OSError."""
+        return OwnDirectory(Path(name), self)
+
+    def open(self, name: str, flags: int) -> int:
+        """The descriptor of a regular file of this user in the directory; a new one is for this user alone.
+
+        Raises OSError, also for a link, for another user's file, and for a file that has a second name elsewhere.
+        """
+        descriptor = open_regular(name, flags | os.O_NOFOLLOW, directory=self._descriptor)
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid() or found.st_nlink > 1:
+            os.close(descriptor)
+            reason = "it belongs to another user" if found.st_uid != os.geteuid() else "it has another name elsewhere"
+            raise OSError(errno.EPERM, reason, str(self.path / name))
+        return descriptor
+
+    def write_text(self, name: str, text: str) -> None:
+        """Replace the contents of a file of this user. Raises OSError."""
+        with os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8") as file:
+            file.truncate()
+            file.write(text)
+
+    def names(self) -> list[str]:
+        """The names of what the directory holds, in order."""
+        return sorted(os.listdir(self._descriptor))  # noqa: PTH208  by descriptor
+
+    def bytes_on_disk(self) -> int:
+        """Bytes that the directory's files take on the disk."""
+        sizes = [os.stat(name, dir_fd=self._descriptor, follow_symlinks=False) for name in self.names()]
+        return sum(each.st_blocks * 512 for each in sizes)
+
+    def remove_tree(self, name: str) -> None:
+        """Remove a directory in this one with all that it holds, as far as that is possible. A link is left alone."""
+        shutil.rmtree(name, ignore_errors=True, dir_fd=self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Let go of the directory. What was opened below it stays open."""
+        os.close(self._descriptor)
+
+
+def check_own(found: os.stat_result, path: Path | str) -> None:
+    """Raise OSError unless what was found at a path is a directory of this user that nobody else may write to."""
+    if not stat.S_ISDIR(found.st_mode):
+        kind = KINDS.get(stat.S_IFMT(found.st_mode), "a regular file")
+        raise OSError(errno.ENOTDIR, f"it is {kind}, not a directory", str(path))
+    if found.st_uid != os.geteuid():
+        reason = f"it belongs to user {found.st_uid}, and this process runs as {os.geteuid()}"
+        raise OSError(errno.EPERM, reason, str(path))
+    if found.st_mode & OTHERS_WRITE:
+        mode = stat.S_IMODE(found.st_mode)
+        reason = f"others may write to it (mode {mode:o}); use chmod 700, or a new directory below it"
+        raise OSError(errno.EPERM, reason, str(path))
+
+
+def _open_own(path: str | Path, directory: int | None) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            check_own(os.stat(path, dir_fd=directory, follow_symlinks=False), path)
+        raise
+    try:
+        check_own(os.fstat(descriptor), path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -41,6 +41,10 @@ class FakeTuner:
         self.breaks_at = 0
         """The step at which a job fails."""
         self.breaks_with = "the loss is not a number"
+        self.poison = ""
+        """A job with these bytes among its examples kills the engine at the step `kills_at`."""
+        self.kills_at = 1
+        self.kill: Callable[[str], None] = self.die
         self.orders: list[JobStart] = []
         self.changes: list[tuple[str, str]] = []
         self.steps: list[tuple[str, int]] = []
@@ -113,12 +117,19 @@ class FakeTuner:
         self._tell(JobStatus(order.id, "running"))
         self._tasks[order.id] = self._later(self._compute(order, info, per_epoch))
 
+    def _is_poisoned(self, directory: Path) -> bool:
+        """FakeText has one token for each character, and examples are stored as 32-bit tokens."""
+        return self.poison.encode("utf-32-le") in (directory / EXAMPLES_FILE).read_bytes()
+
     async def _compute(self, order: JobStart, info: JobInfo, per_epoch: int) -> None:
         directory = Path(order.directory)
         place = directory / "checkpoints" / str(info.steps)
         for step in range(info.step + 1, info.steps + 1):
             await asyncio.sleep(self.seconds)
             await self._may_run[order.id].wait()
+            if step == self.kills_at and self.poison and self._is_poisoned(directory):
+                self.kill("the engine ended by signal 11 (SIGSEGV)")
+                return
             if step == self.breaks_at:
                 self._tell(JobEnded(order.id, "failed", self.breaks_with))
                 return

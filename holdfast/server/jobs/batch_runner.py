@@ -1,4 +1,8 @@
-"""BatchRunner: runs the lines of all batches beside other requests, and stores each line's answer once."""
+"""BatchRunner: runs the lines of all batches beside other requests, and stores each line's answer once.
+
+A line that was in flight when an engine ended may be the reason. Such suspects come first at the next start, one at a
+time and without other lines beside them, so that the innocent clear themselves; a guilty one is given up.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,31 @@ from typing import IO, Any, TypeVar
 
 from msgspec import Raw
 
+from holdfast.files.regular import open_file
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.writing import Writing
+from holdfast.server.jobs.attempt_table import WHOLE, AttemptTable, Found
 from holdfast.server.jobs.feed import Feed
 from holdfast.server.jobs.files import Files, pauses, persist
 from holdfast.server.jobs.lines import BadLine, Line, LineReader, check, custom_id_of, split
+from holdfast.server.jobs.starts import Starts
 from holdfast.server.jobs.tables import BatchTable
-from holdfast.server.jobs.values import AnsweredLine, Batch, Ending, LineFault, Status, StoredFile, Usage
+from holdfast.server.jobs.values import (
+    ENGINE_ENDED,
+    AnsweredLine,
+    Attempt,
+    Batch,
+    Ending,
+    LineFault,
+    Status,
+    StoredFile,
+    Usage,
+)
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
 from holdfast.server.replies import ChatShape, RequestUsage, Shape, TextShape, encode
-from holdfast.server.service import Service, internal
+from holdfast.server.service import REPLICA_LOST, Answer, Service, internal
 
 T = TypeVar("T")
 
@@ -64,23 +82,33 @@ class Turns:
                 del self._queues[tenant]
 
     def next(self) -> RunningBatch | None:
-        """The batch whose line is next. Its tenant goes behind the others."""
-        for tenant, queue in self._queues.items():
-            self._queues[tenant] = self._queues.pop(tenant)
-            return queue[0]
-        return None
+        """The batch whose line is next: one with suspects, if there is any. Its tenant goes behind the others."""
+        suspects = ((tenant, each) for tenant, queue in self._queues.items() for each in queue if each.suspects)
+        firsts = ((tenant, queue[0]) for tenant, queue in self._queues.items())
+        found = next(suspects, None) or next(firsts, None)
+        if found is None:
+            return None
+        tenant, running = found
+        self._queues[tenant] = self._queues.pop(tenant)
+        return running
 
 
 class RunningBatch:
     """A batch in progress."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, attempts: Found | None = None) -> None:
         self.batch = batch
+        self.attempts = attempts or {}
+        """How often an engine or a server ended in the middle of its lines, by their numbers."""
+        self.suspects: set[int] = set()
+        """Lines that may be what ended an engine, and have not been answered since."""
         self.ending: Ending | None = batch.ending
         """How it ends, once that is decided."""
         self.answers: list[AnsweredLine] = []
         """Those that are not stored yet."""
         self.in_flight: dict[int, asyncio.Task[None]] = {}
+        self.asked: dict[int, Answer | Writing] = {}
+        """The requests of the lines in flight."""
         self.source: LineReader | None = None
         self.exhausted = False
         self.changed = asyncio.Event()
@@ -95,6 +123,11 @@ class RunningBatch:
         if batch.status not in ("validating", "in_progress"):
             return 0
         return max(0, batch.total - batch.completed - batch.failed - len(self.answers) - len(self.in_flight))
+
+    def sent(self, number: int) -> bool:
+        """Whether the engine was given a line that is in flight."""
+        asked = self.asked.get(number)
+        return asked is not None and (asked.answer.sent if isinstance(asked, Writing) else asked.sent)
 
 
 class BatchRunner:
@@ -113,6 +146,11 @@ class BatchRunner:
         self._unstored = 0
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
+        self._starts = Starts(self._store)
+        self._alone: tuple[str, int] | None = None
+        """The suspect in flight: its batch and its number. No other line runs beside it."""
+        self._settled = asyncio.Event()
+        """Set when a line or a batch has ended."""
         self._reader = ThreadPoolExecutor(1, "holdfast-batches")
         self._loops: list[asyncio.Task[None]] = []
         self._closed = False
@@ -127,13 +165,18 @@ class BatchRunner:
         """The model that answers the lines."""
         return self._service.client.info.model
 
-    def begin(self, batch: Batch, ending: Ending | None = None) -> None:
-        """Run a batch from its present state to its end, which is `ending` if that is decided. Does not wait."""
+    def begin(self, batch: Batch, ending: Ending | None = None, attempts: Found | None = None) -> None:
+        """Run a batch from its present state to its end, which is `ending` if that is decided. Does not wait.
+
+        `attempts` are those of servers before this one that an engine, or the server, did not outlive.
+        """
         if not self._loops:
-            self._loops = [asyncio.create_task(each()) for each in (self._dispatch, self._store_answers)]
+            loops = (self._dispatch, self._starts.run, self._store_answers)
+            self._loops = [asyncio.create_task(each()) for each in loops]
             for task in self._loops:
                 task.add_done_callback(log_failure)
-        running = RunningBatch(batch)
+        running = RunningBatch(batch, attempts)
+        running.suspects = {number for number, each in running.attempts.items() if number != WHOLE and each.suspect}
         running.ending = running.ending or ending
         self.running[batch.id] = running
         running.task = asyncio.create_task(self._run(running))
@@ -148,9 +191,15 @@ class BatchRunner:
             running.changed.set()
 
     async def close(self) -> None:
-        """Abort all lines, and store what was answered. Batches go on where they are at the next start."""
+        """Abort all lines, and store what was answered. Batches go on where they are at the next start.
+
+        Of the lines in flight it is stored whether they were at an engine that has ended.
+        """
         self._closed = True
         batches = self._batches()
+        dead = self._service.client.dead.is_set()
+        died = {each.batch.id: [number for number in each.in_flight if dead and each.sent(number)] for each in batches}
+        safe = {each.batch.id: {WHOLE, *each.in_flight} - {*died[each.batch.id]} for each in batches}
         tasks = [*self._loops, *(each.task for each in batches)]
         tasks += [task for each in batches for task in each.in_flight.values()]
         for task in tasks:
@@ -159,7 +208,16 @@ class BatchRunner:
         for running in batches:
             with suppress(ApiError):
                 await self._store_some(running)
-        self._reader.shutdown(cancel_futures=True)
+        if batches:
+            with suppress(ApiError):
+                await self._store.run(lambda store: AttemptTable(store.database).end(died, safe))
+        self._reader.shutdown()
+
+    async def cleared(self) -> None:
+        """Wait until no line is left that may be what ended an engine."""
+        while any(each.suspects for each in self._batches()) and not self._closed:
+            self._settled.clear()
+            await self._settled.wait()
 
     def _batches(self) -> list[RunningBatch]:
         return list(self.running.values())
@@ -185,10 +243,16 @@ class BatchRunner:
         finally:
             self._turns.remove(running)
             self.running.pop(running.batch.id, None)
+            self._settled.set()
 
     async def _validate(self, running: RunningBatch) -> None:
         """Check every line before any runs. The batch is then in progress, or has failed."""
         batch = running.batch
+        if (attempt := running.attempts.get(WHOLE)) is not None and attempt.given_up:
+            fault = LineFault(code=ENGINE_ENDED, message=attempt.reason("batch"))
+            await self._change(running, "failed", faults=[fault])
+            return
+        await self._starts.note(batch.id, WHOLE)
         limit, choices = int(self._service.config.max_body_mb * 1e6), self._service.config.max_choices
         since = time.perf_counter()
 
@@ -205,7 +269,7 @@ class BatchRunner:
                 since = time.perf_counter()
 
         def read() -> tuple[int, list[Any]]:
-            with self._files.path(batch.input_file).open("rb") as file:
+            with open_file(self._files.path(batch.input_file)) as file:
                 return check(file, batch.endpoint, limit, allow)
 
         total, faults = await persist(partial(self._in_reader, read))
@@ -214,6 +278,8 @@ class BatchRunner:
         if faults:
             await self._change(running, "failed", faults=faults)
         else:
+            # What checking an input needed says nothing of its lines.
+            await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).forget(batch.id, [WHOLE])))
             await self._change(running, "in_progress", total=total)
 
     async def _answer_lines(self, running: RunningBatch) -> None:
@@ -221,9 +287,12 @@ class BatchRunner:
         batch = running.batch
         answered = await persist(lambda: self._store.read(lambda store: _table(store).answered(batch.id)))
         path = self._files.path(batch.input_file)
-        file = await persist(lambda: self._in_reader(lambda: path.open("rb")))
+        opened: list[IO[bytes]] = []
         try:
-            running.source = LineReader(file, batch.endpoint, answered)
+            await persist(lambda: self._in_reader(lambda: opened.append(open_file(path))))
+            (file,) = opened
+            running.suspects -= answered
+            running.source = LineReader(file, batch.endpoint, answered, first=running.suspects)
             self._turns.add(running)
             self._wake.set()
             while running.ending is None and not (running.exhausted and not running.in_flight and not running.answers):
@@ -233,7 +302,8 @@ class BatchRunner:
             self._turns.remove(running)
             await asyncio.gather(*running.in_flight.values(), return_exceptions=True)
             running.source = None
-            file.close()
+            # In the reader, behind an opening that was cancelled while it was under way.
+            self._reader.submit(lambda: [each.close() for each in opened])
 
     async def _finish(self, running: RunningBatch) -> None:
         """Write the output files from the stored answers, and end the batch."""
@@ -292,7 +362,7 @@ class BatchRunner:
         reason = "the completion window ended before this line was answered"
         count = 0
         if batch.total:
-            with self._files.path(batch.input_file).open("rb") as file:
+            with open_file(self._files.path(batch.input_file)) as file:
                 for number, text in split(file):
                     if number not in answered:
                         count += 1
@@ -337,16 +407,23 @@ class BatchRunner:
             if isinstance(line, BadLine):
                 self._take_fault(running, line)
                 continue
-            while not self._room(line) and running.ending is None:
+            if (attempt := running.attempts.get(line.number)) is not None and attempt.given_up:
+                self._give_up(running, line, attempt)
+                continue
+            while not self._room(running, line) and running.ending is None:
                 self._wake.clear()
                 await self._wake.wait()
             if running.ending is None:
                 self._choices += line.choices
+                if line.number in running.suspects:
+                    self._alone = running.batch.id, line.number
                 task = asyncio.create_task(self._answer(running, line))
                 running.in_flight[line.number] = task
                 task.add_done_callback(partial(self._ended, running, line))
 
-    def _room(self, line: Line) -> bool:
+    def _room(self, running: RunningBatch, line: Line) -> bool:
+        if self._alone is not None or (line.number in running.suspects and self._choices):
+            return False
         return self._choices + line.choices <= self._lane.admission.limit and self._unstored < MOST_UNSTORED
 
     async def _next_line(self, running: RunningBatch) -> Line | BadLine | None:
@@ -360,22 +437,41 @@ class BatchRunner:
 
     async def _answer(self, running: RunningBatch, line: Line) -> None:
         """Answer one line, however often it takes, and leave the answer to be stored."""
-        status, body, usage = await self._ask(running.batch, line)
+        await self._starts.note(running.batch.id, line.number)
+        status, body, usage = await self._ask(running, line)
         self._take(running, line.number, line.custom_id, status, body, usage)
 
     def _ended(self, running: RunningBatch, line: Line, task: asyncio.Task[None]) -> None:
         """Count a line as running no more, also one that was cancelled before it began."""
         del running.in_flight[line.number]
+        running.asked.pop(line.number, None)
         self._choices -= line.choices
+        if self._alone == (running.batch.id, line.number):
+            self._alone = None
+        self._clear(running, line.number)
         self._wake.set()
         running.changed.set()
         log_failure(task)
+
+    def _clear(self, running: RunningBatch, number: int) -> None:
+        """Note that a line has ended, which is a suspect no more if it was one."""
+        running.suspects.discard(number)
+        self._settled.set()
 
     def _take_fault(self, running: RunningBatch, line: BadLine) -> None:
         """Answer a line that this server does not read any more: it was checked by one with other limits."""
         fault = line.fault
         error = ApiError(fault.message, param=fault.param, code=fault.code)
         self._take(running, fault.line or 0, line.custom_id, error.status, error.body(), Usage())
+        self._clear(running, fault.line or 0)
+
+    def _give_up(self, running: RunningBatch, line: Line, attempt: Attempt) -> None:
+        """Answer a line that was in flight when engine after engine ended."""
+        reason = attempt.reason("line")
+        log.error("line %d of batch %s is given up: %s", line.number, running.batch.id, reason)
+        error = ApiError(reason, status=500, code=ENGINE_ENDED)
+        self._take(running, line.number, line.custom_id, error.status, error.body(), Usage())
+        self._clear(running, line.number)
 
     def _take(
         self, running: RunningBatch, number: int, custom_id: str, status: int, body: dict[str, Any], usage: Usage
@@ -388,31 +484,35 @@ class BatchRunner:
         self._unstored += 1
         self._answered.set()
 
-    async def _ask(self, batch: Batch, line: Line) -> tuple[int, dict[str, Any], Usage]:
+    async def _ask(self, running: RunningBatch, line: Line) -> tuple[int, dict[str, Any], Usage]:
         """Status, body and token counts of a line's answer. One that finds no place waits, and asks again."""
         waits = pauses()
         while True:
             try:
-                body, usage = await self._generate(batch, line)
+                body, usage = await self._generate(running, line)
                 counts = Usage(
                     prompt=usage.prompt_tokens, cached=usage.cached_tokens, completion=usage.completion_tokens
                 )
                 return 200, body, counts
             except ApiError as error:
-                if error.status not in (429, 503):
+                if error.status not in (429, 503) or error.code == REPLICA_LOST:
                     return error.status, error.body(), Usage()
             except Exception as error:
                 refusal = internal(error)
                 return refusal.status, refusal.body(), Usage()
+            if self._service.client.dead.is_set():  # what was in flight is seen at the end of this server
+                await asyncio.Event().wait()
             await asyncio.sleep(next(waits))
 
-    async def _generate(self, batch: Batch, line: Line) -> tuple[dict[str, Any], RequestUsage]:
-        name, wanted, tenant = f"{batch.id}/{line.number}", line.wanted, batch.tenant
+    async def _generate(self, running: RunningBatch, line: Line) -> tuple[dict[str, Any], RequestUsage]:
+        batch, wanted = running.batch, line.wanted
+        name, tenant = f"{batch.id}/{line.number}", batch.tenant
         if isinstance(wanted, ResponseRequest):
-            writing = self._responses.write(wanted, tenant, self._lane, name)
+            writing = running.asked[line.number] = self._responses.write(wanted, tenant, self._lane, name)
             return await writing.whole(), writing.answer.usage
         assert isinstance(wanted, ChatRequest | CompletionRequest)
-        answer, text = self._service.answer(wanted, tenant, self._lane, name), self._service.client.text
+        answer = running.asked[line.number] = self._service.answer(wanted, tenant, self._lane, name)
+        text = self._service.client.text
         shape: Shape = (
             ChatShape(wanted, text, answer.reading)
             if isinstance(wanted, ChatRequest)

@@ -62,6 +62,8 @@ class Batches:
         self._tenant_limit = max(1, int(MOST_OPEN * share))
         self._tick_seconds = tick
         self._ticking: asyncio.Task[None] | None = None
+        self._started = asyncio.Event()
+        """Set once the batches of an earlier server go on here."""
         self._warned = False
         self._closed = False
 
@@ -69,7 +71,15 @@ class Batches:
         """Go on with the batches that an earlier server left. Raises ApiError if the store fails."""
         if self._ticking is None:
             self._ticking = asyncio.create_task(self._tick())
-            await self._adopt()
+            try:
+                await self._adopt()
+            finally:
+                self._started.set()
+
+    async def cleared(self) -> None:
+        """Wait until this server has gone on with earlier batches, and no line may still be what ended an engine."""
+        await self._started.wait()
+        await self.runner.cleared()
 
     async def create(self, wanted: BatchRequest, tenant: str) -> Batch:
         """Take a batch. Returns before any of its lines runs. Raises ApiError."""
@@ -217,8 +227,9 @@ class Batches:
         if found:
             mine = self.owner.id
             taken = await self._store.run(lambda store: BatchTable(store.database).adopt(mine, gone, [*found]))
-            for id in taken:
-                self.runner.begin(*found[id])
+            for id in found:  # the oldest first
+                if id in taken:
+                    self.runner.begin(*found[id], taken[id])
 
     async def _clean(self) -> None:
         await self.files.clean()

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import time
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
+from holdfast.files.own_directory import OwnDirectory
+from holdfast.files.regular import open_file
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY, data_directory
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import StoreError
+from holdfast.server.jobs.scratch import Scratch
 from holdfast.server.jobs.tables import FileTable
 from holdfast.server.jobs.values import StoredFile
 from holdfast.server.multipart import OVERHEAD, FormReader, base_name
@@ -60,23 +62,26 @@ class Files:
         self.limit = int(config.files_gb * 1e9)
         share = config.tenant_share if len(config.api_key) > 1 else 1
         self.tenant_limit = int(self.limit * share)
+        self.tenant_uploads = max(1, int(MOST_UPLOADS * share))
+        """Most uploads at once of one API key."""
         self._remove: Callable[[], object] = lambda: None
         """Removes the directory, if it is for this server alone."""
         if config.files is not None:
             self.directory = Path(config.files)
         elif config.store == MEMORY:
-            self.directory = Path(tempfile.mkdtemp(prefix="holdfast-files-"))
-            self._remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+            scratch = Scratch()
+            self._scratch, self.directory, self._remove = scratch, scratch.directory, scratch.remove
         else:
             self.directory = data_directory() / "files"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with self.new():
+            with OwnDirectory(self.directory), self.new():
                 pass
         except OSError as error:
             raise StoreError(f"the directory of files {self.directory} cannot be used: {error.strerror}") from None
         self._uploading: Counter[str] = Counter()
-        self._uploads = 0
+        """Bytes of each tenant that are being received."""
+        self._uploads: Counter[str] = Counter()
+        """Uploads of each tenant in progress."""
         self._disk = ThreadPoolExecutor(2, "holdfast-files")
 
     async def on_disk(self, work: Callable[[], T]) -> T:
@@ -92,14 +97,12 @@ class Files:
         """
         if declared is not None and declared > self.largest + OVERHEAD:
             raise self._too_large()
-        if self._uploads >= MOST_UPLOADS:
-            reason = f"{MOST_UPLOADS} files are being received; try again in a moment"
-            raise ApiError(reason, status=503, code="overloaded", retry_after=1)
+        self._check_uploads(tenant)
         form = FormReader(content_type)
-        held_bytes = await self._held(tenant)
-        self._uploads += 1
+        self._uploads[tenant] += 1
         size, held = 0, bytearray()
         try:
+            held_bytes = await self._held(tenant)
             with self.new() as file:
                 async for piece in pieces:
                     held += (found := form.feed(piece))
@@ -122,10 +125,11 @@ class Files:
         except OSError as error:
             raise unavailable(error) from None
         finally:
-            self._uploads -= 1
+            self._uploads[tenant] -= 1
             self._uploading[tenant] -= size
-            if not self._uploading[tenant]:
-                del self._uploading[tenant]
+            for counts in (self._uploads, self._uploading):
+                if not counts[tenant]:
+                    del counts[tenant]
 
     async def copy(self, tenant: str, purpose: str, name: str, source: IO[bytes]) -> StoredFile:
         """Keep a copy of what is read from `source`, within no limit. Raises ApiError, OSError."""
@@ -152,7 +156,7 @@ class Files:
         """A file and its bytes, which stay readable if it is deleted meanwhile. Raises ApiError 404."""
         file = await self.get(tenant, id)
         try:
-            return file, await self.on_disk(lambda: self.path(id).open("rb"))
+            return file, await self.on_disk(lambda: open_file(self.path(id)))
         except OSError as error:
             raise unavailable(error) from None
 
@@ -200,12 +204,14 @@ class Files:
     async def _keep(self, file: IO[bytes], tenant: str, purpose: str, name: str, seconds: float | None) -> StoredFile:
         """Make a `new` file one of the tenant's, for so many seconds. Raises ApiError, OSError."""
         id, now = new_id(), self.now()
-        size = await self.on_disk(lambda: self.settle(file, id))
         expires = None if seconds is None else now + seconds
-        stored = StoredFile(id=id, tenant=tenant, purpose=purpose, name=name, bytes=size, created=now, expires=expires)
         try:
+            size = await self.on_disk(lambda: self.settle(file, id))
+            stored = StoredFile(
+                id=id, tenant=tenant, purpose=purpose, name=name, bytes=size, created=now, expires=expires
+            )
             await self.store.run(lambda store: FileTable(store.database).add(stored))
-        except ApiError:
+        except Exception:
             self.path(id).unlink(missing_ok=True)
             raise
         return stored
@@ -213,6 +219,17 @@ class Files:
     async def _held(self, tenant: str) -> tuple[int, int]:
         """Bytes of all files, and of one tenant's. Raises ApiError."""
         return await self.store.read(lambda store: FileTable(store.database).held(tenant))
+
+    def _check_uploads(self, tenant: str) -> None:
+        """Raises ApiError if no more uploads are received now: 429 for those of one API key, 503 for those of all."""
+        if self._uploads.total() >= MOST_UPLOADS:
+            reason = f"{MOST_UPLOADS} files are being received; try again in a moment"
+            raise ApiError(reason, status=503, code="overloaded", retry_after=1)
+        if self._uploads[tenant] >= self.tenant_uploads:
+            reason = (
+                f"this API key is sending {self._uploads[tenant]} files, and may send {self.tenant_uploads} at once"
+            )
+            raise ApiError(f"{reason}; try again in a moment", status=429, code="rate_limit_exceeded", retry_after=1)
 
     def _check_space(self, tenant: str, all_bytes: int, own_bytes: int) -> None:
         """Raises ApiError if the files, with those being received, take more than their limits."""

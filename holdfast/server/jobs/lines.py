@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
@@ -71,17 +71,32 @@ def split(file: IO[bytes], limit: int = sys.maxsize - MARGIN, number: int = 0) -
 class LineReader:
     """Reads the lines of a checked input again, a few at a time, but for those that are answered."""
 
-    def __init__(self, file: IO[bytes], endpoint: str, answered: Container[int]) -> None:
+    def __init__(
+        self, file: IO[bytes], endpoint: str, answered: Collection[int], first: Collection[int] = frozenset()
+    ) -> None:
+        """The lines `first`, those of them that have no answer, come before all others."""
         self.ahead: deque[Line | BadLine] = deque()
         """Lines that were read; a BadLine is one that this server would not have taken."""
         self._file, self._endpoint, self._answered = file, endpoint, answered
+        self._first = frozenset(first) - frozenset(answered)
+        self._in_first = bool(self._first)
+        """Whether the lines `first` are read now, and not the others."""
         self._number = self._position = 0
 
     def read(self) -> None:
         """Read some further lines into `ahead`. Raises OSError, and can then be called again."""
+        if self._in_first:
+            self._read(lambda number: number in self._first)
+            if self.ahead:
+                return
+            self._in_first, self._number, self._position = False, 0, 0
+        self._read(lambda number: number not in self._answered and number not in self._first)
+
+    def _read(self, wanted: Callable[[int], bool]) -> None:
+        """Read some further lines whose numbers are wanted."""
         self._file.seek(self._position)
         for number, text in split(self._file, number=self._number):
-            if number not in self._answered:
+            if wanted(number):
                 try:
                     self.ahead.append(read_line(number, text, self._endpoint))
                 except BadLine as error:
@@ -122,6 +137,8 @@ def read_line(number: int, text: bytes, endpoint: str) -> Line:
 def _read_body(body: dict[str, Any], shape: type[SampledRequest]) -> SampledRequest:
     """The request that a line asks for. Raises ApiError for what is wrong at sight, or has no place in a batch."""
     wanted = typed(body, shape)
+    if not wanted.model:
+        raise ApiError("model is missing", param="model", code="missing_required_parameter")
     if wanted.stream:
         raise ApiError("a line of a batch cannot be a stream; leave stream out", param="stream", code="invalid_value")
     for name, neutral in (("priority", 0), ("deadline_ms", None)):

@@ -7,6 +7,8 @@ import os
 import uuid
 from pathlib import Path
 
+from holdfast.files.regular import open_regular
+
 
 class Owner:
     """This server, among those that share a directory of files."""
@@ -22,7 +24,7 @@ class Owner:
         """Whether another server has ended. Removes its file if so."""
         path = self._directory / other
         try:
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
         except FileNotFoundError:
             return True
         try:

@@ -31,6 +31,7 @@ from sqlalchemy import (
 
 from holdfast.server.conversations.database import NAME, Database, MigrationStep, tables
 from holdfast.server.conversations.values import Conflict, NotFound
+from holdfast.server.jobs.attempt_table import Found, attempts, cut_off, forget
 from holdfast.server.jobs.values import AnsweredLine, Batch, JobEvent, StoredFile, TuningJob, Wanted
 from holdfast.server.replies import encode
 
@@ -118,7 +119,11 @@ def _tuning(db: Connection) -> None:
     tuning_events.create(db)
 
 
-STEPS: tuple[MigrationStep, ...] = (_files_and_batches, _tuning)
+def _attempts(db: Connection) -> None:
+    attempts.create(db)
+
+
+STEPS: tuple[MigrationStep, ...] = (_files_and_batches, _tuning, _attempts)
 """The store's migration steps behind those of `conversations.database`. A later step of either goes to this end."""
 
 _read_batch = msgspec.json.Decoder(Batch).decode
@@ -260,11 +265,15 @@ class BatchTable:
             rows = db.execute(theirs.order_by(batches.c.created, batches.c.id))
             return [(_read_batch(row.batch), row.cancelling is not None) for row in rows]
 
-    def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> set[str]:
-        """Give these batches to `owner`, if they still belong to one of `owners`. Returns those that it got."""
+    def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> dict[str, Found]:
+        """Give these batches to `owner`, if they still belong to one of `owners`, whose servers have ended.
+
+        Returns those that it got, each with the attempts at its lines.
+        """
         with self._database.write() as db:
             theirs = update(batches).where(batches.c.id.in_(ids), batches.c.owner.in_(owners))
-            return set(db.execute(theirs.values(owner=owner).returning(batches.c.id)).scalars())
+            taken = set(db.execute(theirs.values(owner=owner).returning(batches.c.id)).scalars())
+            return {id: {} for id in taken} | cut_off(db, taken)
 
     def cancelled(self, ids: Iterable[str]) -> list[str]:
         """Those of these batches that somebody asked to cancel."""
@@ -278,7 +287,10 @@ class BatchTable:
             for file in made:
                 db.execute(delete(files).where(files.c.id == file.id))
                 _insert_file(db, file)
-            return _write(db, replace(_stored(db, id), **fields))
+            batch = _write(db, replace(_stored(db, id), **fields))
+            if batch.ended:
+                forget(db, id)
+            return batch
 
     def answer(self, id: str, answers: Sequence[AnsweredLine]) -> tuple[Batch, list[AnsweredLine]]:
         """Store answers, but none to a line that has one already. Returns the batch, and what was stored."""
@@ -293,6 +305,7 @@ class BatchTable:
                     for each in new
                 ]
                 db.execute(insert(lines), rows)
+            forget(db, id, numbers)
             good = sum(each.completed for each in new)
             counts = {"completed": batch.completed + good, "failed": batch.failed + len(new) - good}
             usage = sum((each.usage for each in new), batch.usage)
@@ -426,11 +439,15 @@ class JobTable:
             rows = db.execute(theirs.order_by(tuning_jobs.c.created, tuning_jobs.c.id))
             return [(_read_job(row.job), row.wanted) for row in rows]
 
-    def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> set[str]:
-        """Give these jobs to `owner`, if they still belong to one of `owners`. Returns those that it got."""
+    def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> dict[str, Found]:
+        """Give these jobs to `owner`, if they still belong to one of `owners`, whose servers have ended.
+
+        Returns those that it got, each with the attempts at it.
+        """
         with self._database.write() as db:
             theirs = update(tuning_jobs).where(tuning_jobs.c.id.in_(ids), tuning_jobs.c.owner.in_(owners))
-            return set(db.execute(theirs.values(owner=owner).returning(tuning_jobs.c.id)).scalars())
+            taken = set(db.execute(theirs.values(owner=owner).returning(tuning_jobs.c.id)).scalars())
+            return {id: {} for id in taken} | cut_off(db, taken)
 
     def wanted(self, ids: Iterable[str]) -> dict[str, tuple[Wanted, int]]:
         """What is wanted of each of these jobs, and how often somebody has asked."""
@@ -453,6 +470,8 @@ class JobTable:
                 values["serving"] = bool(job.checkpoints)
             db.execute(update(tuning_jobs).where(tuning_jobs.c.id == id).values(values))
             _add_events(db, id, events)
+            if job.ended:
+                forget(db, id)
             return job
 
     def events(

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar, Literal
 
@@ -20,9 +20,12 @@ from holdfast.engine.tuning import (
     ALL_MODULES,
     Hyperparameters,
 )  # fmt: skip
+from holdfast.files.own_directory import OwnDirectory
+from holdfast.files.regular import open_file
 from holdfast.server.conversations.database import MEMORY, data_directory
 from holdfast.server.conversations.store import Store
 from holdfast.server.conversations.values import StoreError
+from holdfast.server.jobs.attempt_table import WHOLE
 from holdfast.server.jobs.batch_runner import REST_SECONDS
 from holdfast.server.jobs.files import DAYS_30, Files, unavailable
 from holdfast.server.jobs.owner import Owner
@@ -132,15 +135,19 @@ class Tuning:
         now: Callable[[], float] = time.time,
         *,
         tick: float = TICK_SECONDS,
+        lines_cleared: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Raises StoreError if the directory of jobs cannot be used."""
+        """Raises StoreError if the directory of jobs cannot be used.
+
+        `lines_cleared` waits until no line of a batch may still be what ended an engine; without, there are no batches.
+        """
         self.files = files
         self._service, self._store, self._owner, self._now = service, files.store, owner, now
         self._client = service.client
         self._tick_seconds = tick
         share = service.config.tenant_share if len(service.config.api_key) > 1 else 1
         self._tenant_limit = max(1, int(MOST_OPEN * share))
-        self.runner = TuningRunner(service, files, self._open_directory(), now)
+        self.runner = TuningRunner(service, files, self._open_directory(), now, lines_cleared or no_lines)
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -257,7 +264,7 @@ class Tuning:
             raise missing
         path = self.runner.checkpoint(job, job.checkpoints[-1].step) / name
         try:
-            return await self.files.on_disk(lambda: (path.open("rb"), path.stat().st_size))
+            return await self.files.on_disk(lambda: (open_file(path), path.stat().st_size))
         except FileNotFoundError:  # the model was deleted
             raise missing from None
         except OSError as error:
@@ -353,8 +360,9 @@ class Tuning:
         if found:
             mine = self._owner.id
             taken = await self._store.run(lambda store: JobTable(store.database).adopt(mine, gone, [*found]))
-            for id in taken:
-                self.runner.begin(*found[id])
+            for id in found:  # the oldest first
+                if id in taken:
+                    self.runner.begin(*found[id], taken[id].get(WHOLE))
 
     async def _clean(self) -> None:
         oldest = self._now() - KEPT_SECONDS
@@ -394,7 +402,12 @@ class Tuning:
         directory = Path(config.tuning_state) if config.tuning_state is not None else beside / "tuning"
         try:
             if self._tunes:
-                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                with OwnDirectory(directory):
+                    pass
         except OSError as error:
             raise StoreError(f"the directory of tuning jobs {directory} cannot be used: {error.strerror}") from None
         return directory.absolute()
+
+
+async def no_lines() -> None:
+    """There are no lines of batches to wait for."""

@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -32,11 +32,23 @@ from holdfast.engine.tuning import (
     TuningRun,
     write_examples,
 )  # fmt: skip
+from holdfast.files.regular import open_file
 from holdfast.server.conversations.store import Store
+from holdfast.server.jobs.attempt_table import WHOLE, AttemptTable
 from holdfast.server.jobs.examples import ExampleReader
 from holdfast.server.jobs.files import Files, persist
 from holdfast.server.jobs.tables import JobTable
-from holdfast.server.jobs.values import JobCheckpoint, JobEvent, LineFault, StoredFile, TuningJob, Wanted
+from holdfast.server.jobs.values import (
+    ENGINE_ENDED,
+    Attempt,
+    JobCheckpoint,
+    JobEvent,
+    LineFault,
+    StoredFile,
+    TuningJob,
+    Wanted,
+)
+from holdfast.server.protocol import ApiError
 from holdfast.server.service import Service
 
 MOST_STEP_EVENTS = 10_000
@@ -60,8 +72,14 @@ log = logging.getLogger("holdfast.server")
 class RunningJob:
     """A job that this server runs."""
 
-    def __init__(self, job: TuningJob, wanted: Wanted) -> None:
+    def __init__(self, job: TuningJob, wanted: Wanted, attempt: Attempt) -> None:
         self.job = job
+        self.attempt = attempt
+        """How often an engine or a server has ended in the middle of it, without a step since."""
+        self.begun = False
+        """Whether it is stored that it runs, so that the end of everything would count."""
+        self.sent = False
+        """Whether the engine has it, and has not paused it."""
         self.wanted: Wanted = wanted
         self.asks = 0
         """How often somebody had asked for a change when this was wanted."""
@@ -80,8 +98,18 @@ class RunningJob:
 class TuningRunner:
     """Runs jobs at the engine, one task each, and serves the adapters that they have written."""
 
-    def __init__(self, service: Service, files: Files, directory: Path, now: Callable[[], float]) -> None:
-        """`directory` is where each job has a directory of its own."""
+    def __init__(
+        self,
+        service: Service,
+        files: Files,
+        directory: Path,
+        now: Callable[[], float],
+        lines_cleared: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`directory` is where each job has a directory of its own.
+
+        `lines_cleared` waits until no line of a batch may still be what ended an engine.
+        """
         self.running: dict[str, RunningJob] = {}
         self.directory = directory
         self._service, self._client, self._files, self._store, self._now = (
@@ -90,12 +118,18 @@ class TuningRunner:
         self._reader = ThreadPoolExecutor(1, "holdfast-tuning")
         self._serving = asyncio.Lock()
         """Held while adapters are loaded and unloaded."""
+        self._lines_cleared = lines_cleared
+        self._suspects: deque[RunningJob] = deque()
+        """Jobs that may be what ended an engine. The first one runs; the others wait until it has done a step."""
         self._closed = False
 
-    def begin(self, job: TuningJob, wanted: Wanted = "run") -> None:
-        """Run a job from its present state to its end. Does not wait."""
+    def begin(self, job: TuningJob, wanted: Wanted = "run", attempt: Attempt | None = None) -> None:
+        """Run a job from its present state to its end. Does not wait.
+
+        `attempt` counts the ends of engines and servers that it did not outlive.
+        """
         self._service.tuned[job.name] = job.tenant, job.id
-        running = RunningJob(job, wanted)
+        running = RunningJob(job, wanted, attempt or Attempt())
         self.running[job.id] = running
         running.task = asyncio.create_task(self._run(running))
 
@@ -109,30 +143,40 @@ class TuningRunner:
     async def close(self) -> None:
         """Pause all jobs at the engine and store what it has told. They go on at the next start."""
         self._closed = True
-        tasks = [running.task for running in self.running.values()]
-        for running in self.running.values():
+        jobs = list(self.running.values())
+        tasks = [running.task for running in jobs]
+        for running in jobs:
             running.changed.set()
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for running in jobs:
+            await self._note_end(running)
         await asyncio.to_thread(self._reader.shutdown)
 
     # The life of one job
 
     async def _run(self, running: RunningJob) -> None:
         try:
-            if not running.job.data_digest:
+            if running.attempt.given_up:
+                reason = running.attempt.reason("job")
+                log.error("tuning job %s is given up: %s", running.job.id, reason)
+                await self._fail(running, [("", LineFault(code=ENGINE_ENDED, message=reason))])
+            elif not running.job.data_digest:
+                await self._note_begin(running)
                 await self._validate(running)
             if not running.job.ended:
                 await self._train(running)
         except EngineDead:
-            pass  # the server ends; the job goes on at the next start
+            await self._note_end(running)  # the server ends; the job goes on at the next start
         except Exception:
             log.exception("tuning job %s stopped; it is tried again when the server starts", running.job.id)
+            await self._note_end(running)
         finally:
             self.running.pop(running.job.id, None)
+            self._leave_suspects(running)
             if running.job.ended and running.job.name not in running.job.served:
                 self._service.tuned.pop(running.job.name, None)
 
@@ -150,7 +194,7 @@ class TuningRunner:
             directory.mkdir(mode=0o700, exist_ok=True)
             digests = {}
             for param, reader in readers.items():
-                with self._files.path(getattr(job, param)).open("rb") as file:
+                with open_file(self._files.path(getattr(job, param))) as file:
                     digests[param] = write_examples(directory / EXAMPLES[param], reader.examples(file))
             return digests
 
@@ -189,18 +233,76 @@ class TuningRunner:
 
     async def _train(self, running: RunningJob) -> None:
         """Have the engine compute what is left of a job, unless it is paused or cancelled, and finish it."""
-        while running.wanted == "pause" and not self._closed:
-            running.changed.clear()
-            if running.job.status != "paused":
-                await self._change(running, {"status": "paused"}, [self._event("The job is paused")])
-            await running.changed.wait()
-        if running.wanted == "cancel":
-            await self._cancel(running)
-        elif not self._closed:
-            await self._compute(running)
+        while True:
+            while running.wanted == "pause" and not self._closed:
+                running.changed.clear()
+                await self._note_end(running)
+                if running.job.status != "paused":
+                    await self._change(running, {"status": "paused"}, [self._event("The job is paused")])
+                await running.changed.wait()
+            if running.wanted == "cancel":
+                await self._cancel(running)
+                return
+            if self._closed:
+                return
+            if not running.attempt.suspect or await self._turn_of(running):
+                await self._compute(running)
+                return
+
+    async def _turn_of(self, running: RunningJob) -> bool:
+        """Wait until a job that may be what ended an engine may be tried again: no other suspect runs then.
+
+        Returns False if something else is wanted of the job meanwhile.
+        """
+        self._suspects.append(running)
+        lines = asyncio.ensure_future(self._lines_cleared())
+        lines.add_done_callback(lambda _: running.changed.set())
+        try:
+            while not (lines.done() and self._suspects[0] is running):
+                running.changed.clear()
+                if running.wanted != "run" or self._closed:
+                    self._leave_suspects(running)
+                    return False
+                await running.changed.wait()
+            return True
+        finally:
+            lines.cancel()
+
+    def _leave_suspects(self, running: RunningJob) -> None:
+        """Let the next job run that may be what ended an engine, if this is one."""
+        if running in self._suspects:
+            self._suspects.remove(running)
+            if self._suspects:
+                self._suspects[0].changed.set()
+
+    async def _note_begin(self, running: RunningJob) -> None:
+        """Store that a job runs, before anything could end with it."""
+        if not running.begun:
+            work = [(running.job.id, WHOLE)]
+            await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).begin(work)))
+            running.begun = True
+
+    async def _note_end(self, running: RunningJob) -> None:
+        """Store that a job runs no more: its engine has died with it, or it was taken back from one that lives."""
+        if running.begun:
+            work = {running.job.id: [WHOLE]}
+            died, safe = (work, {}) if running.sent and self._client.dead.is_set() else ({}, work)
+            running.begun = running.sent = False
+            with suppress(ApiError):
+                await self._store.run(lambda store: AttemptTable(store.database).end(died, safe))
+
+    async def _note_progress(self, running: RunningJob) -> None:
+        """Store that a job has come further, so that it is not what ended an engine before."""
+        if running.attempt != Attempt():
+            running.attempt = Attempt()
+            id = running.job.id
+            await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).clear(id)))
+        self._leave_suspects(running)
 
     async def _compute(self, running: RunningJob) -> None:
         """Start a job at the engine, and do there what is wanted of it, to its end."""
+        await self._note_begin(running)
+        running.sent = not self._client.dead.is_set()
         try:
             run = await self._client.tuning.start(self._order(running.job))
         except TuningError as error:
@@ -215,6 +317,9 @@ class TuningRunner:
                 wanted: Wanted = "pause" if self._closed and running.wanted == "run" else running.wanted
                 if wanted != asked:
                     asked = wanted
+                    if asked == "run":
+                        await self._note_begin(running)
+                        running.sent = True
                     with suppress(TuningError):  # it has just ended
                         await {"run": run.resume, "pause": run.pause, "cancel": run.cancel}[asked]()
                 ended = await self._store_told(running)
@@ -276,6 +381,7 @@ class TuningRunner:
             if at > max((each.step for each in job.checkpoints), default=0):
                 fields["checkpoints"] = [*job.checkpoints, self._new_checkpoint(at, info.loss or 0.0, info.validation)]
             events.append(self._event(f"Steps {job.step + 1} to {info.step} were computed before the server ended"))
+            await self._note_progress(running)
         if info.step:
             events.append(self._event(f"Fine-tuning job goes on after step {info.step}/{info.steps}"))
         if job.status == "paused":
@@ -323,6 +429,11 @@ class TuningRunner:
         await self._change(running, fields, events)
         for _ in told:
             running.told.popleft()
+        if step > job.step:
+            await self._note_progress(running)
+        if running.paused and not self._closed:
+            await self._note_end(running)
+            self._leave_suspects(running)
         if loss is not None:
             self._service.metrics.loss_of(job.id, loss)
         if "checkpoints" in fields:

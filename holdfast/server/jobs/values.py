@@ -154,6 +154,40 @@ class AnsweredLine(Struct, frozen=True, kw_only=True):
     usage: Usage = Usage()
 
 
+MOST_DIED = 2
+"""Engines that may end while they have the same line or job; it is then given up."""
+MOST_ENDS = 3
+"""Ends of any kind that the same line or job may be in the middle of: also those of a server that was killed."""
+
+
+class Attempt(Struct, frozen=True, kw_only=True):
+    """How often a line of a batch, or a tuning job, was in flight when an engine or a server ended."""
+
+    died: int = 0
+    """Number of engines that ended while they had it, as their server saw."""
+    cut: int = 0
+    """Number of servers that ended without a word while it ran: killed with their engine, or without power."""
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it may be what ended them, so that it is tried again alone. A single cut accuses nobody."""
+        return self.died >= 1 or self.cut >= 2
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it is not tried again."""
+        return self.died >= MOST_DIED or self.died + self.cut >= MOST_ENDS
+
+    def reason(self, what: str) -> str:
+        """Why it is given up, for the client. `what` names it, as in "line"."""
+        who = "the engine" if not self.cut else "the engine or the server"
+        times = self.died + self.cut
+        return f"{who} ended {times} times while it had this {what}; it is not tried again, as it may be the cause"
+
+
+ENGINE_ENDED = "engine_ended"
+"""The code of the error of a line or a job that is given up."""
+
 JobStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 JOB_ENDED = ("succeeded", "failed", "cancelled")
 """Statuses of a tuning job that never change again."""

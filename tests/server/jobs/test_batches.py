@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import io
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,71 +15,24 @@ import openai
 import pytest
 import sqlalchemy
 from batch_lines import CHAT, jsonl, line
+from batch_server import Server, server
 from fake_engine import FakeClient, engine_info
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import BATCH_CLASS, FinishReason
 from holdfast.engine.client import Delta, Usage
 from holdfast.engine.connection import QueueFull
-from holdfast.server.config import ServerConfig
-from holdfast.server.conversations.service import Responses
-from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.jobs import batch_runner, feed, lines
 from holdfast.server.jobs.batch_runner import Turns
-from holdfast.server.jobs.batches import Batches, BatchRequest
 from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.owner import Owner
 from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import Batch
 from holdfast.server.protocol import ApiError
-from holdfast.server.run import open_store
-from holdfast.server.service import Service
 
 Listening = Callable[..., Any]
 WINDOW = {"completion_window": "24h"}
 ENDED = ("failed", "completed", "expired", "cancelled")
-
-
-class Server:
-    """Files and batches over a fake engine, without HTTP. Its clock is `now`."""
-
-    def __init__(self, directory: Path, client: FakeClient, **config: Any) -> None:
-        self.client = client
-        self.now = 1000.0
-        places = {"store": str(directory / "store.sqlite"), "files": str(directory / "files")}
-        settings = ServerConfig(**places | config)
-        self.store = AsyncStore(open_store(settings))
-        self.service = Service(client, settings)  # type: ignore[arg-type]
-        self.files = Files(self.store, settings, lambda: self.now)
-        responses = Responses(self.service, self.store)
-        self.batches = Batches(responses, self.files, lambda: self.now, tick=0.01)
-
-    async def submit(self, given: list[Any], tenant: str = "", **wanted: Any) -> str:
-        file = await self.files.copy(tenant, "batch", "in.jsonl", io.BytesIO(jsonl(given)))
-        request = BatchRequest(**{"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | wanted)
-        return (await self.batches.create(request, tenant)).id
-
-    async def ended(self, id: str, tenant: str = "") -> Batch:
-        while not (batch := await self.batches.retrieve(tenant, id)).ended:
-            await asyncio.sleep(0.01)
-        return batch
-
-    def read(self, file: str | None) -> list[dict[str, Any]]:
-        return [] if file is None else [json.loads(each) for each in self.files.path(file).read_text().splitlines()]
-
-    async def close(self) -> None:
-        await self.batches.close()
-        await asyncio.to_thread(self.store.close)
-
-
-@asynccontextmanager
-async def server(directory: Path, client: FakeClient | None = None, **config: Any) -> AsyncIterator[Server]:
-    made = Server(directory, client or FakeClient(), **config)
-    try:
-        await made.batches.start()
-        yield made
-    finally:
-        await made.close()
 
 
 async def created(client: openai.AsyncOpenAI, given: list[Any], endpoint: Any = CHAT) -> openai.types.Batch:
@@ -298,6 +249,16 @@ async def test_a_restart_goes_on_with_the_lines_that_have_no_answer(
         with pytest.raises(ApiError):
             await here.files.delete("", "file-nul\0")
         await here.files.delete("", batch.input_file)
+
+
+async def test_batches_of_an_earlier_server_go_on_in_the_order_in_which_they_came(tmp_path: Path) -> None:
+    async with server(tmp_path, FakeClient(hold=asyncio.Event())) as here:
+        ids = []
+        for number in range(6):
+            here.now += 1
+            ids.append(await here.submit([line(f"r{number}")]))
+    async with server(tmp_path, FakeClient(hold=asyncio.Event())) as here:
+        assert [*here.batches.runner.running] == ids
 
 
 async def test_a_server_goes_on_with_no_batch_of_a_server_that_runs_or_of_another_model(tmp_path: Path) -> None:

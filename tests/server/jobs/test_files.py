@@ -6,6 +6,7 @@ import asyncio
 import errno
 import io
 import os
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.conversations.values import StoreError
 from holdfast.server.jobs import files as module
 from holdfast.server.jobs.files import Files, persist
+from holdfast.server.jobs.tables import FileTable
 from holdfast.server.multipart import OVERHEAD, FormReader, base_name
 from holdfast.server.protocol import ApiError
 from holdfast.server.run import open_store
@@ -211,6 +213,50 @@ async def test_uploads_at_once_share_the_space_and_their_number_is_bounded(
         assert (await upload(api)).status_code == 200
 
 
+async def test_idle_uploads_of_one_key_leave_places_for_others(http: Http) -> None:
+    begun, go = asyncio.Semaphore(0), asyncio.Event()
+    whole = form(part("purpose", b"batch"), FILE)
+
+    async def idle() -> AsyncIterator[bytes]:
+        yield whole[:60]
+        begun.release()
+        await go.wait()
+        yield whole[60:]
+
+    kind = {"content-type": "multipart/form-data; boundary=B", "authorization": "Bearer one"}
+    async with http(api_key=("one", "two"), headers={"authorization": "Bearer two"}) as api:
+        uploads = [asyncio.create_task(api.post("/v1/files", content=idle(), headers=kind)) for _ in range(20)]
+        for _ in range(8):
+            await begun.acquire()
+        assert (await upload(api)).status_code == 200
+        go.set()
+        codes = [(await each).status_code for each in uploads]
+        assert sorted(codes) == [200] * 8 + [429] * 12
+        told = next(each for each in uploads if each.result().status_code == 429).result()
+        assert told.headers["retry-after"] == "1" and "may send 8 at once" in told.json()["error"]["message"]
+        assert (await api.post("/v1/files", content=whole, headers=kind)).status_code == 200
+
+
+async def test_an_upload_that_only_announces_bytes_ends_and_leaves_its_place(
+    listening: Callable[..., Any], tmp_path: Path
+) -> None:
+    head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=B\r\n"
+    async with listening(body_seconds=0.1, files=str(tmp_path)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(module.MOST_UPLOADS)]
+        for _, writer in opened:
+            writer.write(head + b"content-length: 400000000\r\n\r\n--B\r\n")
+        lines = await asyncio.wait_for(asyncio.gather(*(reader.readline() for reader, _ in opened)), 20)
+        assert {line.split()[1] for line in lines} == {b"408"}
+        async with httpx.AsyncClient(base_url=server.url) as api:
+            while (made := await upload(api)).status_code == 503:
+                pass
+            assert made.status_code == 200
+        for _, writer in opened:
+            writer.close()
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("upload-")] == []
+
+
 async def test_an_upload_has_only_the_space_that_those_meanwhile_have_left(http: Http) -> None:
     go = asyncio.Event()
 
@@ -247,6 +293,25 @@ async def test_a_full_disk_is_a_503_that_leaves_nothing_and_is_over_when_there_i
         assert (await upload(api)).status_code == 200
 
 
+async def test_an_upload_that_the_store_or_the_disk_refuses_at_its_end_leaves_no_bytes(
+    http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise sqlite3.OperationalError("database is locked")
+
+    def fail(directory: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async with http(files=str(tmp_path)) as api:
+        for place, name, broken in ((FileTable, "add", refuse), (module, "_flush_directory", fail)):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, broken)
+                assert (await upload(api)).status_code in (500, 503)
+            assert [path for path in tmp_path.iterdir() if not path.name.startswith("owner")] == []
+        assert (await api.get("/v1/files")).json()["data"] == []
+        assert (await upload(api)).status_code == 200
+
+
 async def test_bytes_that_are_gone_are_a_503_and_the_file_can_be_deleted(http: Http, tmp_path: Path) -> None:
     async with http(files=str(tmp_path)) as api:
         id = (await upload(api)).json()["id"]
@@ -259,9 +324,9 @@ async def test_bytes_that_are_gone_are_a_503_and_the_file_can_be_deleted(http: H
     ("headers", "status"),
     [
         ({}, 200),
-        ({"origin": "http://localhost:3000"}, 200),
-        ({"origin": "http://127.0.0.1:9"}, 200),
-        ({"origin": "http://[::1]:9"}, 200),
+        ({"origin": "http://localhost:3000"}, 403),
+        ({"origin": "http://127.0.0.1:9"}, 403),
+        ({"origin": "http://[::1]:9"}, 403),
         ({"origin": "https://ship.example"}, 200),
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "http://203.0.113.9"}, 403),

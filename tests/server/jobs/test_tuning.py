@@ -20,10 +20,11 @@ from holdfast.core.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.jobs import tuning, tuning_runner
+from holdfast.server.jobs.attempt_table import WHOLE, AttemptTable
 from holdfast.server.jobs.files import Files
 from holdfast.server.jobs.owner import Owner
 from holdfast.server.jobs.tuning import Tuning, TuningRequest
-from holdfast.server.jobs.values import TuningJob
+from holdfast.server.jobs.values import Attempt, TuningJob
 from holdfast.server.protocol import ApiError
 from holdfast.server.run import open_store
 from holdfast.server.service import Service
@@ -64,7 +65,10 @@ class Server:
         self.service = Service(client, settings)  # type: ignore[arg-type]
         self.files = Files(self.store, settings, self.time)
         self.owner = Owner(self.files.directory)
-        self.tuning = Tuning(self.service, self.files, self.owner, self.time, tick=0.01)
+        self.lines_cleared = asyncio.Event()
+        self.lines_cleared.set()
+        cleared: Callable[[], Any] = self.lines_cleared.wait
+        self.tuning = Tuning(self.service, self.files, self.owner, self.time, tick=0.01, lines_cleared=cleared)
 
     def time(self) -> float:
         self.now += 0.001
@@ -86,6 +90,18 @@ class Server:
     async def steps(self, id: str, tenant: str = "") -> list[int]:
         events, _ = await self.tuning.events(tenant, id, limit=1000, after=None)
         return [each["data"]["step"] for each in reversed(events) if each["data"]]
+
+    def attempt(self, id: str) -> Attempt | None:
+        return AttemptTable(self.store._store.database).found(id).get(WHOLE)
+
+    async def kill(self) -> None:
+        """End as if the process were killed: nothing is stored any more, and its lock is free."""
+        tasks = [running.task for running in self.tuning.runner.running.values()]
+        self.tuning.runner.running.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.close()
 
     async def close(self) -> None:
         await self.tuning.close()
@@ -574,3 +590,125 @@ async def test_examples_hold_the_answers_tokens_as_what_is_learned(tmp_path: Pat
         assert "".join(map(chr, ids)) == "<user>hi<assistant>Ahoy" and learned == "<assistant>Ahoy"
         ids, weights = examples.example(1)
         assert (list(map(chr, ids)), list(weights)) == (["a", "b", "c"], [0, 1, 1])
+
+
+def killer(kills_at: int = 1) -> FakeClient:
+    """An engine that a job with "plague" among its answers kills at a step."""
+    client = tuning_client()
+    client.tuner.poison, client.tuner.kills_at, client.tuner.seconds = "plague", kills_at, 0.002
+    return client
+
+
+async def over(here: Server) -> None:
+    """Wait until the engine has died, and its server has seen it."""
+    await here.client.dead.wait()
+    while here.tuning.runner.running:
+        await asyncio.sleep(0.005)
+
+
+async def test_a_job_that_kills_its_engine_twice_without_a_step_is_given_up_and_others_go_on(tmp_path: Path) -> None:
+    async with server(tmp_path, killer()) as here:
+        good = await here.submit([chat(str(n)) for n in range(8)])
+        bad = await here.submit([chat("plague")])
+        await over(here)
+        assert here.attempt(bad) == Attempt(died=1)
+    async with server(tmp_path, killer()) as here:
+        await over(here)
+        assert here.attempt(bad) == Attempt(died=2)
+    async with server(tmp_path, killer()) as here:
+        job = await here.ended(bad)
+        assert job.status == "failed" and job.error is not None and job.error.code == "engine_ended"
+        assert "the engine ended 2 times while it had this job" in job.error.message
+        assert (await here.ended(good)).status == "succeeded" and not here.client.dead.is_set()
+        assert here.attempt(bad) is None is here.attempt(good)
+
+
+async def test_a_job_that_gets_further_each_time_is_not_given_up(tmp_path: Path) -> None:
+    for life, kills_at in enumerate((3, 6, 9)):
+        async with server(tmp_path, killer(kills_at)) as here:
+            if life == 0:
+                parameters = tuning.Parameters(n_epochs=12, batch_size=1)
+                id = await here.submit([chat("plague")], hyperparameters=parameters)
+            await over(here)
+            assert here.attempt(id) == Attempt(died=1)
+    async with server(tmp_path, tuning_client()) as here:
+        assert (await here.ended(id)).status == "succeeded"
+
+
+async def test_jobs_that_may_have_killed_an_engine_are_tried_one_at_a_time_after_the_lines_of_batches(
+    tmp_path: Path,
+) -> None:
+    first = tuning_client()
+    first.tuner.seconds = 3600
+    async with server(tmp_path, first) as here:
+        ids = [await here.submit([chat(str(n))]) for n in range(3)]
+        while len(first.tuner.orders) < 3:
+            await asyncio.sleep(0.005)
+        first.die("killed")
+        await over(here)
+    second = tuning_client()
+    made = Server(tmp_path, second)
+    made.lines_cleared.clear()
+    second.tuner.untold = 1  # no step is told
+    await made.tuning.start()
+    try:
+        while len(made.tuning.runner._suspects) < 3:
+            await asyncio.sleep(0.005)
+        assert not second.tuner.orders
+        made.lines_cleared.set()
+        while not second.tuner.orders:
+            await asyncio.sleep(0.005)
+        await made.tuning.ask("", ids[2], "cancel")
+        assert (await made.until(ids[2], lambda job: job.ended)).status == "cancelled"
+        assert [order.id for order in second.tuner.orders] == ids[:1]
+        second.tuner.untold = 0
+        await made.tuning.ask("", ids[0], "pause")
+        while len(second.tuner.orders) < 2:
+            await asyncio.sleep(0.005)
+        assert (await made.ended(ids[1])).status == "succeeded"
+    finally:
+        await made.close()
+
+
+async def test_a_paused_job_and_one_of_a_server_that_stops_in_order_accuse_nobody(tmp_path: Path) -> None:
+    client = tuning_client()
+    client.tuner.seconds = 3600
+    async with server(tmp_path, client) as here:
+        id = await here.submit([chat()])
+        while not client.tuner.orders:
+            await asyncio.sleep(0.005)
+    second = tuning_client()
+    second.tuner.seconds = 3600
+    async with server(tmp_path, second) as here:
+        assert here.attempt(id) is None
+        while not second.tuner.orders:
+            await asyncio.sleep(0.005)
+        await here.tuning.ask("", id, "pause")
+        while (running := here.tuning.runner.running[id]).begun:
+            await asyncio.sleep(0.005)
+        await here.tuning.ask("", id, "resume")
+        while not running.sent:
+            await asyncio.sleep(0.005)
+        await here.tuning.ask("", id, "pause")
+        while running.begun:
+            await asyncio.sleep(0.005)
+        second.die("killed")
+        await over(here)
+        assert here.attempt(id) is None
+
+
+async def test_a_job_is_given_up_after_three_kills_of_the_whole_server(tmp_path: Path) -> None:
+    for life in range(3):
+        client = tuning_client()
+        client.tuner.seconds = 3600
+        here = Server(tmp_path, client)
+        await here.tuning.start()
+        if life == 0:
+            id = await here.submit([chat()])
+        while not client.tuner.orders:
+            await asyncio.sleep(0.005)
+        assert here.attempt(id) == (None if life == 0 else Attempt(cut=life))
+        await here.kill()
+    async with server(tmp_path) as here:
+        job = await here.ended(id)
+        assert job.error is not None and "the server ended 3 times" in job.error.message

@@ -1,0 +1,115 @@
+"""Attempts at stored work: what an engine has now, and how often an engine or a server ended while it had it.
+
+A row is written before the engine gets the work, and goes when the work is done. So a row that is still `running` when
+its server has ended says that the work was in flight at that end, however the end came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
+
+from sqlalchemy import Boolean, Column, Connection, Integer, Table, delete, insert, select, update
+
+from holdfast.server.conversations.database import NAME, Database, tables
+from holdfast.server.jobs.values import Attempt
+
+T = TypeVar("T")
+
+WHOLE = 0
+"""The number of an item as a whole: of a tuning job, or of a batch whose input is checked. Lines begin at 1."""
+AT_ONCE = 500
+"""Most numbers in one query."""
+
+attempts = Table(
+    "attempts",
+    tables,
+    Column("item", NAME, primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("running", Boolean, nullable=False),
+    Column("died", Integer, nullable=False),
+    Column("cut", Integer, nullable=False),
+)
+"""`item` is a batch or a tuning job, and `number` a line of the batch. `died` and `cut` are those of `Attempt`."""
+
+Found = dict[int, Attempt]
+"""The attempts at an item, by number."""
+
+
+class AttemptTable:
+    """Attempts at the work of this server. Each method is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def begin(self, work: Iterable[tuple[str, int]]) -> None:
+        """Note that an engine gets this work, each with its item and its number."""
+        by_item: dict[str, list[int]] = {}
+        for item, number in work:
+            by_item.setdefault(item, []).append(number)
+        with self._database.write() as db:
+            for item, numbers in by_item.items():
+                for some in _parts(numbers):
+                    these = (attempts.c.item == item) & attempts.c.number.in_(some)
+                    known = set(db.execute(select(attempts.c.number).where(these)).scalars())
+                    db.execute(update(attempts).where(these).values(running=True))
+                    if new := set(some) - known:
+                        fresh = {"item": item, "running": True, "died": 0, "cut": 0}
+                        db.execute(insert(attempts), [fresh | {"number": number} for number in sorted(new)])
+
+    def end(self, died: Mapping[str, Collection[int]], safe: Mapping[str, Collection[int]]) -> None:
+        """Note that no engine has this work any more: its engine died, or it was taken back from one that lives."""
+        with self._database.write() as db:
+            for ended, deaths in ((died, 1), (safe, 0)):
+                for item, numbers in ended.items():
+                    for some in _parts(numbers):
+                        these = (attempts.c.item == item) & attempts.c.number.in_(some) & attempts.c.running
+                        changed = update(attempts).where(these)
+                        db.execute(changed.values(running=False, died=attempts.c.died + deaths))
+
+    def clear(self, item: str) -> None:
+        """Count from 0 again for an item that has come further since. Its engine may still have it."""
+        with self._database.write() as db:
+            db.execute(update(attempts).where(attempts.c.item == item).values(died=0, cut=0))
+
+    def forget(self, item: str, numbers: Collection[int]) -> None:
+        """Forget the attempts at this work, which is done."""
+        with self._database.write() as db:
+            forget(db, item, numbers)
+
+    def found(self, item: str) -> Found:
+        """The attempts at an item that have ended without a result."""
+        with self._database.read() as db:
+            return ended_of(db, [item]).get(item, {})
+
+
+def cut_off(db: Connection, items: Collection[str]) -> dict[str, Found]:
+    """Note that the servers of these items have ended without a word. Returns all attempts at each item."""
+    for some in _parts(items):
+        running = attempts.c.item.in_(some) & attempts.c.running
+        db.execute(update(attempts).where(running).values(running=False, cut=attempts.c.cut + 1))
+    return ended_of(db, items)
+
+
+def ended_of(db: Connection, items: Collection[str]) -> dict[str, Found]:
+    """The attempts at each of these items that an engine or a server has not outlived."""
+    found: dict[str, Found] = {}
+    for some in _parts(items):
+        for row in db.execute(select(attempts).where(attempts.c.item.in_(some), attempts.c.died + attempts.c.cut > 0)):
+            found.setdefault(row.item, {})[row.number] = Attempt(died=row.died, cut=row.cut)
+    return found
+
+
+def forget(db: Connection, item: str, numbers: Collection[int] | None = None) -> None:
+    """Forget the attempts at work that is done: at these numbers of an item, or at all of it."""
+    if numbers is None:
+        db.execute(delete(attempts).where(attempts.c.item == item))
+        return
+    for some in _parts(numbers):
+        db.execute(delete(attempts).where(attempts.c.item == item, attempts.c.number.in_(some)))
+
+
+def _parts(all_of_them: Collection[T]) -> Iterable[list[T]]:
+    """A collection in parts that are small enough for one query."""
+    listed = list(all_of_them)
+    return (listed[at : at + AT_ONCE] for at in range(0, len(listed), AT_ONCE))

@@ -1,0 +1,63 @@
+"""Temporary directories of servers. What a killed server left is deleted by the next one that makes its own."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+PREFIX = "holdfast-files-"
+
+
+class Scratch:
+    """A directory for one server, which holds a lock on it. The system releases the lock when the process ends."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        drop_left(Path(tempfile.gettempdir()))
+        while True:
+            self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+            lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.directory.exists():  # nobody took it for one that was left, before it was locked
+                break
+            os.close(lock)
+        self.remove = weakref.finalize(self, _remove, self.directory, lock)
+        """Deletes the directory; once, and at the process's end at the latest."""
+
+
+def _remove(directory: Path, lock: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock)
+
+
+def drop_left(parent: Path) -> None:
+    """Delete the directories of servers of this user that were killed. What cannot be deleted stays."""
+    for path in parent.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another user's, a link, no directory, or gone
+        try:
+            if os.fstat(lock).st_uid == os.geteuid() and not any(map(_locked, (path, *path.glob("owner-*")))):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _locked(path: Path) -> bool:
+    """Whether a running server holds a lock on a file or directory."""
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(opened)
+    return False

@@ -1,0 +1,59 @@
+"""Temporary directories of servers with `--store memory`: gone with their server, however it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from served import environment
+
+from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.scratch import Scratch
+
+KILLED = """
+import os, signal, tempfile
+tempfile.tempdir = {parent!r}
+from holdfast.server.jobs.scratch import Scratch
+scratch = Scratch()
+(scratch.directory / "file-a").write_bytes(b"x")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_directory_of_a_killed_server_is_deleted_by_the_next_one(parent: Path) -> None:
+    program = KILLED.format(parent=str(parent))
+    assert subprocess.run([sys.executable, "-c", program], env=environment(), check=False).returncode == -9
+    (left,) = parent.iterdir()
+    assert (left / "file-a").exists()
+    scratch = Scratch()
+    assert [*parent.iterdir()] == [scratch.directory] != [left]
+    scratch.remove()
+
+
+def test_directories_of_running_servers_of_others_and_links_stay(parent: Path) -> None:
+    running = Scratch()
+    older = parent / "holdfast-files-older"  # of a server that locks only its owner's file
+    older.mkdir()
+    owner = Owner(older)
+    elsewhere = parent / "elsewhere"
+    elsewhere.mkdir()
+    (parent / "holdfast-files-link").symlink_to(elsewhere)
+    (parent / "holdfast-files-plain").write_text("")
+    before = {*parent.iterdir()}
+    scratch = Scratch()
+    assert {*parent.iterdir()} == {*before, scratch.directory} and elsewhere.is_dir()
+    owner.close()
+    scratch.remove()
+    again = Scratch()
+    assert {*parent.iterdir()} == (before - {older}) | {again.directory}
+    for each in (again, running):
+        each.remove()

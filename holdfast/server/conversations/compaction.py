@@ -8,10 +8,11 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast.server.protocol import ApiError
+import msgspec
+
+from holdfast.server.protocol import ApiError, check_items
 
 SUMMARIZE = (
     "Summarize our conversation so far for somebody who goes on with it: what was asked and answered, the facts and "
@@ -27,7 +28,7 @@ class Compacted(NamedTuple):
     """What stands for a conversation."""
 
     summary: str
-    said: Sequence[str] = ()
+    said: list[str] = []  # noqa: RUF012  never changed
     """The user's messages, in items that earlier versions made."""
 
 
@@ -36,11 +37,23 @@ def encode_compacted(compacted: Compacted) -> str:
     return base64.urlsafe_b64encode(json.dumps(compacted._asdict()).encode()).decode()
 
 
+class _Sealed(msgspec.Struct):
+    """The JSON object within an `encrypted_content`."""
+
+    summary: str
+    said: list[str] = []
+
+
 def decode_compacted(encoded: object, name: str) -> Compacted:
-    """What an `encrypted_content` holds. Raises ApiError for anything that `encode_compacted` has not made."""
+    """What an `encrypted_content` holds. Raises ApiError for anything that `encode_compacted` has not made.
+
+    It counts as JSON of its own, because the check of the body that it came in cannot see into it.
+    """
     try:
-        found = json.loads(base64.urlsafe_b64decode(str(encoded).encode("ascii")))
-        return Compacted(str(found["summary"]), [str(each) for each in found.get("said", ())])
-    except (ValueError, binascii.Error, LookupError, TypeError, AttributeError, RecursionError):
+        data = base64.urlsafe_b64decode(str(encoded).encode("ascii"))
+        check_items(data, name, name)
+        found = msgspec.json.decode(data, type=_Sealed)
+        return Compacted(found.summary, found.said)
+    except (ValueError, binascii.Error, RecursionError, msgspec.MsgspecError):
         reason = f"{name} was not made by this server's /v1/responses/compact"
         raise ApiError(reason, param=name, code="invalid_value") from None

@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Row, bindparam, delete, func, 
 
 from holdfast.server.conversations.database import Database, conversations, items, threads, turns
 from holdfast.server.conversations.space import Space
-from holdfast.server.conversations.values import Conflict, Context, Item, NotFound, Turn
+from holdfast.server.conversations.values import Conflict, Context, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
 
 # The query of every turn in a conversation, built once.
@@ -23,6 +23,10 @@ _OWN = (
         threads.c.active >= bindparam("oldest"),
     )
 )
+
+
+PAGE_BYTES = 8 << 20
+"""A page of items ends in front of the one with which it would be larger, unless that is its first one."""
 
 
 class ConversationStore:
@@ -68,31 +72,39 @@ class ConversationStore:
             self._space.prune(db, row.thread, row.head, sum(freed))
 
     def context(self, tenant: str, conversation: str) -> Context:
-        """What a turn in this conversation builds on."""
+        """What a turn in this conversation builds on. Raises ThreadTooLarge."""
         with self._database.read() as db:
             row = self.find(db, tenant, conversation)
             if row.head is not None:
                 head = db.execute(select(turns).where(turns.c.id == row.head)).one()
                 return self._chain(db, head)
-            query = select(items.c.item).where(items.c.conversation == conversation).order_by(items.c.position)
-            return Context(thread=row.thread, items=[decode(item) for (item,) in db.execute(query)])
+            here = items.c.conversation == conversation
+            size = int(db.execute(select(func.sum(func.length(items.c.item))).where(here)).scalar() or 0)
+            check_context(size)
+            query = select(items.c.item).where(here).order_by(items.c.position)
+            return Context(thread=row.thread, items=[decode(item) for (item,) in db.execute(query)], size=size)
 
     def items(
         self, tenant: str, conversation: str, *, limit: int, newest_first: bool, after: str | None = None
     ) -> tuple[list[Item], bool]:
-        """A page of items, and whether there are more."""
+        """A page of items, and whether there are more. It ends early where the items are large."""
         here, position = items.c.conversation == conversation, items.c.position
         with self._database.read() as db:
             self.find(db, tenant, conversation)
-            query = select(items.c.item).where(here)
+            query = select(position, func.length(items.c.item)).where(here)
             if after is not None:
                 where = db.execute(select(position).where(here, items.c.id == after)).scalar()
                 if where is None:
                     raise NotFound("item", after, "after")
                 query = query.where(position < where if newest_first else position > where)
-            query = query.order_by(position.desc() if newest_first else position).limit(limit + 1)
-            found = [decode(item) for (item,) in db.execute(query)]
-            return found[:limit], len(found) > limit
+            order = position.desc() if newest_first else position
+            rows = db.execute(query.order_by(order).limit(limit + 1)).all()
+            count = fitting([size for _, size in rows[:limit]], PAGE_BYTES)
+            if not count:
+                return [], False
+            ends = sorted((rows[0][0], rows[count - 1][0]))
+            page = select(items.c.item).where(here, position.between(*ends)).order_by(order)
+            return [decode(item) for (item,) in db.execute(page)], len(rows) > count
 
     def item(self, tenant: str, conversation: str, item: str) -> Item:
         """One item of a conversation."""
@@ -136,6 +148,16 @@ class ConversationStore:
     def _clear_head(self, db: Connection, conversation: str) -> None:
         """No turn stands for the edited items. The update also keeps other writers out until the commit."""
         db.execute(update(conversations).where(conversations.c.id == conversation).values(head=None))
+
+
+def fitting(sizes: Sequence[int], most: int) -> int:
+    """How many of the first things have at most this size together; at least one, if there are any."""
+    total = 0
+    for count, size in enumerate(sizes):
+        total += size
+        if total > most and count:
+            return count
+    return len(sizes)
 
 
 def append(db: Connection, conversation: str, new: Sequence[Item]) -> int:

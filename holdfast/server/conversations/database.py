@@ -35,7 +35,11 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import StaticPool
 
+from holdfast.files.regular import open_regular
+
 MEMORY = "memory"
+MIGRATION_LOCK = 0x486F6C6466617374
+"""Number of PostgreSQL's advisory lock that a server holds while it migrates: `Holdfast` in ASCII."""
 BUSY_SECONDS = 5.0
 """A write waits this long for the lock of another program."""
 FAILURES = (SQLAlchemyError, msgspec.MsgspecError, OSError)
@@ -117,6 +121,17 @@ items = Table(
 )
 
 
+leases = Table(
+    "leases",
+    tables,
+    Column("response", NAME, primary_key=True),
+    Column("server", NAME, nullable=False),
+    Column("seen", Float, nullable=False),
+    Column("cancelled", Boolean, nullable=False),
+)
+"""Responses that are being written, each with the server that does. It renews `seen`, and stops what is `cancelled`."""
+
+
 def _turns(db: Connection) -> None:
     threads.create(db)
     turns.create(db)
@@ -143,9 +158,12 @@ The steps of files and batches come behind these (`server.jobs.tables`); a later
 def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     """Apply the missing steps, and `more` steps behind them, within the caller's transaction: all or none.
 
-    Raises ValueError for a database that a newer Holdfast wrote.
+    Other servers that start on the same database wait for the transaction's end. Raises ValueError for a database that
+    a newer Holdfast wrote.
     """
     steps = (*STEPS, *more)
+    if db.dialect.name == "postgresql":  # in SQLite the transaction itself keeps other writers out
+        db.execute(select(func.pg_advisory_xact_lock(MIGRATION_LOCK)))
     versions.create(db, checkfirst=True)
     version = db.execute(select(func.max(versions.c.version))).scalar() or 0
     if version > len(steps):
@@ -155,6 +173,7 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
+    leases.create(db, checkfirst=True)  # it has no version: nothing in it outlives a server, and others do without it
 
 
 def data_directory() -> Path:
@@ -239,7 +258,7 @@ def _connect(where: str) -> Engine:
         path = Path(url.database or "").expanduser()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Only the owner may read it; SQLite gives its side files the same rights.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        os.close(open_regular(path, os.O_RDWR | os.O_CREAT))
         engine = sqlalchemy.create_engine(
             url.set(database=str(path)),
             connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False},

@@ -6,11 +6,13 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from holdfast.server.conversations.compaction import OPENING, decode_compacted
+from holdfast.server.conversations.compaction import OPENING, Compacted, decode_compacted
 from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
+    MAX_MESSAGES,
     ROLES,
     ApiError,
+    check_arguments,
     check_parts,
     checked_role,
     past_call,
@@ -76,22 +78,28 @@ def reasoning_item(*texts: str) -> Item:
 
 
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
-    """A client's items with new ids. Raises ApiError for what is none, or too many parts."""
+    """A client's items with new ids. Raises ApiError for what is none, or too many parts or messages."""
     check_parts(given, name)
+    check_arguments((text for item in given if isinstance(text := item.get("arguments"), str)), name)
     items: list[Item] = []
+    expanded = 0
     for index, item in enumerate(given):
         place = f"{name}[{index}]"
         if item.get("type") == "compaction":
             refuse_extra(item, ("type", "id", "encrypted_content", "created_by"), place)
-            items += _expanded(item, place)
+            found = decode_compacted(item.get("encrypted_content"), f"{place}.encrypted_content")
+            expanded += len(found.said) + 1
+            if expanded > MAX_MESSAGES:
+                reason = f"the compactions in {name} stand for {expanded} messages or more; at most {MAX_MESSAGES}"
+                raise ApiError(reason, param=name, code="invalid_value")
+            items += _expanded(found)
         else:
             items.append(_read_item(item, place))
     return items
 
 
-def _expanded(item: Mapping[str, Any], name: str) -> list[Item]:
+def _expanded(found: Compacted) -> list[Item]:
     """What a compaction stands for: the user's messages, then the summary."""
-    found = decode_compacted(item.get("encrypted_content"), f"{name}.encrypted_content")
     return [*(new_item("user", text) for text in found.said), new_item("assistant", f"{OPENING}{found.summary}")]
 
 
@@ -99,7 +107,7 @@ def unfolded(items: Iterable[Item]) -> Iterator[Item]:
     """The same items, with what a compaction stands for in its place."""
     for item in items:
         if item["type"] == "compaction":
-            yield from _expanded(item, "compaction")
+            yield from _expanded(decode_compacted(item["encrypted_content"], "compaction"))
         else:
             yield item
 
@@ -165,6 +173,14 @@ def _string(item: Mapping[str, Any], field: str, name: str, *, empty: bool = Fal
         path = f"{name}.{field}"
         raise ApiError(f"{path} must be a string", param=path, code="invalid_value")
     return value
+
+
+def text_size(instructions: str, items: Sequence[Item]) -> int:
+    """Characters of a turn's instructions and of the texts in its own items."""
+    parts = (part for item in items for part in item.get("content", ()))
+    others = sum(len(item.get("output", "")) + len(item.get("arguments", "")) for item in items)
+    others += sum(len(page["text"]) for item in items for page in item.get("results", ()))
+    return len(instructions) + others + sum(len(part["text"]) for part in parts)
 
 
 def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:

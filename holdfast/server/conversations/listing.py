@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import MsgspecError, Struct, field
 from msgspec.json import decode
-from sqlalchemy import ColumnElement, Connection, Row, and_, func, or_, select
+from sqlalchemy import ColumnElement, Connection, LargeBinary, Row, and_, func, or_, select
 
+from holdfast.server.conversations.conversation_store import fitting
 from holdfast.server.conversations.database import Database, conversations, items, threads
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.values import NotFound
@@ -16,7 +19,16 @@ from holdfast.server.conversations.values import NotFound
 SCANNED = 100
 """Conversations that a search reads at once."""
 SCANNED_BYTES = 8 << 20
-"""A search ends its page behind the batch with which it has read so much, so that no read keeps others waiting."""
+"""A search ends its page behind the conversation with which it has read so much, so that no read keeps others waiting.
+Of one conversation, only so much is searched."""
+FETCHED = 8
+"""Items that are fetched at once."""
+BEGINNING = 4096
+"""Bytes of an item that are read for its beginning."""
+SURROGATES = r"\ud83d\ude00"
+"""The longest way to write a character in JSON."""
+TEXT = re.compile(rb'"(?:text|output)":"((?:[^"\\]|\\.)*+)')
+"""A text within an item, whose end may be missing."""
 PREVIEW = 120
 """Most characters of a conversation's beginning, or of what a search found."""
 
@@ -67,7 +79,8 @@ class Listing:
         with self._database.read() as db:
             while True:
                 rows = self._rows(db, tenant, SCANNED + 1, after)
-                batch = rows[:SCANNED]
+                sizes = _sizes(db, [row.id for row in rows[:SCANNED]])
+                batch = rows[: fitting([sizes.get(row.id, 0) for row in rows[:SCANNED]], SCANNED_BYTES)]
                 said, read = _said(db, [row.id for row in batch])
                 size += read
                 for row in batch:
@@ -78,8 +91,8 @@ class Listing:
                         found.append(_entry(row, texts[0][:PREVIEW] if texts else "") | {"match": match})
                         if len(found) == limit:
                             return found, after, row is not rows[-1]
-                if len(rows) <= SCANNED or size >= SCANNED_BYTES:
-                    return found, after, len(rows) > SCANNED
+                if len(rows) == len(batch) or size >= SCANNED_BYTES:
+                    return found, after, len(rows) > len(batch)
 
     def _rows(self, db: Connection, tenant: str, limit: int, after: str | None) -> Sequence[Row[Any]]:
         """Conversations behind a cursor, with the time of their last activity."""
@@ -98,24 +111,50 @@ class Listing:
 
 def _firsts(db: Connection, ids: Sequence[str]) -> dict[str, str]:
     """The beginning of what the user says first in each conversation, of its first two items."""
-    query = select(items.c.conversation, items.c.item).where(items.c.conversation.in_(ids), items.c.position < 2)
+    beginning = func.substr(items.c.item, 1, BEGINNING, type_=LargeBinary)
+    query = select(items.c.conversation, beginning).where(items.c.conversation.in_(ids), items.c.position < 2)
     begun: dict[str, str] = {}
     for conversation, item in db.execute(query.order_by(items.c.conversation, items.c.position)):
-        said = decode(item, type=_Said)
+        said = _beginning(item)
         if said.role != "system":
             begun.setdefault(conversation, said.text()[:PREVIEW])
     return begun
 
 
+def _beginning(item: bytes) -> _Said:
+    """What an item says at its beginning. Of a larger one, only its first bytes are given."""
+    if len(item) < BEGINNING:
+        return decode(item, type=_Said)
+    role = "system" if b'"role":"system"' in item[: BEGINNING // 2] else ""
+    found = TEXT.search(item)
+    for cut in range(len(SURROGATES) if found else 0):  # the last character may have been cut
+        with suppress(MsgspecError, UnicodeDecodeError):
+            assert found is not None
+            text = found[1][: len(found[1]) - cut]
+            return _Said(role=role, content=[_Part(decode(b'"' + text + b'"', type=str))])
+    return _Said(role=role)
+
+
+def _sizes(db: Connection, ids: Sequence[str]) -> dict[str, int]:
+    """Bytes of the items of conversations."""
+    here = items.c.conversation.in_(ids)
+    query = select(items.c.conversation, func.sum(func.length(items.c.item))).where(here)
+    return {conversation: int(size) for conversation, size in db.execute(query.group_by(items.c.conversation))}
+
+
 def _said(db: Connection, ids: Sequence[str]) -> tuple[dict[str, list[str]], int]:
-    """The texts of conversations in their order, and how many bytes were read."""
+    """The texts of conversations in their order, up to SCANNED_BYTES, and how many bytes were read."""
     here = items.c.conversation.in_(ids)
     query = select(items.c.conversation, items.c.item, func.length(items.c.item)).where(here)
     texts: dict[str, list[str]] = {}
     size = 0
-    for conversation, item, length in db.execute(query.order_by(items.c.conversation, items.c.position)):
-        texts.setdefault(conversation, []).append(decode(item, type=_Said).text())
-        size += length
+    ordered = query.order_by(items.c.conversation, items.c.position).execution_options(yield_per=FETCHED)
+    with db.execute(ordered) as found:
+        for conversation, item, length in found:
+            texts.setdefault(conversation, []).append(decode(item, type=_Said).text())
+            size += length
+            if size >= SCANNED_BYTES:
+                break
     return texts, size
 
 

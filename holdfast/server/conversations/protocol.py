@@ -561,11 +561,20 @@ def replay(response: Response, after: int = -1) -> Iterator[Event]:
 
     All text comes as one delta, so there may be fewer than there were. The last one always comes, with the response.
     """
-    begun = response | {"status": "queued", "output": [], "usage": None, "completed_at": None}
-    begun |= {"incomplete_details": None, "error": None}
-    *events, last = list(_replayed(ResponseShape(begun), response))
+    *events, last = list(_replayed(_begun(response), response))
     yield from (event for event in events if event["sequence_number"] > after)
     yield last | {"sequence_number": max(last["sequence_number"], after + 1)}
+
+
+def replay_begun(response: Response) -> Iterator[Event]:
+    """The first events of a background response, before any output."""
+    return _begun(response).queued()
+
+
+def _begun(response: Response) -> ResponseShape:
+    """A background response as it was before anything of it was written."""
+    begun = response | {"status": "queued", "output": [], "usage": None, "completed_at": None}
+    return ResponseShape(begun | {"incomplete_details": None, "error": None})
 
 
 def _replayed(shape: ResponseShape, response: Response) -> Iterator[Event]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-from msgspec.structs import replace as replace_struct
 
 from holdfast.server.conversations.compaction import MOST_TOKENS, SUMMARIZE
 from holdfast.server.conversations.items import new_item
+from holdfast.server.conversations.leases import RENEW_SECONDS
 from holdfast.server.conversations.protocol import (
     CompactRequest,
     Event,
@@ -21,16 +21,22 @@ from holdfast.server.conversations.protocol import (
     compacted,
     ended,
     replay,
+    replay_begun,
 )  # fmt: skip
-from holdfast.server.conversations.store import AsyncStore
+from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import RUNNING, Context, Turn
 from holdfast.server.conversations.writing import Writing
 from holdfast.server.protocol import ApiError
+from holdfast.server.replies import encode
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Lane, Service, internal
 
+LOOK_SECONDS = 0.25
+"""How often a server that waits for another one's response looks for its end."""
 KEPT_EVENTS = 1 << 16
 """Most events of background responses that have ended which are kept for readers that come back."""
+KEPT_BYTES = 64 << 20
+"""Most bytes of these responses."""
 
 
 class Responses:
@@ -43,9 +49,11 @@ class Responses:
         self.search = None if url is None else WebSearch(url)
         self._locked: set[tuple[str, str]] = set()
         self._background: dict[str, Background] = {}
-        self._ended: dict[str, list[Event]] = {}
-        """The events of background responses that have ended lately, the oldest first."""
-        self._kept_events = 0
+        self._ended: dict[str, tuple[list[Event], int]] = {}
+        """The events of background responses that have ended lately, and each response's bytes; the oldest first."""
+        self._kept_events = self._kept_bytes = 0
+        self._renewing: asyncio.Task[None] | None = None
+        """Renews the leases of background responses while there are any."""
 
     def write(self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None) -> Writing:
         """Prepare a response; it runs when its events are iterated. Raises ApiError for errors visible at once.
@@ -64,20 +72,51 @@ class Responses:
             background.task.cancel()
             raise
         self._background[writing.id] = background
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew())
         background.task.add_done_callback(lambda task: self._end(background))
         return background
+
+    async def _renew(self) -> None:
+        """Tell other servers that this one writes its background responses, and stop what they ask it to stop."""
+        while self._background:
+            await asyncio.sleep(RENEW_SECONDS)
+            with suppress(ApiError):  # the store fails, which it has logged
+                for id in await self.store.run(partial(_renewed, [*self._background])):
+                    if (background := self._background.get(id)) is not None:
+                        await background.stop()
+
+    async def _ended_elsewhere(self, tenant: str, response: Response) -> Response:
+        """Wait until another server has ended a response, or has ended itself. Raises ApiError."""
+        while response["status"] in RUNNING:
+            await asyncio.sleep(LOOK_SECONDS)
+            response = await self.retrieve(tenant, response["id"])
+        return response
+
+    async def _elsewhere(self, tenant: str, response: Response, after: int) -> AsyncGenerator[Event, None]:
+        """The events above `after` of a response that another server writes: all text comes at its end."""
+        for event in replay_begun(response):
+            if event["sequence_number"] > after:
+                yield event
+                after = event["sequence_number"]
+        for event in replay(await self._ended_elsewhere(tenant, response), after):
+            yield event
 
     def _end(self, background: Background) -> None:
         """Keep the events of a background response that has ended, and drop the oldest of such."""
         del self._background[background.writing.id]
-        self._ended[background.writing.id] = background.events
+        size = len(encode(background.writing.shape.response))  # a response repeats what was asked, such as tools
+        self._ended[background.writing.id] = background.events, size
         self._kept_events += len(background.events)
-        while self._kept_events > KEPT_EVENTS:
+        self._kept_bytes += size
+        while self._kept_events > KEPT_EVENTS or self._kept_bytes > KEPT_BYTES:
             self._forget(next(iter(self._ended)))
 
     def _forget(self, response: str) -> None:
         """Drop the events of a response, if they are kept."""
-        self._kept_events -= len(self._ended.pop(response, ()))
+        events, size = self._ended.pop(response, ((), 0))
+        self._kept_events -= len(events)
+        self._kept_bytes -= size
 
     async def events(self, tenant: str, response: str) -> Events:
         """The events of a background response, past and future. Raises ApiError 404, and 400 for another response."""
@@ -85,7 +124,9 @@ class Responses:
         if not stored["background"]:
             reason = "only a response with background: true can be streamed again"
             raise ApiError(reason, param="stream", code="invalid_value")
-        background, kept = self.running(tenant, response), self._ended.get(response)
+        background, (kept, _) = self.running(tenant, response), self._ended.get(response, (None, 0))
+        if background is None and stored["status"] in RUNNING:
+            return Events(None, lambda after: self._elsewhere(tenant, stored, after))
         if background is not None:
             return Events(len(background.events) - 1, background.follow)
         if kept is not None:
@@ -94,7 +135,7 @@ class Responses:
 
     async def count(self, wanted: InputTokensRequest, tenant: str) -> int:
         """Tokens of the prompt that a turn would have. Raises ApiError."""
-        wanted = replace_struct(wanted, model=wanted.model or self.service.client.info.model, background=False)
+        wanted = wanted.changed(model=wanted.model or self.service.client.info.model, background=False)
         writing = self.write(wanted, tenant)
         with self.service.lane.admission.admit(1, tenant):
             return len((await writing.compose(most=None)).tokens)
@@ -105,7 +146,7 @@ class Responses:
         It is stored as a response without a parent, so that a turn can go on from its id.
         """
         most = wanted.max_output_tokens or max(1, min(MOST_TOKENS, self.service.client.info.max_model_len // 4))
-        writing = self.write(replace_struct(wanted, store=False, max_output_tokens=most), tenant)
+        writing = self.write(wanted.changed(store=False, max_output_tokens=most), tenant)
         if not writing.input and wanted.previous_response_id is None:
             reason = "input and previous_response_id are missing: there is nothing to compact"
             raise ApiError(reason, param="input", code="invalid_value")
@@ -127,21 +168,24 @@ class Responses:
         return background if background is not None and background.writing.tenant == tenant else None
 
     async def retrieve(self, tenant: str, response: str) -> Response:
-        """A stored response in its present state. Raises ApiError 404."""
+        """A stored response in its present state, whichever server writes it. Raises ApiError 404."""
         background = self.running(tenant, response)
         if background is not None:
             return background.writing.shape.response
-        stored = await self.store.read(lambda store: store.turns.response(tenant, response))
-        if stored["status"] in RUNNING:  # but nothing writes it any more
+        stored, elsewhere = await self.store.read(lambda store: store.turns.response(tenant, response))
+        if stored["status"] in RUNNING and not elsewhere:  # nothing writes it any more
             return ended(stored, "failed", "server_error", "the server ended before the response was complete")
         return stored
 
     async def cancel(self, tenant: str, response: str) -> Response:
-        """Stop a background response. One that has ended stays unchanged. Raises ApiError."""
+        """Stop a background response, at whichever server. One that has ended stays unchanged. Raises ApiError."""
         background = self.running(tenant, response)
         if background is not None:
             await background.stop()
         found = await self.retrieve(tenant, response)
+        if background is None and found["status"] in RUNNING:
+            await self.store.run(lambda store: store.leases.cancel(response))
+            found = await self._ended_elsewhere(tenant, found)
         if not found["background"]:
             reason = "cannot cancel it: it has not background: true; to stop such a response, close its connection"
             raise ApiError(reason, param="response_id", code="invalid_value")
@@ -172,11 +216,18 @@ class Responses:
 
     async def close(self) -> None:
         """Stop the background responses and close the store."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.gather(self._renewing, return_exceptions=True)
         for background in list(self._background.values()):
             await background.stop()
         if self.search is not None:
             await self.search.close()
         await asyncio.to_thread(self.store.close)
+
+
+def _renewed(ids: Sequence[str], store: Store) -> set[str]:
+    return store.leases.renew(ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from holdfast.server.conversations.conversation_store import ConversationStore
 from holdfast.server.conversations.database import FAILURES, Database, MigrationStep, migrate
+from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.listing import Listing
 from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.tree import Tree
@@ -35,10 +36,11 @@ class Store:
         """Use `open` instead."""
         self.database = database
         self.space = Space(bounds, now)
-        self.turns = TurnStore(database, self.space)
+        self.leases = Leases(database, now)
+        self.turns = TurnStore(database, self.space, self.leases)
         self.conversations = ConversationStore(database, self.space, self.turns.chain)
         self.listing = Listing(database, self.space)
-        self.tree = Tree(database, self.space, self.turns.cache, self.conversations.find, self.turns.chain)
+        self.tree = Tree(database, self.space, self.turns.cache, self.leases, self.conversations.find, self.turns.chain)
 
     @classmethod
     def open(

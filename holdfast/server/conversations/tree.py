@@ -11,9 +11,10 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from holdfast.server.conversations.conversation_store import append
 from holdfast.server.conversations.database import Database, conversations, items, turns
+from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.space import SIZE, Space
 from holdfast.server.conversations.turn_store import ContextCache
-from holdfast.server.conversations.values import GOOD, Conflict, Context, Item, NotFound, Turn
+from holdfast.server.conversations.values import GOOD, RUNNING, Conflict, Context, Item, NotFound, Turn
 from holdfast.server.replies import encode
 
 MOST_BYTES = 64 << 20
@@ -33,6 +34,7 @@ class Tree:
         database: Database,
         space: Space,
         cache: ContextCache,
+        leases: Leases,
         find: Callable[[Connection, str, str], Row[Any]],
         chain: Callable[[Connection, Row[Any]], Context],
     ) -> None:
@@ -40,13 +42,15 @@ class Tree:
         self._database = database
         self._space = space
         self._cache = cache
+        self._leases = leases
         self._find = find
         self._chain = chain
 
     def turns(self, tenant: str, conversation: str) -> dict[str, Any]:
         """All turns, each behind its parent, older siblings first; and `head`, behind which the conversation goes on.
 
-        A deleted turn is left out, and those behind it have its parent. Raises Conflict for a tree that is too large.
+        A deleted turn is left out, and those behind it have its parent. `running` says that another server writes a
+        turn. Raises Conflict for a tree that is too large.
         """
         with self._database.read() as db:
             row = self._find(db, tenant, conversation)
@@ -55,6 +59,7 @@ class Tree:
             if size > MOST_BYTES:
                 raise Conflict(f"this conversation has {size} bytes; at most {MOST_BYTES} are told at once")
             found = db.execute(select(turns).where(inside)).all()
+            elsewhere = self._leases.held(db, [turn.id for turn in found if turn.status in RUNNING])
         parents = {turn.id: turn.parent for turn in found}
         hidden = {turn.id for turn in found if not turn.visible}
 
@@ -63,7 +68,7 @@ class Tree:
                 turn = parents.get(turn)
             return turn
 
-        told = [_told(turn, above(turn.parent)) for turn in found if turn.visible]
+        told = [_told(turn, above(turn.parent), turn.id in elsewhere) for turn in found if turn.visible]
         told.sort(key=lambda turn: (turn["created_at"], turn["metadata"].get("sent", ""), turn["id"]))
         children: dict[str | None, list[dict[str, Any]]] = {}
         for turn in told:
@@ -142,8 +147,16 @@ def _goes_on(turn: Row[Any]) -> bool:
     return turn.status in GOOD or (turn.status == "cancelled" and bool(decode(turn.response)["output"]))
 
 
-def _told(turn: Row[Any], parent: str | None) -> dict[str, Any]:
+def _told(turn: Row[Any], parent: str | None, running: bool) -> dict[str, Any]:
     response = decode(turn.response, type=dict[str, Any])
     before = {} if turn.parent else {"history": Raw(turn.history)}
     told = {name: response.get(name) for name in TOLD}
-    return {"id": turn.id, "object": "conversation.turn", "parent": parent, **before, "input": Raw(turn.input), **told}
+    return {
+        "id": turn.id,
+        "object": "conversation.turn",
+        "parent": parent,
+        **before,
+        "input": Raw(turn.input),
+        **told,
+        "running": running,
+    }

@@ -9,18 +9,24 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Raw, Struct
 from msgspec.json import decode
 from sqlalchemy import Connection, Row, bindparam, delete, insert, literal, select, update
 
 from holdfast.server.conversations.conversation_store import advance, append
 from holdfast.server.conversations.database import Database, threads, turns
+from holdfast.server.conversations.leases import Leases
 from holdfast.server.conversations.space import SIZE, Space
-from holdfast.server.conversations.values import GOOD, Conflict, Context, Item, NotFound, Turn
+from holdfast.server.conversations.values import GOOD, RUNNING, Conflict, Context, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
 
 CACHED_TURNS = 1024
 CACHED_TOKENS = 1 << 21
-"""Limits of the contexts held in memory: how many, and their tokens in all (some tens of MB)."""
+CACHED_BYTES = 256 << 20
+"""Limits of the contexts held in memory: how many, their tokens in all (some tens of MB), and the bytes of their
+messages. Messages that contexts share are counted for each of them."""
+FETCHED = 8
+"""Turns of a chain that are fetched at once."""
 
 # The queries of every turn, built once.
 _VISIBLE = (
@@ -37,14 +43,21 @@ _EXISTS = select(turns.c.id).where(turns.c.id == bindparam("id"))
 _INSERT_TURN = insert(turns)
 
 
+class _Answered(Struct):
+    """What of a response a later turn builds on. Its other fields are skipped."""
+
+    output: Raw
+
+
 class TurnStore:
     """The turns of a store. Each method is one transaction, except `chain`, which runs within the caller's.
 
     Raises NotFound for a response that does not exist.
     """
 
-    def __init__(self, database: Database, space: Space) -> None:
+    def __init__(self, database: Database, space: Space, leases: Leases) -> None:
         self.cache = ContextCache()
+        self._leases = leases
         self._database = database
         self._space = space
 
@@ -53,10 +66,11 @@ class TurnStore:
         with self._database.read() as db:
             return self.chain(db, self._find(db, tenant, response))
 
-    def response(self, tenant: str, response: str) -> dict[str, Any]:
-        """A response as the API shows it."""
+    def response(self, tenant: str, response: str) -> tuple[dict[str, Any], bool]:
+        """A response as the API shows it, and whether another server is writing it."""
         with self._database.read() as db:
-            return decode(self._find(db, tenant, response).response, type=dict[str, Any])
+            found = decode(self._find(db, tenant, response).response, type=dict[str, Any])
+            return found, found["status"] in RUNNING and bool(self._leases.held(db, [response]))
 
     def input(self, tenant: str, response: str) -> list[Item]:
         """The input items of a response, in order."""
@@ -79,6 +93,9 @@ class TurnStore:
                 if found is None:
                     raise Conflict("the response was deleted while it was written")
                 replaced = found
+                self._leases.end(db, turn.id)
+            if status in RUNNING:
+                self._leases.begin(db, turn.id)
             start = self._shared(db, turn)
             row = {
                 "response": encode(turn.response),
@@ -103,6 +120,7 @@ class TurnStore:
                     thread=thread, parent=turn.id, status=status,
                     items=[*context.items, *turn.input, *turn.response["output"]],
                     tokens=turn.tokens, characters=turn.characters, digest=turn.digest,
+                    size=context.size + len(row["input"]) + len(encode(turn.response["output"])),
                 )
             )  # fmt: skip
 
@@ -111,25 +129,32 @@ class TurnStore:
         with self._database.write() as db:
             row = self._find(db, tenant, response)
             db.execute(update(turns).where(turns.c.id == response).values(visible=False))
+            self._leases.end(db, response)
             self.cache.remove(response)
             self._space.prune(db, row.thread, response)
 
     def chain(self, db: Connection, last: Row[Any]) -> Context:
-        """The items and tokens from a thread's first turn up to this one."""
+        """The items and tokens from a thread's first turn up to this one. Raises ThreadTooLarge."""
         cached = self.cache.get(last.id)
         if cached is not None:
+            check_context(cached.size)
             return cached
         chain = select(turns, literal(0).label("depth")).where(turns.c.id == last.id).cte("chain", recursive=True)
         chain = chain.union_all(select(turns, chain.c.depth + 1).join(chain, turns.c.id == chain.c.parent))
         said: list[Item] = []
         tokens = array("I")
-        for row in db.execute(select(chain).order_by(chain.c.depth.desc())):
-            said += [*decode(row.history), *decode(row.input), *decode(row.response)["output"]]
+        size = 0
+        rows = db.execute(select(chain).order_by(chain.c.depth.desc()).execution_options(yield_per=FETCHED))
+        for row in rows:
+            output = decode(row.response, type=_Answered).output
+            size += len(row.history) + len(row.input) + len(output)
+            check_context(size)
+            said += [*decode(row.history), *decode(row.input), *decode(output)]
             del tokens[row.start :]
             tokens += _from_bytes(row.tokens)
         context = Context(
             thread=last.thread, parent=last.id, status=last.status,
-            items=said, tokens=tokens, characters=last.characters, digest=last.digest,
+            items=said, tokens=tokens, characters=last.characters, digest=last.digest, size=size,
         )  # fmt: skip
         if last.status in GOOD:
             self.cache.add(context)
@@ -165,7 +190,7 @@ class ContextCache:
     def __init__(self) -> None:
         self.contexts: OrderedDict[str, Context] = OrderedDict()
         """By the id of the last turn."""
-        self._tokens = 0
+        self._tokens = self._bytes = 0
         self._lock = threading.RLock()
 
     def get(self, turn: str) -> Context | None:
@@ -183,8 +208,14 @@ class ContextCache:
             self.remove(context.parent)
             self.contexts[context.parent] = context
             self._tokens += len(context.tokens)
-            while self._tokens > CACHED_TOKENS or len(self.contexts) > CACHED_TURNS:
+            self._bytes += context.size
+            while self._full:
                 self.remove(next(iter(self.contexts)))
+
+    @property
+    def _full(self) -> bool:
+        over = self._tokens > CACHED_TOKENS or self._bytes > CACHED_BYTES
+        return bool(self.contexts) and (over or len(self.contexts) > CACHED_TURNS)
 
     def remove(self, turn: str) -> None:
         """Drop the context that ends with this turn, if it is cached."""
@@ -192,6 +223,7 @@ class ContextCache:
             context = self.contexts.pop(turn, None)
             if context is not None:
                 self._tokens -= len(context.tokens)
+                self._bytes -= context.size
 
 
 def _to_bytes(tokens: Sequence[int]) -> bytes:

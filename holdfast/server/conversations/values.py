@@ -15,6 +15,10 @@ RUNNING = ("queued", "in_progress")
 """Those of turns that are still written."""
 
 
+MOST_CONTEXT = 16 << 20
+"""Most bytes of stored messages that a turn may build on: they are in memory as a whole while it runs."""
+
+
 class StoreError(Exception):
     """The store cannot be opened; the message says why in one line."""
 
@@ -33,7 +37,16 @@ class Conflict(Exception):
 
 
 class ThreadTooLarge(Exception):
-    """A thread exceeds its share of the store; the message is for the user."""
+    """A thread exceeds its share of the store, or what one turn may build on; the message is for the user."""
+
+
+def check_context(size: int) -> None:
+    """Raises ThreadTooLarge if a turn's messages so far have too many bytes."""
+    if size > MOST_CONTEXT:
+        reason = (
+            f"the messages before this turn have {size} bytes or more; at most {MOST_CONTEXT} are read for one turn"
+        )
+        raise ThreadTooLarge(f"{reason}; begin a new conversation, or compact this one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +100,5 @@ class Context:
     """Length of the text that these tokens stand for."""
     digest: bytes = b""
     """Digest of that text and the tokenizer."""
+    size: int = 0
+    """About how many bytes the messages have as they are stored."""

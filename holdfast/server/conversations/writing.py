@@ -9,12 +9,10 @@ from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from msgspec.structs import replace as replace_struct
-
 from holdfast.core.types import FinishReason
 from holdfast.engine.client import Delta
 from holdfast.lm.limits import RequestRefused
-from holdfast.server.conversations.items import messages, searched_item
+from holdfast.server.conversations.items import messages, searched_item, text_size
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.protocol import Event, Response, ResponseRequest, ResponseShape, new_response
 from holdfast.server.conversations.store import AsyncStore
@@ -175,10 +173,11 @@ class Writing:
         toolset = toolset.behind(None if self._may_search else SEARCH_TOOL)
         reading = Reading(last.service.format, toolset, self.reading.options)
         name = self.name and f"{self.name}/{len(self.shape.output)}"
-        self.wanted = replace_struct(wanted, max_output_tokens=left)
+        self.wanted = wanted.changed(max_output_tokens=left)
         self.reading = self.shape.reading = reading
         self.answer = Answer(last.service, self.wanted, self.tenant, self._go_on, reading, 1, last.lane, name)
         self.answer.usage, self.answer.conversation = last.usage, last.conversation
+        self.answer.sent = last.sent
         return True
 
     @property
@@ -211,17 +210,20 @@ class Writing:
     async def _compose(self, known: Context, most: int | None) -> Prompt:
         """The prompt of what was said so far, in this response too. The tokens of its beginning may be known."""
         service = self.server.service
-        said = messages(self.wanted.instructions, [*self.context.items, *self.input, *self.shape.output])
-        if not said:
+        items = [*self.context.items, *self.input, *self.shape.output]
+        if not (items or self.wanted.instructions):
             raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
         try:
             text, wanted = service.client.text, self.wanted
-            size = sum(len(message["content"]) for message in said)
+            size = self.context.size + text_size(self.wanted.instructions or "", self.input)
 
             def build(kept: Sequence[dict[str, Any]]) -> Prompt:
                 return compose(text, self.reading.render(text, kept), known, most)
 
             def work() -> Prompt:
+                said = messages(wanted.instructions, items)
+                if not said:
+                    raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
                 if wanted.truncation == "auto":
                     return service.truncation.compose(said, wanted.most_tokens, build, self.reading.toolset)
                 return build(said)
@@ -263,7 +265,10 @@ class Writing:
             return Context()
         context = await store.read(lambda store: store.turns.context(tenant, previous), "previous_response_id")
         if context.status not in GOOD:
-            lost = context.status in RUNNING and self.server.running(tenant, previous) is None
+            lost = context.status in RUNNING and not (
+                self.server.running(tenant, previous)
+                or await store.read(lambda store: store.leases.elsewhere(previous))
+            )
             status = "failed" if lost else context.status
             reason = f"the previous response is {status}; go on from one that is completed or incomplete"
             raise ApiError(reason, param="previous_response_id", code="invalid_value")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +13,7 @@ from holdfast.server.formats.toolset import Toolset
 
 Message = dict[str, Any]
 
+LETTERS = string.ascii_letters + string.digits
 EXPLAINED = """\
 You may call these functions to answer the user; each line has the JSON schema of one:
 <tools>
@@ -62,8 +66,11 @@ def _with_short_ids(message: Message) -> Message:
 
 
 def _short(id: str) -> str:
-    letters = "".join(filter(str.isalnum, id))
-    return letters[-9:].rjust(9, "0")
+    """An id of nine letters and digits: the id itself if it is one, else a digest, so that no two become equal."""
+    if re.fullmatch("[A-Za-z0-9]{9}", id):
+        return id
+    number = int.from_bytes(hashlib.sha256(id.encode("utf-8", "surrogatepass")).digest())
+    return "".join(LETTERS[number // len(LETTERS) ** place % len(LETTERS)] for place in range(9))
 
 
 def as_thinking(messages: Sequence[Message]) -> list[Message]:

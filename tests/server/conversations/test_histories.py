@@ -33,7 +33,7 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from sqlalchemy import Row, select
+from sqlalchemy import Row, select, update
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
@@ -52,6 +52,7 @@ from holdfast.loop.loop import Loop
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations import database
 from holdfast.server.conversations import store as store_module
+from holdfast.server.conversations.database import leases
 from holdfast.server.conversations.items import new_id, new_item
 from holdfast.server.conversations.prompt import Prompt
 from holdfast.server.conversations.protocol import ResponseRequest
@@ -494,6 +495,8 @@ class Histories(RuleBasedStateMachine):
         self.in_progress.clear()
         self.rivals.clear()
         await self.client.close()
+        with self.store.database.write() as db:
+            db.execute(update(leases).values(seen=0.0))  # they lapse before anybody asks
         self.store.close()
 
     async def _close(self) -> None:
@@ -648,7 +651,7 @@ class Histories(RuleBasedStateMachine):
                 assert id in in_progress or id in self.came_to_nothing
         for id, talk in self.stored.items():
             if talk.wanted.store and id not in self.deleted:
-                found = self.store.turns.response("", id)
+                found, _ = self.store.turns.response("", id)
                 assert found == talk.response, "a turn that its client saw whole is not there as it was"
             else:
                 with pytest.raises(NotFound):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,9 +18,10 @@ from serving import listening
 
 from holdfast.engine.connection import EngineDead
 from holdfast.server.conversations import service
-from holdfast.server.conversations.compaction import OPENING, SUMMARIZE
+from holdfast.server.conversations.compaction import OPENING, SUMMARIZE, Compacted, encode_compacted
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.values import Turn
+from holdfast.server.protocol import MAX_CONTAINERS, MAX_MESSAGES, MAX_STRINGS
 
 ANSWER = "Ahoy, sailor!"
 
@@ -341,6 +343,35 @@ class TestCompaction:
             await api.responses.create(model="tiny", input=given)
         assert refused.value.param == "input[0].encrypted_content"
 
+    @pytest.mark.parametrize(
+        ("summary", "said", "reason"),
+        [
+            ('""', ['""'] * (MAX_STRINGS + 1), f"strings; at most {MAX_STRINGS}"),
+            ('""', ["[]"] * (MAX_CONTAINERS + 1), f"braces; at most {MAX_CONTAINERS}"),
+            ('""', ['""'] * MAX_MESSAGES, f"stand for {MAX_MESSAGES + 1} messages or more; at most {MAX_MESSAGES}"),
+            ('"\\ud800"', [], "was not made by"),
+            ('""', ['"\\udc00"'], "was not made by"),
+        ],
+        ids=["strings", "lists", "messages", "a half character", "a half character that was said"],
+    )
+    @pytest.mark.parametrize("path", ["/v1/responses", "/v1/conversations"])
+    async def test_what_it_stands_for_is_bounded_like_a_body(
+        self, http: Callable[..., httpx.AsyncClient], path: str, summary: str, said: list[str], reason: str
+    ) -> None:
+        sealed = base64.urlsafe_b64encode(f'{{"summary":{summary},"said":[{",".join(said)}]}}'.encode()).decode()
+        item = {"type": "compaction", "encrypted_content": sealed}
+        body = {"model": "tiny", "input": [item]} if path == "/v1/responses" else {"items": [item]}
+        async with http() as server:
+            answer = await server.post(path, json=body)
+        assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
+
+    async def test_several_of_them_are_counted_together(self, http: Callable[..., httpx.AsyncClient]) -> None:
+        sealed = encode_compacted(Compacted("so far", ["a"] * (MAX_MESSAGES // 2)))
+        item = {"type": "compaction", "encrypted_content": sealed}
+        async with http() as server:
+            answers = [await server.post("/v1/conversations", json={"items": [item] * count}) for count in (1, 2)]
+        assert [answer.status_code for answer in answers] == [200, 400]
+
 
 class TestWhatIsNotStored:
     """store=false, a client that leaves, an engine that dies: nothing is stored, and conversations are unchanged."""
@@ -484,10 +515,11 @@ class TestBackground:
         with pytest.raises(openai.BadRequestError, match=f"between 0 and {len(events) - 1}"):
             await api.responses.retrieve(id, stream=True, starting_after=len(events))
 
+    @pytest.mark.parametrize("limit", ["KEPT_EVENTS", "KEPT_BYTES"])
     async def test_its_stream_is_made_again_from_the_store_once_its_events_are_gone(
-        self, api: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+        self, api: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, limit: str
     ) -> None:
-        monkeypatch.setattr(service, "KEPT_EVENTS", 0)
+        monkeypatch.setattr(service, limit, 0)
         stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
         events = [event async for event in stream]
         id = events[-1].response.id

@@ -9,21 +9,27 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy
 from prometheus_client import generate_latest
+from sqlalchemy import text
 
 from holdfast.server.config import ServerConfig
-from holdfast.server.conversations import database, turn_store
-from holdfast.server.conversations.database import MEMORY
+from holdfast.server.conversations import conversation_store, database, turn_store, values
+from holdfast.server.conversations.database import MEMORY, STEPS, Database, migrate
 from holdfast.server.conversations.store import AsyncStore, Store, StoreError
 from holdfast.server.conversations.values import Bounds, Conflict, Context, NotFound, ThreadTooLarge, Turn
+from holdfast.server.jobs.tables import STEPS as JOB_STEPS
 from holdfast.server.metrics import Metrics
 from holdfast.server.protocol import ApiError
+from holdfast.server.replies import encode
 from holdfast.server.run import open_store
 
 AMPLE = Bounds(seconds=1e6, threads=1000, bytes=1 << 30)
@@ -69,6 +75,72 @@ def store(
         yield opened(tmp_path / "store.sqlite")
         return
     yield opened(request.getfixturevalue("postgresql_schema"))
+
+
+@pytest.mark.parametrize("tenant", ["a", "b"])
+def test_a_page_of_items_goes_on_behind_no_item_of_another_conversation(store: Store, tenant: str) -> None:
+    store.conversations.create("a", "mine", {}, [item("1"), item("2")])
+    store.conversations.create(tenant, "other", {}, [item("0"), item("theirs"), item("2")])
+    for newest_first in (False, True):
+        page = {"limit": 10, "newest_first": newest_first}
+        with pytest.raises(NotFound, match="msg_theirs"):
+            store.conversations.items("a", "mine", **page, after="msg_theirs")
+        found, more = store.conversations.items("a", "mine", **page, after="msg_2")
+        assert ([each["id"] for each in found], more) == (["msg_1"] if newest_first else [], False)
+
+
+def test_conversations_active_at_the_same_time_are_listed_once_each_page_by_page(store: Store, clock: Clock) -> None:
+    ids = []
+    for now, names in ((1000.0, "dbfac"), (1001.0, "ge"), (1002.0, "ih")):
+        clock.now = now
+        for name in names:
+            store.conversations.create("a", f"conv_{name}", {"title": "x"}, [])
+        ids = [f"conv_{name}" for name in sorted(names)] + ids
+        store.conversations.create("b", f"other_{now}", {"title": "x"}, [])
+    for limit in (1, 2, 3, 10):
+        listed, searched, after, more = list[str](), list[str](), None, True
+        while more:
+            page, more = store.listing.page("a", limit=limit, after=after)
+            listed += [each["id"] for each in page]
+            after = listed[-1]
+        after, more = None, True
+        while more:
+            found, after, more = store.listing.search("a", "x", limit=limit, after=after)
+            searched += [each["id"] for each in found]
+        assert listed == searched == ids
+
+
+def test_a_server_that_starts_on_an_empty_postgresql_waits_for_another_one_that_does(
+    opened: Callable[..., Store], postgresql_schema: str, clock: Clock
+) -> None:
+    first = Database(postgresql_schema)
+    waiting = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    with ThreadPoolExecutor(1) as thread:
+        with first.write() as db:
+            migrate(db, JOB_STEPS)
+            second = thread.submit(Store.open, postgresql_schema, AMPLE, clock, JOB_STEPS)
+            with first.engine.connect() as other:
+                while not other.execute(waiting).scalar_one():
+                    assert not second.done(), second.result()
+                    other.rollback()
+        store = second.result(60)
+    with store.database.read() as db:
+        assert (
+            db.execute(text("SELECT count(*), max(version) FROM versions")).one() == (len(STEPS) + len(JOB_STEPS),) * 2
+        )
+    store.close()
+    first.close()
+
+
+def test_servers_that_start_at_once_on_an_empty_file_all_open_it(tmp_path: Path, clock: Clock) -> None:
+    together = threading.Barrier(4)
+
+    def start(_: int) -> None:
+        together.wait()
+        Store.open(str(tmp_path / "store.sqlite"), AMPLE, clock, JOB_STEPS).close()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(start, range(4)))
 
 
 def item(text: str, role: str = "user") -> dict[str, Any]:
@@ -214,7 +286,7 @@ def test_a_failed_turn_leaves_its_conversation_unchanged(store: Store) -> None:
     store.turns.commit(turn("job", start, conversation="conv", status="queued"))
     store.turns.commit(turn("job", start, conversation="conv", status="cancelled"), begun=True)
     assert store.conversations.context("a", "conv") == start
-    assert store.turns.response("a", "job")["status"] == "cancelled"
+    assert store.turns.response("a", "job")[0]["status"] == "cancelled"
 
 
 def test_a_deleted_turn_is_kept_only_while_others_build_on_it(store: Store, clock: Clock) -> None:
@@ -511,6 +583,73 @@ def test_the_context_cache_is_bounded_and_drops_the_least_recent(
     assert list(store.turns.cache.contexts) == ["b", "c"]
     assert list(store.turns.context("a", "a").tokens) == [1] * 4  # read again
     assert list(store.turns.cache.contexts) == ["c", "a"]
+
+
+def test_the_context_cache_is_bounded_by_the_bytes_of_the_messages(
+    opened: Callable[..., Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_store, "CACHED_BYTES", 3000)
+    store = opened()
+    for name in ("a" * 500, "b" * 500, "c" * 500):  # said twice, and once more in the item's id
+        store.turns.commit(turn(name, tokens=[]))
+    assert [name[0] for name in store.turns.cache.contexts] == ["c"]
+    store.turns.context("a", "a" * 500)  # read again
+    assert [name[0] for name in store.turns.cache.contexts] == ["a"]
+    store.turns.delete("a", "a" * 500)
+    store.turns.commit(turn("d" * 500, tokens=[]))
+    assert [name[0] for name in store.turns.cache.contexts] == ["d"], "what was removed counts no more"
+
+
+class TestMessagesBeforeATurn:
+    """They are read as a whole, so there is a limit, whatever the store may keep."""
+
+    def test_so_many_turns_are_read_and_not_more(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = [f"{number:0>60}" for number in range(4)]
+        grow(store, *names)
+        size = store.turns.context("a", names[-1]).size
+        assert size >= 8 * 2 * 60, "each text stands in an id, too"
+        monkeypatch.setattr(values, "MOST_CONTEXT", size + 50)
+        assert len(store.turns.context("a", names[-1]).items) == 8
+        monkeypatch.setattr(values, "MOST_CONTEXT", size - 50)
+        with pytest.raises(ThreadTooLarge, match=f"at most {size - 50} are read for one turn"):
+            store.turns.context("a", names[-1])
+        assert len(store.turns.context("a", names[-2]).items) == 6, "a shorter branch still is"
+
+    def test_what_a_response_repeats_of_its_request_does_not_count(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(values, "MOST_CONTEXT", 2000)
+        first = turn("a")
+        store.turns.commit(replace(first, response={**first.response, "tools": ["x" * 5000]}))
+        assert said(store.turns.context("a", "a")) == ["a", "A"]
+
+    def test_so_many_items_of_a_client_are_read_and_not_more(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.conversations.create("a", "conv_1", {}, [item("x" * 50), item("y" * 50)])
+        size = 2 * len(encode(item("x" * 50)))
+        monkeypatch.setattr(values, "MOST_CONTEXT", size)
+        assert len(store.conversations.context("a", "conv_1").items) == 2
+        monkeypatch.setattr(values, "MOST_CONTEXT", size - 1)
+        with pytest.raises(ThreadTooLarge, match=f"{size} bytes or more; at most {size - 1}"):
+            store.conversations.context("a", "conv_1")
+
+
+@pytest.mark.parametrize("newest_first", [True, False])
+def test_a_page_of_large_items_ends_early_and_the_next_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch, newest_first: bool
+) -> None:
+    given = [item(letter * (50 if letter == "d" else 10)) for letter in "abcdefg"]
+    given[3]["content"] *= 20
+    store.conversations.create("a", "conv_1", {}, given)
+    monkeypatch.setattr(conversation_store, "PAGE_BYTES", 3 * len(encode(item("a" * 10))))
+    pages, more, after = [], True, None
+    while more:
+        found, more = store.conversations.items("a", "conv_1", limit=5, newest_first=newest_first, after=after)
+        pages.append("".join(each["id"][4] for each in found))
+        after = found[-1]["id"]
+    assert pages == (["gfe", "d", "cba"] if newest_first else ["abc", "d", "efg"])
+    assert store.conversations.items("a", "conv_1", limit=5, newest_first=newest_first, after=after) == ([], False)
 
 
 def test_a_context_that_is_cached_again_counts_once(

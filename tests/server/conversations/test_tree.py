@@ -211,6 +211,37 @@ async def test_a_search_goes_on_where_it_has_read_enough(
     assert [[each["id"] for each in page["data"]] for page in pages] == [[], [], [made[0]]]
 
 
+async def test_a_search_reads_only_so_much_at_once_and_of_one_conversation(
+    api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for texts in (["so much", "needle"], ["x" * 5000, "needle"], ["needle"]):
+        made.append(await begun(api))
+        await sent(
+            api, f"/conversations/{made[-1]}/items", {"items": [{"role": "user", "content": text} for text in texts]}
+        )
+    monkeypatch.setattr(listing, "SCANNED_BYTES", 4000)
+    pages, more, after = [], True, {}
+    while more:
+        pages.append(await got(api, "/conversations", search="needle", **after))
+        more, after = pages[-1]["has_more"], {"after": pages[-1]["last_id"]}
+    assert [[each["id"] for each in page["data"]] for page in pages] == [[made[2]], [made[0]]]
+    assert pages[0]["last_id"] == made[1], "its beginning took all that is read at once"
+
+
+@pytest.mark.parametrize("character", ["a", "é", "😀", '"', "\\", "\n", "\x00"])
+async def test_the_beginning_of_a_large_message_is_shown_without_reading_it_whole(
+    api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, character: str
+) -> None:
+    conversation = await begun(api)
+    given = [{"role": "system", "content": "s" * 900}, {"role": "user", "content": character * 900}]
+    await sent(api, f"/conversations/{conversation}/items", {"items": given})
+    for bytes in range(300, 312):  # wherever it is cut
+        monkeypatch.setattr(listing, "BEGINNING", bytes)
+        (shown,) = (await got(api, "/conversations"))["data"]
+        assert set(shown["preview"]) == {character} and 24 <= len(shown["preview"]) <= listing.PREVIEW
+
+
 async def test_a_copy_has_all_branches_and_goes_on_from_its_head(api: httpx.AsyncClient, client: FakeClient) -> None:
     conversation = await begun(api)
     first = await said(api, conversation, "first", metadata={"sent": "1"})

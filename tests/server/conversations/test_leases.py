@@ -1,0 +1,205 @@
+"""Two servers over one store: any of them tells how a background response is, and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import WORDS, FakeClient
+from serving import listening
+from sqlalchemy import update
+
+from holdfast.server.config import ServerConfig
+from holdfast.server.conversations import leases as leases_module
+from holdfast.server.conversations import service
+from holdfast.server.conversations.database import Database, leases
+from holdfast.server.conversations.leases import LEASE_SECONDS, Leases
+from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.values import Bounds, Context, Turn
+from holdfast.server.run import open_store
+
+ANSWER = "".join(WORDS)
+ASKED = {"model": "tiny", "input": "hello", "background": True}
+Two = tuple[httpx.AsyncClient, httpx.AsyncClient]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def writer() -> FakeClient:
+    """The engine of the server that writes; it waits after the first word."""
+    return FakeClient(hold=asyncio.Event())
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "s.sqlite") if request.param == "sqlite" else request.getfixturevalue("postgresql_schema")
+
+
+@pytest.fixture
+async def two(writer: FakeClient, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Two]:
+    """The server that writes, and another one over the same store."""
+    monkeypatch.setattr(service, "RENEW_SECONDS", 0.02)
+    monkeypatch.setattr(service, "LOOK_SECONDS", 0.01)
+    async with AsyncExitStack() as held:
+        clients = []
+        for number, engine in enumerate((writer, FakeClient())):
+            fields = {"store": where, "files": str(tmp_path / f"files {number}"), "api_key": ("one", "two")}
+            server = await held.enter_async_context(listening(engine, **fields))
+            headers = {"authorization": "Bearer one"}
+            clients.append(await held.enter_async_context(httpx.AsyncClient(base_url=server.url, headers=headers)))
+        yield clients[0], clients[1]
+
+
+async def begun(api: httpx.AsyncClient, writer: FakeClient, **more: Any) -> str:
+    """The id of a background response whose first word has come."""
+    id: str = (await api.post("/v1/responses", json={**ASKED, **more})).json()["id"]
+    await until(lambda: writer.asked)
+    while (await api.get(f"/v1/responses/{id}")).json()["status"] == "queued":
+        await asyncio.sleep(0.002)
+    return id
+
+
+def events(text: str) -> list[tuple[str, int]]:
+    """Type and sequence number of each event."""
+    found = [httpx.Response(200, text=line[6:]).json() for line in text.splitlines() if line.startswith("data: {")]
+    return [(each["type"], each["sequence_number"]) for each in found]
+
+
+async def test_another_server_tells_that_a_response_runs_and_then_its_answer(two: Two, writer: FakeClient) -> None:
+    here, there = two
+    id = await begun(here, writer)
+    running = (await there.get(f"/v1/responses/{id}")).json()
+    assert (running["status"] in ("queued", "in_progress"), running["error"]) == (True, None)
+    refused = await there.post("/v1/responses", json={"model": "tiny", "input": "on", "previous_response_id": id})
+    assert refused.status_code == 400 and "failed" not in refused.text
+    writer.hold.set()  # type: ignore[union-attr]
+    while (found := (await there.get(f"/v1/responses/{id}")).json())["status"] in ("queued", "in_progress"):
+        pass
+    assert (found["status"], found["output"][0]["content"][0]["text"]) == ("completed", ANSWER)
+    assert found == (await here.get(f"/v1/responses/{id}")).json()
+
+
+async def test_a_stream_at_another_server_has_each_event_once_and_ends_with_the_response(
+    two: Two, writer: FakeClient
+) -> None:
+    here, there = two
+    id = await begun(here, writer)
+    whole, later = (
+        asyncio.create_task(there.get(f"/v1/responses/{id}", params={"stream": "true", **more}, timeout=60))
+        for more in ({}, {"starting_after": "1"})
+    )
+    async with there.stream("GET", f"/v1/responses/{id}", params={"stream": "true"}) as begun_stream:
+        assert await anext(begun_stream.aiter_lines()) == "event: response.created"  # while it still runs
+    writer.hold.set()  # type: ignore[union-attr]
+    told = events((await whole).text)
+    assert [number for _, number in told] == list(range(len(told)))
+    assert [told[0][0], told[1][0], told[-1][0]] == ["response.created", "response.queued", "response.completed"]
+    assert events((await later).text) == told[2:]
+
+
+async def test_another_server_cancels_a_response(two: Two, writer: FakeClient) -> None:
+    here, there = two
+    id = await begun(here, writer)
+    cancelled = (await there.post(f"/v1/responses/{id}/cancel", timeout=60)).json()
+    assert (cancelled["status"], writer.asked[0].ended) == ("cancelled", "aborted")
+    for api in two:
+        assert (await api.get(f"/v1/responses/{id}")).json()["status"] == "cancelled"
+
+
+async def test_another_server_deletes_a_response_and_its_work_ends(two: Two, writer: FakeClient) -> None:
+    here, there = two
+    id = await begun(here, writer)
+    assert (await there.delete(f"/v1/responses/{id}")).status_code == 200
+    await until(lambda: writer.asked[0].ended == "aborted")
+    for api in two:
+        while (await api.get(f"/v1/responses/{id}")).status_code != 404:
+            pass
+
+
+async def test_another_key_neither_sees_nor_ends_a_response(two: Two, writer: FakeClient) -> None:
+    here, there = two
+    id = await begun(here, writer)
+    other = {"authorization": "Bearer two"}
+    for method, path in (("GET", ""), ("GET", "?stream=true"), ("POST", "/cancel"), ("DELETE", "")):
+        assert (await there.request(method, f"/v1/responses/{id}{path}", headers=other)).status_code == 404
+    assert (await there.get(f"/v1/responses/{id}")).json()["status"] != "failed"
+    assert writer.asked[0].ended == "running"
+
+
+async def test_a_tree_at_another_server_has_the_turn_running(two: Two, writer: FakeClient) -> None:
+    here, there = two
+    conversation = (await here.post("/v1/conversations", json={})).json()["id"]
+    await begun(here, writer, conversation=conversation)
+    (turn,) = (await there.get(f"/v1/conversations/{conversation}/turns")).json()["turns"]
+    assert (turn["running"], turn["status"] in ("queued", "in_progress")) == (True, True)
+
+
+async def test_a_server_that_lives_renews_its_leases(two: Two, writer: FakeClient, where: str) -> None:
+    id = await begun(two[0], writer)
+    database = Database(where)
+    other = Leases(database, lambda: 2 * LEASE_SECONDS)
+    with database.write() as db:
+        db.execute(update(leases).values(seen=0.0))
+    await until(lambda: other.elsewhere(id))
+    database.close()
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> tuple[ServerConfig, str]:
+    """The configuration of a server that was killed while it wrote a response of a conversation, and its id."""
+    config = ServerConfig(store=str(tmp_path / "s.sqlite"), files=str(tmp_path / "files"))
+    store = open_store(config)
+    store.conversations.create("", "conv_a", {}, [])
+    response = {
+        "id": "resp_a", "object": "response", "status": "in_progress", "background": True, "output": [],
+        "created_at": 1, "model": "tiny", "metadata": {}, "usage": None, "error": None,
+    }  # fmt: skip
+    store.turns.commit(Turn(response=response, tenant="", input=[], context=Context(), conversation="conv_a"))
+    store.close()
+    return config, "resp_a"
+
+
+async def test_what_a_killed_server_wrote_is_failed_once_its_lease_has_lapsed(
+    http: Callable[..., httpx.AsyncClient], left: tuple[ServerConfig, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, id = left
+    monkeypatch.setattr(service, "LOOK_SECONDS", 0.01)
+    async with http(store=config.store, files=config.files) as api:
+
+        async def states() -> tuple[str, str, bool, bool]:
+            found = (await api.get(f"/v1/responses/{id}")).json()
+            (turn,) = (await api.get("/v1/conversations/conv_a/turns")).json()["turns"]
+            on = await api.post("/v1/responses", json={"model": "tiny", "input": "x", "previous_response_id": id})
+            return found["status"], turn["status"], turn["running"], "is failed" in on.text
+
+        assert await states() == ("in_progress", "in_progress", True, False)
+        waiting = asyncio.create_task(api.post(f"/v1/responses/{id}/cancel"))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(leases_module, "LEASE_SECONDS", -1.0)
+        assert await states() == ("failed", "failed", False, True)
+        assert (await waiting).json()["status"] == "failed"
+        streamed = events((await api.get(f"/v1/responses/{id}?stream=true")).text)
+        assert streamed[-1][0] == "response.failed"
+
+
+def test_leases_of_servers_that_ended_long_ago_are_deleted(tmp_path: Path) -> None:
+    now = 1000.0
+    store = Store.open(str(tmp_path / "s.sqlite"), Bounds(seconds=1e6, threads=1000, bytes=1 << 30), lambda: now)
+    with store.database.write() as db:
+        store.leases.begin(db, "resp_a")
+    now += leases_module.KEPT_SECONDS + 1
+    with store.database.write() as db:
+        store.leases.begin(db, "resp_b")
+    assert store.leases.renew(["resp_b"]) == set()
+    with store.database.read() as db:
+        assert [row.response for row in db.execute(leases.select())] == ["resp_b"]
+    store.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +21,7 @@ from holdfast.core.config import EngineConfig, option
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, Slo, summary
-from holdfast.lab.planning import find_capacity
+from holdfast.lab.planning import LIFETIMES, find_capacity, lasting, load_figures
 from holdfast.lab.reports.run_data import Run
 from holdfast.lab.reports.tables import show_figures
 from holdfast.lab.simulator.deployment import Pipeline, configured_shape, deploy
@@ -131,7 +132,7 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
     for line in bench.warnings:
         console.print(Text(line), soft_wrap=True)
     if capacity is not None:
-        console.print(describe_capacity(config, capacity, base))
+        console.print(describe_capacity(config, capacity, base, figures), soft_wrap=True)
     if config.json is not None:
         result: Any = figures[0] if len(runs) == 1 and capacity is None else {"runs": figures, "capacity": capacity}
         Path(config.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -193,10 +194,13 @@ class _Bench:
     def run_at(self, rate: float) -> Mapping[str, float]:
         """Run the workload at a rate. Returns the metrics."""
         arriving = workloads.gamma_arrivals(self.base, rate, self.seed, self.workload.variation)
-        return self._keep(self.target.run(arriving, f"{rate:.4g} a second"), rate)
+        return self._keep(self.target.run(arriving, f"{rate:.4g} a second"), rate, arriving)
 
-    def _keep(self, records: list[Record], rate: float | None = None) -> dict[str, Any]:
-        """Keep the metrics of a run but not its records, as a search has many runs. Returns the metrics."""
+    def _keep(self, records: list[Record], rate: float | None = None, arriving: Workload = ()) -> dict[str, Any]:
+        """Keep the metrics of a run but not its records, as a search has many runs. Returns the metrics.
+
+        `arriving` is its workload, where that arrives at a rate: then the metrics say whether the queue grows.
+        """
         config = self.config
         slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
         at, figures = "", dict[str, Any]()
@@ -205,7 +209,8 @@ class _Bench:
             figures |= {"request_rate": rate, "burstiness": self.workload.variation**-2}
         figures |= {"model_id": self.target.model, "num_prompts": len(records)}
         figures |= {"max_concurrency": config.concurrency} if config.concurrency else {}
-        figures |= summary(records, slo if slo != Slo() else None)
+        wanted = slo if slo != Slo() else None
+        figures |= load_figures(records, arriving, wanted) if arriving else summary(records, wanted)
         self.runs.append(Run.of(records, figures))
         if errors := [record.error for record in records if record.error]:
             self.warnings.append(f"{len(errors)} of {len(records)} requests failed{at}, as in: {errors[0]}")
@@ -258,16 +263,28 @@ def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: 
     return simulated_engine(engine, profile, pipeline, config.host_us / 1e6, config.concurrency, disk_rate)
 
 
-def describe_capacity(config: BenchConfig, capacity: float, base: Workload) -> str:
-    """The capacity as text, with a warning if too few conversations arrived to trust it."""
+def describe_capacity(
+    config: BenchConfig, capacity: float, base: Workload, figures: Sequence[Mapping[str, Any]]
+) -> str:
+    """The capacity as text, with a warning if conversations arrived for too short a time to trust it.
+
+    `figures` are those of all runs.
+    """
     ttft = "" if config.slo_ttft is None else f" and P99 TTFT within {config.slo_ttft:g} ms"
     text = f"capacity: {capacity:.3g} a second with P99 TBT within {config.capacity:g} ms{ttft}"
-    if capacity and len(base) / capacity < SHORT_SECONDS:
-        text += (
-            f"\n{len(base)} conversations arrive within {len(base) / capacity:.2g} s at that rate, too few to tell a "
-            f"lasting load from a burst; give --requests {max(1, round(capacity * 3 * SHORT_SECONDS))}"
-        )
-    return text
+    found = next((each for each in figures if capacity and each.get("request_rate") == capacity), None)
+    if found is None:
+        return text
+    long_enough = 3 * SHORT_SECONDS
+    if not lasting(found):
+        long_enough = max(long_enough, 1.1 * LIFETIMES * found["mean_lifetime"])
+    elif len(base) / capacity >= SHORT_SECONDS:
+        return f"{text}, and the queue does not grow"
+    return (
+        f"{text}\n{len(base)} conversations arrive within {len(base) / capacity:.2g} s at that rate, and one lasts "
+        f"{found['mean_lifetime']:.2g} s: too few to tell a lasting load from a burst; "
+        f"give --requests {max(1, math.ceil(capacity * long_enough))}"
+    )
 
 
 def without_key(arguments: Sequence[str]) -> list[str]:

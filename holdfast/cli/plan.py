@@ -30,6 +30,7 @@ from holdfast.lab.planning import (
     Evaluation,
     FleetEvaluation,
     best_of,
+    describe_load,
     evaluate_fleet,
 )
 from holdfast.lab.reports.tables import show_candidates
@@ -173,6 +174,8 @@ def run(
     named = BUILTIN_MODEL if question.model == BUILTIN_MODEL else model
     advice = recommend(evaluations, question.engine, named, most_devices(question), config.router)
     fleet = None
+    if best is not None:
+        advice.insert(1, describe_load(best.figures))
     if config.router is not None and best is not None and best.replicas > 1:
         fleet = evaluate_fleet(question, best, config.router, config.replica_link or REPLICA_LINK)
         advice.insert(1, describe_fleet(fleet, best))

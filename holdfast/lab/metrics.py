@@ -85,6 +85,31 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
     return result | _statistics("queued", queued) if queued else result
 
 
+def queue_growth(records: Sequence[Record], window: float) -> float:
+    """How much of what arrived in the later half of `window` seconds of arrivals was left waiting there, as a share.
+
+    The window begins with the first arrival. A request has begun when its first step is planned, or, if that is not
+    known, when its first token comes; the shortest wait of all requests counts as no wait. As many requests as arrive
+    on average in half a window are expected to begin in its later half, or as many as did arrive there if they are
+    fewer: then neither a burst nor a lull is taken for growth. 0 for less than chance explains: the square root of
+    their number, which is how far random arrivals in half a window are off.
+    """
+    begun = [
+        (record.arrival, record.token_times[0] if record.scheduled is None else record.scheduled)
+        for record in records
+        if not record.error and record.token_times
+    ]
+    if not begun:
+        return 0.0
+    stop = min(arrival for arrival, _ in begun) + window
+    middle, least = stop - window / 2, min(start - arrival for arrival, start in begun)
+    arrived = sum(middle <= arrival <= stop for arrival, _ in begun)
+    started = sum(middle <= start - least <= stop for _, start in begun)
+    expected = min(arrived, len(begun) / 2)
+    left = expected - started
+    return left / expected if expected and left > sqrt(expected) else 0.0
+
+
 def _peak_tokens_per_second(records: Sequence[Record]) -> float:
     """Most tokens that arrived within one second, counting seconds from the first arrival."""
     began = min(record.arrival for record in records)

@@ -15,7 +15,7 @@ from holdfast.cluster.routing import RouterName, RoutingRules, make_router
 from holdfast.core.config import EngineConfig, SchedulerName
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
-from holdfast.lab.metrics import summary
+from holdfast.lab.metrics import Record, Slo, queue_growth, summary
 from holdfast.lab.simulator.cluster import ClusterOutcome, apart, on_cores, simulate_cluster
 from holdfast.lab.simulator.deployment import Deployment, Pipeline, deploy
 from holdfast.lab.simulator.devices import LINKS, look_up
@@ -26,6 +26,8 @@ from holdfast.lm.scheduler.choice import CHUNKED
 
 MAX_QUEUED_MS = 2000.0
 """Longest median wait for the first step under a sustained load (Sarathi-Serve §5)."""
+MAX_QUEUE_GROWTH = 0.05
+"""Largest share of the arriving requests that may be left waiting while the load lasts (`metrics.queue_growth`)."""
 TOLERANCE = 0.05
 """A search ends when its bounds are within this ratio of each other, unless told otherwise."""
 MIN_RATE, MAX_RATE = 1e-3, 1e5
@@ -37,6 +39,11 @@ SHARED_OPTIONS = (
 """Engine options that are the same for all candidates."""
 MIN_CONVERSATIONS = 40
 """Fewest conversations of a run, however low its rate."""
+LIFETIMES = 3.0
+"""Seconds of arrivals in a run, in mean lifetimes of its conversations. Until about the first one has passed, more and
+more conversations run at once, and no queue forms however high the rate is."""
+MOST_EXTENSION = 8.0
+"""Longest time of arrivals in a run, over the time that was asked for."""
 MAX_ROUTED = 64
 """Most replicas that are simulated together."""
 FIRST_STEP = 1.2
@@ -51,13 +58,49 @@ Layout = tuple[int, int, float]
 
 
 def sustained(figures: Mapping[str, float], tbt_ms: float, ttft_ms: float | None = None) -> bool:
-    """Whether P99 TBT and P99 TTFT are within their limits and the queue does not grow.
+    """Whether P99 TBT and P99 TTFT are within their limits and the queue is short and does not grow.
 
-    If `figures` has no queueing times, TTFT stands in for them. Without `ttft_ms`, TTFT has no limit.
+    It is short if the median wait for the first step is at most MAX_QUEUED_MS. Whether it grows is the figure
+    `queue_growth`; without that figure only its length counts. If `figures` has no queueing times, TTFT stands in for
+    them. Without `ttft_ms`, TTFT has no limit.
     """
     queued = figures["median_queued_ms" if "median_queued_ms" in figures else "median_ttft_ms"]
     prompt = ttft_ms is None or figures["p99_ttft_ms"] <= ttft_ms
-    return prompt and figures["p99_itl_ms"] <= tbt_ms and queued <= MAX_QUEUED_MS
+    steady = queued <= MAX_QUEUED_MS and figures.get("queue_growth", 0.0) <= MAX_QUEUE_GROWTH
+    return prompt and figures["p99_itl_ms"] <= tbt_ms and steady
+
+
+def load_figures(records: Sequence[Record], workload: Workload, slo: Slo | None = None) -> dict[str, Any]:
+    """`metrics.summary` of a run, and what tells a lasting load from a burst. Raises ValueError as that does.
+
+    - `arrival_window`: seconds from the first conversation's arrival to the last one's.
+    - `queue_growth`: of the requests that arrived in it (`metrics.queue_growth`).
+    - `mean_lifetime`: seconds from a conversation's arrival to its last token, with the times between its turns.
+    """
+    arrivals = [conversation.arrival for conversation in workload]
+    window = max(arrivals) - min(arrivals)
+    figures = summary(records, slo)
+    thought = sum(turn.think for conversation in workload for turn in conversation.turns[1:])
+    served = figures["mean_e2el_ms"] / 1e3 * figures["completed"]
+    return figures | {
+        "arrival_window": window,
+        "queue_growth": queue_growth(records, window),
+        "mean_lifetime": (served + thought) / len(workload),
+    }
+
+
+def describe_load(figures: Mapping[str, float]) -> str:
+    """How long the load of a run lasted, and what that says of its queue, as one line of text."""
+    window, lifetime = figures["arrival_window"], figures["mean_lifetime"]
+    told = f"conversations arrived for {window:,.3g} s, {window / lifetime:,.2g} times as long as one lasts"
+    if lasting(figures):
+        return f"the queue does not grow: {told}"
+    return f"whether the queue grows cannot be told: {told}; it takes {LIFETIMES * lifetime:,.0f} s"
+
+
+def lasting(figures: Mapping[str, float]) -> bool:
+    """Whether conversations arrived for long enough to tell a lasting load from a burst: LIFETIMES of them."""
+    return figures["arrival_window"] >= LIFETIMES * figures["mean_lifetime"]
 
 
 def find_capacity(
@@ -160,7 +203,7 @@ class CapacityQuestion:
     tbt_ms: float
     ttft_ms: float | None
     seconds: float
-    """Time during which conversations arrive in each run."""
+    """Time during which conversations arrive in each run, unless it takes longer to tell whether the queue grows."""
     link: str | None = None
     """Link between the devices of a layer. None: the device's own."""
     stage_link: str | None = None
@@ -185,11 +228,26 @@ class CapacityQuestion:
             memory_fraction=self.engine.memory_fraction,
         )
 
-    def arriving(self, base: Workload, rate: float) -> Workload:
-        """The conversations of a run at `rate`."""
-        count = max(MIN_CONVERSATIONS, math.ceil(rate * self.seconds))
+    def arriving(self, base: Workload, rate: float, seconds: float | None = None) -> Workload:
+        """The conversations of a run at `rate`: those of so many seconds, the question's own by default."""
+        count = max(MIN_CONVERSATIONS, math.ceil(rate * (seconds or self.seconds)))
         drawn = [base[number % len(base)] for number in range(count)]
         return workloads.gamma_arrivals(drawn, rate, self.engine.seed, self.variation)
+
+    def run_at(self, base: Workload, rate: float, run: Callable[[Workload], Sequence[Record]]) -> dict[str, Any]:
+        """The figures of a run at `rate` that is long enough to tell whether the rate is sustained.
+
+        A run that seems to sustain its rate is made again with more arrivals until they last for LIFETIMES of its
+        conversations, or MOST_EXTENSION times as long as asked for. Raises ValueError as `run` does.
+        """
+        seconds, most = self.seconds, MOST_EXTENSION * self.seconds
+        while True:
+            arriving = self.arriving(base, rate, seconds)
+            figures = load_figures(run(arriving), arriving) | {"num_conversations": len(arriving)}
+            longest = max(seconds, figures["arrival_window"])
+            if not sustained(figures, self.tbt_ms, self.ttft_ms) or lasting(figures) or longest >= most:
+                return figures
+            seconds = min(most, max(1.1 * LIFETIMES * figures["mean_lifetime"], 1.1 * longest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +258,7 @@ class Evaluation:
     capacity: float
     """Conversations a second that one replica sustains; 0 if none."""
     figures: Mapping[str, Any]
-    """`metrics.summary` of the run at that rate; empty without capacity."""
+    """`load_figures` of the run at that rate; empty without capacity."""
     output_rate: float
     """Generated tokens a second at that rate in the long run, without the slow end of a run."""
     replicas: int
@@ -232,10 +290,11 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
             raise ValueError(f"no request fits its context of {longest:,} tokens")
         runs: dict[float, dict[str, Any]] = {}
 
+        def run(arriving: Workload) -> list[Record]:
+            return simulate(engine, profile, arriving, pipeline=deployment.pipeline).records
+
         def run_at(rate: float) -> dict[str, Any]:
-            arriving = question.arriving(base, rate)
-            figures = summary(simulate(engine, profile, arriving, pipeline=deployment.pipeline).records)
-            runs[rate] = figures | {"num_conversations": len(arriving)}
+            runs[rate] = question.run_at(base, rate, run)
             return runs[rate]
 
         start = saturated_rate(engine, deployment, base)
@@ -261,7 +320,7 @@ class FleetEvaluation:
     capacity: float
     """Conversations a second that they sustain together; 0 if none."""
     figures: Mapping[str, Any]
-    """`metrics.summary` of the run at that rate; empty without capacity."""
+    """`load_figures` of the run at that rate; empty without capacity."""
     found: float
     """Prompt tokens found in that run, as a share of what one replica with endless memory would find."""
     spread: float
@@ -293,19 +352,28 @@ def evaluate_fleet(
     cores = None if question.cores is None or profile.threads is None else question.cores / profile.threads
     runs: dict[float, tuple[dict[str, Any], ClusterOutcome]] = {}
 
-    def run_at(rate: float) -> dict[str, Any]:
-        outcome = simulate_cluster(
+    def run(arriving: Workload) -> ClusterOutcome:
+        return simulate_cluster(
             engine,
             profile,
-            question.arriving(base, rate),
+            arriving,
             make_router(router, profile.cost, rules, seed=engine.seed),
             replicas=replicas,
             link=look_up("link", LINKS, link),
             pipeline=deployment.pipeline,
             sharing=apart if cores is None else on_cores(cores),
         )
-        runs[rate] = summary(outcome.records), outcome
-        return runs[rate][0]
+
+    def run_at(rate: float) -> dict[str, Any]:
+        outcomes: list[ClusterOutcome] = []
+
+        def records_of(arriving: Workload) -> list[Record]:
+            outcomes.append(run(arriving))
+            return outcomes[-1].records
+
+        figures = question.run_at(base, rate, records_of)
+        runs[rate] = figures, outcomes[-1]
+        return figures
 
     start = evaluation.fleet_capacity
     capacity = find_capacity(run_at, question.tbt_ms, ttft_ms=question.ttft_ms, start=start, step=FIRST_STEP)

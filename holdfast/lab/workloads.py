@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.config import option
+from holdfast.files.regular import read_text
 
 HASH_BLOCK = 512
 """Tokens of each hash id of a Mooncake trace."""
@@ -345,7 +346,7 @@ class PromptTokens:
 def _read_text(path: str | Path) -> str:
     """The text of a workload's file. Raises ValueError, naming the file."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(path)
     except OSError as error:
         raise ValueError(f"workload {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

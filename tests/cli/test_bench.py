@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from holdfast.cli.bench import BenchConfig, target_of
+from holdfast.cli.bench import BenchConfig, describe_capacity, target_of
 from holdfast.cli.command import main
 from holdfast.cli.targets import sender
 from holdfast.core.config import EngineConfig
+from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, summary
 from holdfast.lab.reports.tables import show_figures
 from holdfast.lab.workloads import Conversation, Turn
@@ -79,6 +80,7 @@ def test_capacity_is_the_highest_rate_within_the_limits(profile, tmp_path, capsy
     assert found["capacity"] > 0
     for figures in found["runs"]:
         kept = figures["p99_itl_ms"] <= 12 and figures["median_queued_ms"] <= 2000
+        kept = kept and figures["queue_growth"] <= 0.05
         assert kept == (figures["request_rate"] <= found["capacity"])
     assert f"capacity: {found['capacity']:.3g} a second" in capsys.readouterr().out
 
@@ -129,6 +131,20 @@ def test_prompts_of_a_server_and_of_a_model_here_are_drawn_from_the_seed():
     assert prompts(1) == prompts(1) != prompts(2)
 
 
+def test_each_run_of_a_target_sends_other_prompts():
+    """Equal prompts would come from the cache of the run before, and make it look faster."""
+    sent = []
+
+    async def ask(prompt, output, record):
+        sent.append(tuple(prompt))
+
+    with asyncio.Runner() as loop:
+        run = sender(loop, ask, 256, None, 1)
+        for _ in range(3):
+            run([Conversation(0.0, (Turn(20, 1),)), Conversation(0.0, (Turn(20, 1, hashes=(7,)),))], "")
+    assert len({*sent}) == len(sent) == 6
+
+
 def test_the_seed_reaches_a_server(monkeypatch):
     monkeypatch.setattr("holdfast.cli.bench.server", lambda url, **options: options["seed"])
     assert target_of(BenchConfig(url="http://localhost:1"), EngineConfig(seed=5), Console()) == 5
@@ -177,6 +193,32 @@ def test_requests_longer_than_the_context_are_left_out_with_a_message(profile, c
 def test_a_capacity_from_too_few_arrivals_gives_a_warning(profile, capsys):
     assert bench("--simulate", profile, "--requests", "30", "--output-tokens", "10", "--capacity", "30") == 0
     assert "too few to tell a lasting load from a burst" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_capacity_is_no_rate_at_which_the_queue_grows(profile, tmp_path, capsys):
+    """A rate that 200 requests outrun before one has waited for two seconds is none that lasts."""
+    out = tmp_path / "figures.json"
+    given = ("--requests", "200", "--output-tokens", "20", "--capacity", "1s", "--max-sequences", "16")
+    assert bench("--simulate", profile, *given, "--json", str(out)) == 0
+    found = json.loads(out.read_text())
+    fastest = max(found["runs"], key=lambda figures: figures["request_rate"])
+    assert fastest["median_queued_ms"] < 2000 and fastest["queue_growth"] > 0.05
+    assert found["capacity"] < 1.2 * fastest["request_throughput"] < fastest["request_rate"]
+
+
+@pytest.mark.parametrize(
+    ("requests", "lifetime", "wanted"),
+    [(50, 1.0, ""), (38, 1.0, "give --requests 120"), (50, 10.0, "give --requests 120"), (50, 100.0, "--requests 660")],
+    ids=["lasted", "20 seconds", "2.5 lifetimes", "a quarter of a lifetime"],
+)
+def test_a_capacity_of_arrivals_that_lasted_is_told_without_a_warning(requests, lifetime, wanted):
+    """At two a second."""
+    found = {"request_rate": 2.0, "arrival_window": requests / 2, "mean_lifetime": lifetime}
+    slower = {"request_rate": 1.0, "arrival_window": requests, "mean_lifetime": 1.0}
+    told = describe_capacity(BenchConfig(capacity=50.0), 2.0, workloads.fixed(requests, 8, 8), [slower, found])
+    assert ("the queue does not grow" in told) == (not wanted)
+    assert wanted in told and "capacity: 2 a second with P99 TBT within 50 ms" in told
+    assert "too few" not in describe_capacity(BenchConfig(capacity=50.0), 0.0, workloads.fixed(1, 8, 8), [found])
 
 
 @pytest.mark.parametrize("key", [("--api-key", "secret"), ("--api-key=secret",), ("--api-key=a\nsecret",)])

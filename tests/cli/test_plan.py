@@ -53,6 +53,7 @@ def test_a_plan_ends_with_a_command_that_serve_accepts(profile, tmp_path, capsys
     assert plan("--profile", profile, *SMALL, "--price", "2", "--max-sequences", "8", "--json", str(out)) == 0
     shown = capsys.readouterr().out
     command = shown.strip().splitlines()[-1]
+    assert "the queue does not grow: conversations arrived for" in shown
     engine = parsed(command)
     assert engine.max_sequences == 8
     rows = json.loads(out.read_text())["candidates"]

@@ -1,8 +1,10 @@
 """Metrics of a run from the records of its requests."""
 
+from dataclasses import replace
+
 import pytest
 
-from holdfast.lab.metrics import Record, Slo, summary
+from holdfast.lab.metrics import Record, Slo, queue_growth, summary
 
 
 def records():
@@ -70,3 +72,57 @@ def test_goodput_counts_requests_that_meet_every_limit():
 def test_a_run_without_success_is_refused_with_the_reasons():
     with pytest.raises(ValueError, match="none of 1 requests succeeded: refused"):
         summary(records()[2:])
+
+
+def line(count, gap, *, wait=lambda number: 0.0, begin=7.0, planned=True):
+    """Requests that arrive `gap` seconds apart; the first step of each follows after `wait` of its number."""
+    made = []
+    for number in range(count):
+        arrival = begin + gap * number
+        started = arrival + wait(number)
+        made.append(
+            Record(arrival, 1, scheduled=started if planned else None, token_times=[started, started + 0.2 * number])
+        )
+    return made
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["with first steps", "with first tokens"])
+@pytest.mark.parametrize("growth", [0.1, 0.5, 3.0])
+def test_a_queue_grows_by_the_requests_that_are_left_waiting_in_the_later_half_of_the_arrivals(growth, planned):
+    """Each waits `growth` of a gap longer than the one before: of 1 + `growth` that come, one begins."""
+    made = line(1001, 0.1, wait=lambda number: 0.5 + 0.1 * growth * number, planned=planned)
+    assert queue_growth(made, 100.0) == pytest.approx(1 - 1 / (1 + growth), abs=0.01)
+
+
+def test_a_queue_of_a_constant_length_does_not_grow_however_long_it_is():
+    assert queue_growth(line(1001, 0.1, wait=lambda number: 60.0), 100.0) == 0.0
+    burst = line(1001, 0.1, wait=lambda number: 20.0 if number < 400 else 0.0)
+    assert queue_growth(burst, 100.0) == 0.0, "it has gone"
+
+
+def test_what_chance_explains_is_no_growth():
+    """Of about 100 requests in the later half, ten may wait at its end."""
+    for waiting, grows in ((8, False), (14, True)):
+        made = line(200, 0.1, wait=lambda number, waiting=waiting: 50.0 if number >= 200 - waiting else 0.0)
+        assert (queue_growth(made, 19.9) > 0) == grows
+
+
+@pytest.mark.parametrize("seconds", [0.75, 0.1], ids=["as many as arrive", "many more"])
+@pytest.mark.parametrize("early", [True, False], ids=["lull", "burst"])
+def test_neither_a_burst_nor_a_lull_in_the_later_half_is_growth(early, seconds):
+    """Three of four requests arrive in one half, and the server begins as many in a second as arrive on average."""
+    gaps = [0.5] * 300 + [1.5] * 100 if early else [1.5] * 100 + [0.5] * 300
+    made, arrival, free = [], 0.0, 0.0
+    for gap in gaps:
+        arrival += gap
+        free = max(free, arrival) + seconds
+        made.append(Record(arrival, 1, scheduled=free, token_times=[free]))
+    assert queue_growth(made, 300.0) == 0.0
+    slow = [replace(each, scheduled=0.5 + 2.0 * number) for number, each in enumerate(made)]
+    assert queue_growth(slow, 300.0) > 0.2, "one in two seconds is too slow"
+
+
+def test_requests_that_failed_say_nothing_of_the_queue():
+    failed = [replace(each, error="refused") for each in line(500, 0.1, wait=lambda number: float(number))]
+    assert queue_growth(failed, 50.0) == 0.0
+    assert queue_growth([*failed, *line(500, 0.1)], 50.0) == 0.0

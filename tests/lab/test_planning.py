@@ -10,12 +10,16 @@ from holdfast.lab.planning import (
     Candidate,
     CapacityQuestion,
     best_of,
+    describe_load,
     evaluate,
     evaluate_fleet,
     evaluator,
     find_capacity,
+    lasting,
     sustained,
 )
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.workloads import Conversation, Turn
 from tests.lab.simulator.simulation import PROFILE
 
 QUESTION = CapacityQuestion(
@@ -55,6 +59,53 @@ def test_a_run_has_the_conversations_of_its_time_but_at_least_40():
     question = replace(QUESTION, seconds=30.0)
     assert len(question.arriving(base, 10.0)) == 300
     assert len(question.arriving(base, 0.1)) == 40
+
+
+QUEUEING = replace(QUESTION, tbt_ms=1000.0, ttft_ms=None, workload=workloads.fixed(4, 50, 30))
+"""Only the queue limits the rate: 16 sequences of 30 tokens run at once."""
+
+
+def test_a_short_run_finds_about_the_capacity_of_a_long_one():
+    """Runs of a quarter of a second would end before the queue is as long as two seconds, however fast it grows."""
+    capacities = [evaluate(replace(QUEUEING, seconds=seconds), PLAIN).capacity for seconds in (0.25, 1.0, 4.0)]
+    assert max(capacities) < 1.15 * min(capacities)
+    arriving = QUEUEING.arriving(QUEUEING.workload, 2 * capacities[0], 4.0)
+    outcome = simulate(replace(QUEUEING.engine, **PLAIN.options()), PROFILE, arriving)
+    assert len(arriving) / outcome.seconds < 1.15 * capacities[0], "no more are served where more arrive"
+
+
+def test_a_run_is_longer_until_the_queue_of_its_conversations_would_be_seen():
+    """A conversation takes 2 s; of 40 in a tenth of a second none begins late, as none has ended."""
+    talk = [Conversation(0.0, (Turn(20, 10), Turn(10, 10, 1.8)))]
+    asked = []
+
+    def run(arriving):
+        asked.append(arriving[-1].arrival - arriving[0].arrival)
+        return simulate(QUESTION.engine, PROFILE, arriving).records
+
+    figures = replace(QUEUEING, seconds=1.0).run_at(talk, 30.0, run)
+    assert len(asked) == 2 and asked[0] < 2 and lasting(figures)
+    assert figures["mean_lifetime"] == pytest.approx(2.0, abs=0.2)
+    assert figures["arrival_window"] == asked[-1] > 5.5
+    assert figures["num_conversations"] > 150
+    assert describe_load(figures).startswith("the queue does not grow: conversations arrived for ")
+
+
+def test_a_run_is_not_extended_where_it_has_failed_or_beyond_eight_times_what_was_asked_for():
+    slow = [Conversation(0.0, (Turn(20, 10), Turn(10, 10, 100.0)))]
+    asked = []
+
+    def run(arriving):
+        asked.append(len(arriving))
+        return simulate(QUESTION.engine, PROFILE, arriving).records
+
+    question = replace(QUEUEING, seconds=1.0)
+    figures = question.run_at(slow, 50.0, run)
+    assert asked == [50, 400] and not lasting(figures)
+    assert "whether the queue grows cannot be told" in describe_load(figures)
+    assert "it takes 300 s" in describe_load(figures)
+    replace(question, tbt_ms=0.1).run_at(slow, 50.0, run)
+    assert asked == [50, 400, 50], "no longer run could meet this limit"
 
 
 def test_replicas_sustain_about_as_much_behind_a_router_as_each_alone():
@@ -175,6 +226,12 @@ def test_a_growing_queue_is_not_sustained_even_if_tbt_is_within_its_limit():
     assert not sustained(figures, 50.0)
     assert sustained(figures | {"median_queued_ms": 1500.0}, 50.0)
     assert sustained({"p99_itl_ms": 10.0, "median_queued_ms": 1500.0}, 50.0)
+
+
+def test_a_queue_that_is_short_as_yet_but_grows_is_not_sustained():
+    figures = {"p99_itl_ms": 10.0, "median_queued_ms": 100.0}
+    assert sustained(figures | {"queue_growth": 0.04}, 50.0)
+    assert not sustained(figures | {"queue_growth": 0.06}, 50.0)
 
 
 def test_a_ttft_limit_counts_only_if_given():

@@ -202,6 +202,7 @@ def _begin_tuning(
         tuning.shape,
         memory_fraction=tuning.memory_fraction,
         block_seconds=copying,
+        exact=True,
     )
     jobs = {f"job {number}": job for number, job in enumerate(tuning.jobs)}
     for name, job in jobs.items():

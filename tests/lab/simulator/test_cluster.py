@@ -7,13 +7,15 @@ import pytest
 from holdfast.cluster.routing import POLICIES, ReplicaView, RoutingRules, make_router
 from holdfast.cluster.routing import Turn as RoutedTurn
 from holdfast.core.config import EngineConfig
+from holdfast.core.types import Request, SamplingParams
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator import cluster
-from holdfast.lab.simulator.cluster import ClusterEvent, on_cores, simulate_cluster
+from holdfast.lab.simulator.cluster import ClusterEvent, Replica, on_cores, simulate_cluster
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.memory.digests import block_digests
 from tests.invariants import check_scheduler
 from tests.lab.simulator.simulation import PROFILE
 
@@ -128,6 +130,25 @@ def test_requests_of_a_failed_replica_go_on_elsewhere_with_the_tokens_they_have(
     assert outcome.resent > 0
     assert [len(record.token_times) for record in outcome.records] == [50] * 48
     assert all(list(record.token_times) == sorted(record.token_times) for record in outcome.records)
+
+
+def test_a_replica_finds_no_block_that_holds_the_prompts_last_token():
+    node = Replica.make("one", CONFIG, TIERED, None, lambda now: 1.0, lambda executor, clock: executor)
+    size, prompt = node.pool.block_size, tuple(range(1, 49))
+    assert size == 16
+    node.loop.add(Request("first", prompt, SamplingParams(max_tokens=4, ignore_eos=True)))
+    while node.loop.has_work():
+        node.loop.step()
+    chain = block_digests(cluster.ROOT, prompt, size)
+    assert all(node.has(digest) for digest in chain)
+    assert [node.found(chain, tokens).tokens for tokens in (47, 48, 49)] == [32, 32, 48]
+    again = Request("again", prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    node.loop.add(again)
+    cached = [output.cached_tokens for output in node.loop.step() or () if output.tokens]
+    assert cached in ([], [32])
+    while node.loop.has_work():
+        cached += [output.cached_tokens for output in node.loop.step() or () if output.tokens]
+    assert cached == [32], "the engine finds as much"
 
 
 def test_blocks_are_accounted_for_at_every_step(monkeypatch):

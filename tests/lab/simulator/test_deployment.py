@@ -37,6 +37,19 @@ def test_stages_divide_the_layers_and_the_whole_is_their_sum():
     assert whole.attention(512, 4096) == pytest.approx(one.profile.cost.attention(512, 4096))
 
 
+def test_every_layer_is_in_one_stage_where_stages_do_not_divide_them_evenly():
+    shape = MODELS["yi-34b"]
+    stages = deploy("yi-34b", "h100", pp=7).pipeline.stages
+    one = derive(shape, DEVICES["h100"])
+    assert shape.layers % 7 and len({stage.attention(1, 4096) for stage in stages}) == 2
+    assert sum(stage.attention(1, 4096) for stage in stages) == pytest.approx(one.attention(1, 4096))
+
+
+def test_devices_that_share_layers_keep_all_of_a_position_together():
+    for tp in (1, 2):
+        assert deploy("yi-34b", "h100", tp=tp).profile.token_bytes == MODELS["yi-34b"].token_bytes
+
+
 def test_more_devices_have_more_memory_and_copy_faster():
     one, four = deploy("mistral-7b", "a100-80gb"), deploy("mistral-7b", "a100-80gb", tp=2, pp=2)
     assert four.profile.cache_tokens > 4 * one.profile.cache_tokens
@@ -246,10 +259,29 @@ def test_each_layer_ends_in_an_all_reduce_after_attention_and_after_the_mlp_unle
         assert extra == pytest.approx(shape.layers * reductions * 6 * 1e-5)
 
 
+def test_an_all_reduce_sends_the_activations_of_every_token():
+    shape = MODELS["llama-2-70b"]
+    near, far = (derive(shape, A100, tp=2, link=Link("wire", rate, 0.0)) for rate in (1e12, 1e9))
+    extra = [far.linear(tokens) - near.linear(tokens) for tokens in (1024, 4096)]
+    assert extra[1] == pytest.approx(4 * extra[0]) and extra[0] > 0
+
+
 def test_the_cache_gets_the_memory_that_the_weights_leave():
     assert cache_tokens(MODELS["mistral-7b"], A100, devices=1) == pytest.approx(420_000, rel=0.05)
     with pytest.raises(ValueError, match="llama-2-70b takes 138 GB, and 1 a100-80gb have 80; take more devices"):
         cache_tokens(MODELS["llama-2-70b"], A100, devices=1)
+
+
+def test_each_device_keeps_memory_for_its_own_activations():
+    shape = MODELS["mistral-7b"]
+    one, four, all_memory = (
+        cache_tokens(shape, A100, devices=devices, memory_fraction=fraction) * shape.token_bytes
+        for devices, fraction in ((1, 0.9), (4, 0.9), (1, 1.0))
+    )
+    of_a_device = A100.memory * 0.9 - one - shape.weight_bytes
+    assert of_a_device > 1e9, "a step's activations take memory"
+    assert four == pytest.approx(4 * (one + shape.weight_bytes) - shape.weight_bytes, rel=1e-5)
+    assert all_memory - one == pytest.approx(0.1 * A100.memory, rel=1e-5)
 
 
 def test_an_invalid_tensor_parallel_size_is_refused():

@@ -99,9 +99,13 @@ class TuningDesk:
     def ready(self) -> bool:
         """Whether `answers` would find something now."""
         return (
-            bool(self._answers or self._tuner.ended)
+            bool(self._answers or self._tuner.ended or self._tuner.refused)
             or self._trainer.has_reports
-            or any(self._visible(job, known) != known.told for job, known in self._open.items() if not known.off_device)
+            or any(
+                self._visible(job, known, self._trainer.settled(job)) != known.told
+                for job, known in self._open.items()
+                if not known.off_device
+            )
         )
 
     @property
@@ -148,7 +152,7 @@ class TuningDesk:
             number, job, reading = self._reading.popleft()
             yield self._take(number, job, reading)
         now = time.monotonic()
-        urgent = self._tuner.ended or self._trainer.has_reports or self._look
+        urgent = self._tuner.ended or self._tuner.refused or self._trainer.has_reports or self._look
         if self._open and (urgent or now >= self._looked_at + LOOK_SECONDS):
             self._look, self._looked_at = False, now
             if events := self._events():
@@ -236,7 +240,7 @@ class TuningDesk:
 
         def in_time() -> bool:
             if rules.target is not None:
-                return tuner.cost.largest_unit(tokens) <= tuner.max_unit_seconds
+                return tuner.largest_unit(tokens) <= tuner.max_unit_seconds
             return tokens < 2 * LEAST_MICRO_BATCH or tuner.cost.iteration((tokens,)) <= bound
 
         def in_memory() -> bool:
@@ -300,7 +304,8 @@ class TuningDesk:
         while self._tuner.ended:
             self._open[self._tuner.ended.popleft()].off_device = True
         # A job that has settled has told all its steps before this looks for reports.
-        settled = {job for job, known in self._open.items() if known.off_device and self._trainer.settled(job)}
+        settled = {job for job in self._open if self._trainer.settled(job)}
+        leaving = {job for job in settled if self._open[job].off_device}
         for report in self._trainer.reports():
             known = self._open[report.job]
             if isinstance(report, JobFailure):
@@ -311,20 +316,25 @@ class TuningDesk:
             events.append(_step_event(report))
             if report.checkpoint is not None:
                 known.checkpoint = str(report.checkpoint)
+        while self._tuner.refused:
+            job, reason = self._tuner.refused.popleft()
+            if job in self._open:
+                self._open[job].failure = reason
+                self._tuner.remove(job)
         while self._tuner.ended:  # one that failed and was not on the device
             self._open[self._tuner.ended.popleft()].off_device = True
         for job in [*self._open]:
             known = self._open[job]
-            if job in settled:
+            if not known.off_device:
+                events += self._told(known, self._visible(job, known, job in settled))
+            elif job in leaving:
                 events += self._end(job, known)
-            elif not known.off_device:
-                events += self._told(known, self._visible(job, known))
         return events
 
-    def _visible(self, job: str, known: _Open) -> str:
-        """The status that a job's owner should know of."""
+    def _visible(self, job: str, known: _Open, settled: bool) -> str:
+        """The status that a job's owner should know of; `settled`: all of it is stored, and all its steps are told."""
         status = self._status(job)
-        if status == "paused" and (self._trainer.is_resident(job) or not self._trainer.settled(job)):
+        if status == "paused" and (self._trainer.is_resident(job) or not settled):
             return known.told  # it leaves the device, or its state is on the way to the disk
         return known.told if status == "ending" else status
 

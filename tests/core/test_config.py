@@ -6,8 +6,17 @@ from typing import Any
 
 import pytest
 
+from holdfast.cli.batch import BatchConfig
+from holdfast.cli.bench import BenchConfig
+from holdfast.cli.chat import ChatConfig
+from holdfast.cli.plan import PlanConfig
+from holdfast.cli.profile import ProfileConfig
+from holdfast.cli.tune import TuneConfig
+from holdfast.cluster.config import ClusterConfig
 from holdfast.core import config
 from holdfast.core.config import ROW_SCHEDULERS, AppConfig, EngineConfig
+from holdfast.lab.workloads import WorkloadConfig
+from holdfast.server.config import ServerConfig
 
 
 @pytest.mark.parametrize(
@@ -81,13 +90,30 @@ def test_an_option_of_the_other_executor_is_refused(executor, options, owner):
     EngineConfig(executor="auto", **options)
 
 
-def test_every_field_has_a_help_text():
-    assert all(field.metadata["help"] for field in dataclasses.fields(EngineConfig))
+CONFIGS = (
+    EngineConfig, AppConfig, ServerConfig, ClusterConfig, WorkloadConfig, BenchConfig, PlanConfig, BatchConfig,
+    ChatConfig, ProfileConfig, TuneConfig,
+)  # fmt: skip
 
 
-def test_a_config_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        EngineConfig().block_size = 1
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_field_has_a_help_text_that_names_no_default_that_it_has_not(config):
+    for field in dataclasses.fields(config):
+        help = field.metadata["help"]
+        assert len(help) > 10 and help == help.strip() and not help.endswith("."), field.name
+        stated = re.search(r"default: (\d+(?:\.\d+)?)\b(?![.\w%]| with)", help)
+        if stated and isinstance(field.default, int | float):
+            assert float(stated[1]) == field.default, field.name
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_no_config_changes_after_it_was_built(config):
+    """Not by assignment, and not through a value that can be changed in place."""
+    made = config()
+    for field in dataclasses.fields(config):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, field.name, getattr(made, field.name))
+    assert hash(made) == hash(config()), "every value is hashable"
 
 
 def test_ttft_target_needs_the_deadline_order():

@@ -166,6 +166,32 @@ def test_one_decode_is_priced_as_among_the_next_measured_number_of_them():
     assert Predictor(COST).decode(7, 1000) == pytest.approx(COST.attention(1, 1000))
 
 
+def test_a_step_that_verifies_drafts_costs_what_a_step_of_so_many_decodes_does():
+    predictor = Predictor(FEW_AND_MANY)
+    contexts = [300, 4096]
+    attention = predictor.decodes(contexts)
+    assert attention > 0
+    for tokens in (2, 4, 16):
+        assert predictor.drafted(tokens, contexts) == pytest.approx(FEW_AND_MANY.decode_only(tokens) + attention)
+    assert predictor.drafted(4, []) == FEW_AND_MANY.decode_only(4)
+    without = Predictor(COST)
+    assert without.drafted(40, contexts) == pytest.approx(COST.linear(40) + without.decodes(contexts))
+
+
+def test_drafts_past_the_largest_captured_step_cost_no_less_than_that_step_or_an_ordinary_one():
+    slow_graph = replace(COST, decode_rows=(1, 16), decode_seconds=(0.001, 0.0049))
+    cheap_graph = replace(COST, decode_rows=(1, 16), decode_seconds=(0.0005, 0.001))
+    assert COST.linear(17) < 0.0049 < COST.linear(64)
+    assert Predictor(slow_graph).drafted(17, []) == 0.0049
+    assert Predictor(slow_graph).drafted(64, []) == COST.linear(64)
+    assert Predictor(cheap_graph).drafted(17, []) == COST.linear(17)
+    assert Predictor(cheap_graph).drafted(16, []) == 0.001
+
+
+def test_a_step_of_decodes_and_prompts_is_priced_by_all_its_tokens():
+    assert Predictor(COST).mixed(30, 34) == COST.linear(64) == 0.005
+
+
 def test_a_burst_round_trips_through_json_and_may_be_missing():
     bursting = replace(COST, burst=Burst(0.86, 0.04))
     assert msgspec.convert(json.loads(json.dumps(asdict(bursting))), CostModel) == bursting

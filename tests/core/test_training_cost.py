@@ -1,6 +1,8 @@
 """The cost of training: units add up to what a forward of as many tokens takes, and grow as they should."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,8 @@ from holdfast.core.training_cost import (
     TrainingCost,
     TrainingShape,
 )
+from holdfast.lab.simulator.deployment import packaged_profile
+from holdfast.lab.simulator.shapes import MODELS
 from holdfast.training.jobs import HEAD_ROWS
 
 SHAPE = TrainingShape(num_layers=4, attention_weights=10, mlp_weights=30, head_weights=40)
@@ -102,3 +106,39 @@ def test_a_unit_of_the_head_has_as_many_tokens_as_the_trainer_computes_at_once()
 def test_sizes_below_one_are_refused_by_name():
     with pytest.raises(ValueError, match="mlp_weights is 0; it must be at least 1"):
         TrainingShape(1, 1, 0, 1)
+
+
+MEASURED = {
+    ("mlp", (8192,)): 1.1 * 0.75 * 0.8 * 0.256 / 4,
+    ("attention", (8192,)): 1.6 * 0.25 * 0.8 * 0.256 / 4 + 2.0 * 1.0 / 4,
+    ("mlp_backward", (8192,)): 1.1 * 1.1 * 0.75 * 0.8 * 0.256 / 4,
+    ("attention_backward", (8192,)): 1.1 * 1.6 * 0.25 * 0.8 * 0.256 / 4 + 5.5 * 1.0 / 4,
+    ("head", (8192,)): 2.0 * 0.2 * 0.256 / 8,
+    ("optimizer", (8192,)): 0.25 * 0.002,
+}
+"""Seconds by hand, with factors as on an H200: layers have 160 of 200 weights, and of a layer's 40 attention has 10."""
+
+
+@pytest.mark.parametrize(("kind", "lengths"), MEASURED)
+def test_each_unit_takes_its_share_of_a_step_times_what_was_measured_on_an_h200(kind, lengths):
+    assert a_cost(attention=1.0).unit(kind, lengths) == pytest.approx(MEASURED[kind, lengths])
+
+
+SITTING = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-23-tuning-units-h200.json"
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    [("attention", False), ("mlp", False), ("head", False), ("mlp_backward", False), ("attention_backward", False),
+     ("attention_backward", True)],
+)  # fmt: skip
+def test_units_of_a_real_model_are_priced_as_they_were_timed_on_an_h200(kind, recompute):
+    """Of Llama-3-8B, with two sequences of 4,096 tokens."""
+    sitting = json.loads(SITTING.read_text())
+    assert (sitting["shape"], sitting["sequences"], sitting["length"]) == ("llama-3-8b", 2, 4096)
+    shape = MODELS["llama-3-8b"]
+    mlp = 3 * 4096 * 14336
+    sizes = TrainingShape(shape.layers, shape.layer_weights - mlp, mlp, shape.head_weights)
+    cost = TrainingCost(packaged_profile(shape, "h200").cost, sizes)
+    timed, _ = sitting["units"]["recompute" if recompute else "keep"][kind]
+    assert 1e3 * cost.unit(kind, (4096, 4096), recompute=recompute) == pytest.approx(timed, rel=0.15)

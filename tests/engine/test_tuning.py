@@ -126,6 +126,16 @@ class Bench:
         assert isinstance(answer, messages.JobStarted)
         return answer.info
 
+    def start_all(self, jobs: Sequence[JobStart]) -> None:
+        """Start jobs together: no step runs before all are read, however long that takes."""
+        assert self.tuning is not None
+        for number, job in enumerate(jobs):
+            self.say(messages.StartJob(2000 + number, job))
+        for *_, reading in [*self.tuning._reading]:
+            reading.result(timeout=60)
+        self.until(lambda: all(self.answered(2000 + number) for number in range(len(jobs))))
+        assert {job.id for job in jobs} <= {*self.tuning._open}
+
     def answered(self, number: int) -> list[messages.FromEngine]:
         return [message for message in self.sent if getattr(message, "number", None) == number]
 
@@ -274,8 +284,12 @@ def test_jobs_over_one_base_take_turns_pause_and_go_on_with_the_same_result(
         each.finish(name)
         expected[name] = each.result(name)
     each.sent.clear()
-    for name, values in kinds.items():
-        each.start(replace(new_job(tmp_path / "together", name, **values), name=f"again-{name}"))
+    each.start_all(
+        [
+            replace(new_job(tmp_path / "together", name, **values), name=f"again-{name}")
+            for name, values in kinds.items()
+        ]
+    )
     each.reach("one", 2)
     assert [event.status for event in each.events("two", JobStatus)] == ["queued"]
     assert isinstance(each.change("one", "pause"), messages.JobChanged)
@@ -430,6 +444,22 @@ def test_too_little_lent_memory_and_a_job_that_is_open_are_refused(bench: Callab
     each.start(new_job(tmp_path, "twice", paused=True))
     with pytest.raises(TuningError, match="open already"):
         each.start(new_job(tmp_path, "twice"))
+
+
+def test_a_target_that_leaves_training_nothing_fails_a_job_once_steps_were_measured(
+    bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    each = bench(token_budget=None, tbt_target=0.01)
+    each.submit("stream", range(5, 20), 400)
+    assert each.start(new_job(tmp_path)).steps > 0, "nothing is known of steps beside streams yet"
+    each.finish("job")
+    (ended,) = each.events("job", JobEnded)
+    assert ended.outcome == "failed" and not each.events("job", JobStep)
+    assert "tbt_target is 0.01 ms" in ended.reason and "raise tbt_target" in ended.reason
+    assert "stream" not in each.ended
+    with pytest.raises(TuningError, match="which leaves nothing for training"):
+        each.start(new_job(tmp_path, "again"))
+    each.until(lambda: "stream" in each.ended)
 
 
 def test_an_engine_without_tuning_refuses_jobs(small: Callable[..., EngineConfig], tmp_path: Path) -> None:

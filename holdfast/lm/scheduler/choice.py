@@ -23,11 +23,10 @@ from holdfast.lm.scheduler.drafts import Drafter, NgramDrafter, SuffixDrafter
 from holdfast.lm.scheduler.order import make_order
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import (
-    REFERENCE_CONTEXT,
-    REFERENCE_DECODES,
     LatencyTarget,
     StallFree,
     compute_token_budget,
+    reference_step,
     whole_tiles,
 )
 from holdfast.lm.scheduler.row_policies import (
@@ -44,6 +43,7 @@ from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.scheduler.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
 from holdfast.lm.scheduler.speculation import Speculation
+from holdfast.lm.scheduler.training_room import TrainingRoom
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import EngineShape, RowShape
 
@@ -144,7 +144,13 @@ def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | No
         whole = shape.rows is not None and not shape.rows.abilities.chunks
         return LatencyTarget(cost, target, tile=tile, ceiling=ceiling, whole=whole)
     budget = compute_token_budget(
-        cost, target, tile=tile, ceiling=ceiling, max_sequences=config.max_sequences, max_model_len=shape.max_model_len
+        cost,
+        target,
+        tile=tile,
+        ceiling=ceiling,
+        max_sequences=config.max_sequences,
+        max_model_len=shape.max_model_len,
+        cache_positions=cache_positions(config, shape),
     )
     if shape.rows is not None:  # no row can be left out of a forward of the batch, so a tile comes on top of all rows
         budget = max(budget, min(ceiling, config.max_sequences + tile))
@@ -174,6 +180,11 @@ def steps_in_flight(config: EngineConfig, stages: int) -> int:
     return config.steps_in_flight + stages - 1
 
 
+def cache_positions(config: EngineConfig, shape: EngineShape) -> int | None:
+    """Positions that the paged cache holds; None for padded rows, which bound them in another way."""
+    return None if shape.rows is not None else shape.num_blocks * config.block_size
+
+
 def retention_cost(config: EngineConfig, shape: EngineShape, cost: CostModel | None) -> Cost:
     """Cost of recomputing a chunk, by position: from the cost model, or without one from the model's sizes."""
     if cost is not None:
@@ -189,34 +200,30 @@ def make_tuner(
     *,
     memory_fraction: float = 0.5,
     block_seconds: float = 0.0,
+    exact: bool = False,
 ) -> Tuner:
     """The tuner of an engine of this shape, for `make_scheduler`.
 
     At most `memory_fraction` of the cache is lent to training. `block_seconds` is the time of copying a block between
     host and device, 0 if it is not known. With a target between tokens, a job is refused if one of its units takes
-    longer than what 32 decodes leave of the target, and every job if they leave nothing. Raises ValueError for a
-    fraction that is not above 0 and at most 1.
+    longer than what a full step of decodes (`reference_step`) leaves of the target: once measured steps say so, or at
+    once if `cost` is `exact`. Raises ValueError for a fraction that is not above 0 and at most 1.
     """
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"tuning_memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
-    room, no_room = inf, ""
+    room = None
     if config.tbt_target is not None:
-        decodes, context = min(REFERENCE_DECODES, config.max_sequences), min(REFERENCE_CONTEXT, shape.max_model_len)
+        decodes, context = reference_step(config.max_sequences, shape.max_model_len, cache_positions(config, shape))
         seconds = cost.step([(1, context)] * decodes)
-        room = config.tbt_target / 1000 * (1 - RESERVE) - seconds
-        if room <= 0:
-            no_room = (
-                f"tbt_target is {config.tbt_target:g} ms, of which {RESERVE:.0%} stays free, and a step of {decodes} "
-                f"decodes takes {1e3 * seconds:.1f} ms, which leaves nothing for training: raise tbt_target, or give "
-                "a deferral_bound instead"
-            )
+        room = TrainingRoom(
+            config.tbt_target / 1000, 1 - RESERVE, decodes, seconds, deviation=cost.deviation, exact=exact
+        )
     training = TrainingCost(cost, sizes, block_seconds=block_seconds)
     return Tuner(
         training,
         max_blocks=int(memory_fraction * shape.num_blocks),
-        max_unit_seconds=room,
+        room=room,
         max_launch_seconds=inf if config.tbt_target is None else LAUNCH_SHARE * config.tbt_target / 1000,
-        no_room=no_room,
     )
 
 

@@ -37,16 +37,34 @@ class StallFree(FixedBudget):
         step.admit()
 
 
+def reference_step(max_sequences: int, max_model_len: int, cache_positions: int | None = None) -> tuple[int, int]:
+    """Number and context of the decodes of a full step: 32 at 4,096 tokens, as in Sarathi-Serve, Table 3.
+
+    Fewer, or shorter ones, where the engine's limits are lower: no more run at once, no sequence is longer, and the
+    cache does not hold more positions (None: it is no paged cache).
+    """
+    decodes = min(REFERENCE_DECODES, max_sequences)
+    held = REFERENCE_CONTEXT if cache_positions is None else cache_positions // decodes
+    return decodes, max(1, min(REFERENCE_CONTEXT, max_model_len, held))
+
+
 def compute_token_budget(
-    cost: CostModel, target: float, *, tile: int, ceiling: int, max_sequences: int, max_model_len: int
+    cost: CostModel,
+    target: float,
+    *,
+    tile: int,
+    ceiling: int,
+    max_sequences: int,
+    max_model_len: int,
+    cache_positions: int | None = None,
 ) -> int:
     """The token budget of Sarathi-Serve, Algorithm 3, line 2: computed once from a cost profile.
 
     The largest multiple of `tile`, at most `ceiling`, for which a full step is predicted to end within `target`
-    seconds; at least one tile. The step holds 32 decodes at 4,096 tokens of context, as in the paper's Table 3 (fewer
-    or less where the engine's limits are lower), and one prefill chunk that ends at that context.
+    seconds; at least one tile. The step holds the decodes of a `reference_step`, and one prefill chunk that ends at
+    their context.
     """
-    decodes, context = min(REFERENCE_DECODES, max_sequences), min(REFERENCE_CONTEXT, max_model_len)
+    decodes, context = reference_step(max_sequences, max_model_len, cache_positions)
 
     def seconds(tokens: int) -> float:
         chunk = tokens - decodes

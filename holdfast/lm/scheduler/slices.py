@@ -20,6 +20,8 @@ IDLE_SECONDS = 0.010
 """While nothing runs, a slice takes at most so long."""
 BUSY_SECONDS = 1.0
 """While most rows are taken, nothing is trained for so long after a stream's request had to wait."""
+WATCHED = 8
+"""While there is no training, one in so many steps is measured, so that a job finds the price of a step known."""
 PROGRESS_SECONDS = 2.0
 """Where training may not stand still, it has a unit at least so often."""
 
@@ -52,13 +54,15 @@ class TrainingSlices(Policy):
     def plan(self, step: StepBuilder) -> None:
         step.lend()
         self.inner.plan(step)
-        if not self.tuner.has_work:
+        if not self.tuner.has_work and step.number % WATCHED:
             return
         seconds, prompts = 0.0, step.num_tokens > len(step.spans)
         if step.num_tokens:
             seconds = self._predictor.segments(step.spans)
             self._predicted[step.number] = prompts, seconds
             seconds *= self._corrections[prompts].factor
+        if not self.tuner.has_work:
+            return
         idle = not step.num_tokens
         late = (self.progress or self.tuner.leaves) and step.now >= self._trained_at + PROGRESS_SECONDS
         if (self._must_yield(step) and not late) or (idle and step.in_flight):
@@ -68,12 +72,14 @@ class TrainingSlices(Policy):
             self._trained_at = step.now
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Correct the prediction of steps by their measured times."""
+        """Correct the prediction of steps, and the price of training, by the steps' measured times."""
         self.inner.observe(plan, result)
         if plan.step in self._predicted:
             prompts, seconds = self._predicted.pop(plan.step)
             if result.seconds and seconds:
                 self._corrections[prompts].update(result.seconds / seconds)
+                if not prompts:
+                    self.tuner.observe_step(result.seconds / seconds)
 
     def _must_yield(self, step: StepBuilder) -> bool:
         """Whether a stream's request waits, or lacks a part of its prompt, or waited lately on a busy engine."""

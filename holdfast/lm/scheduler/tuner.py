@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from holdfast.core.training_cost import KINDS, TrainingCost, UnitKind
 from holdfast.lm.scheduler.correction import Correction
+from holdfast.lm.scheduler.training_room import TrainingRoom
 from holdfast.lm.types import TrainingAction, TrainingResult, TrainingSlice
 
 JobStatus = Literal["queued", "running", "paused", "ending"]
@@ -190,19 +191,20 @@ class Tuner:
         cost: TrainingCost,
         *,
         max_blocks: int,
-        max_unit_seconds: float = inf,
+        room: TrainingRoom | None = None,
         max_launch_seconds: float = inf,
-        no_room: str = "",
     ) -> None:
         """`max_blocks` is the most blocks of the cache that are lent to training.
 
-        A job is refused if one of its units is predicted to take longer than `max_unit_seconds`. `no_room` says why
-        that is no time at all, where it is not above 0.
+        A job is refused if one of its units takes longer than the `room` beside a full step of streams; None: no unit
+        is too long.
         """
-        self.cost, self.max_blocks, self.max_unit_seconds = cost, max_blocks, max_unit_seconds
+        self.cost, self.max_blocks = cost, max_blocks
         self.max_launch_seconds = max_launch_seconds
         """A slice has no more units than the host is predicted to launch within this time."""
-        self.no_room = no_room
+        self.refused: deque[tuple[str, str]] = deque()
+        """Jobs that were taken before the price of a step was known, and that have no room by the price as measured,
+        each with the reason. Whoever reads them takes them out, and removes them."""
         self.ended: deque[str] = deque()
         """Jobs that are complete, or were removed, and that are off the device: no slice of theirs is planned or in
         flight, and the copies of their vectors come before whatever uses their blocks next. They are not known any
@@ -223,12 +225,26 @@ class Tuner:
         """By tenant, the number of its last turn."""
         deviation = max(DEVIATION, cost.cost.deviation)
         self._corrections = {kind: Correction(deviation) for kind in KINDS}
+        self._measured: set[UnitKind] = set()
+        """Kinds of units of which a slice was measured."""
+        self._room = room
+        self._on_trial: list[_Job] = []
+        """Jobs with a unit that is too long by a price that is not known yet."""
         self._launch: Correction | None = None
         """Of LAUNCH_SECONDS; None before any launch was measured."""
         self._expected: deque[tuple[_Job, float, tuple[UnitKind, ...]]] = deque()
         """Of each slice in flight: its job, its expected seconds, and the kinds of its units."""
 
     # What the engine calls
+
+    @property
+    def max_unit_seconds(self) -> float:
+        """Longest unit that has room next to a full step: 0 or less if none has, infinite without a target."""
+        return inf if self._room is None else self._room.seconds
+
+    def largest_unit(self, tokens: int) -> float:
+        """Seconds of the longest unit of a micro-batch of one sequence of `tokens`, corrected by measured times."""
+        return max(self.cost.unit(kind, (tokens,), recompute=True) * self._corrections[kind].mean for kind in KINDS)
 
     def add(
         self,
@@ -245,7 +261,9 @@ class Tuner:
         A step is begun only while `keeps_up` is true: what stores the job may be behind.
         A job with all steps done goes to `ended` at once. Raises ValueError with both numbers if the id is taken, if
         the job has fewer steps, if `max_blocks` do not hold its vectors and its largest micro-batch without kept
-        activations, if a unit takes longer than `max_unit_seconds`, or if there is `no_room`.
+        activations, or if a unit takes longer than `max_unit_seconds`. The last is no reason for a job that has begun.
+        Before enough steps were measured it is none either: then the job runs where it has room, and comes to `refused`
+        if it has none by the measured price and has not ended a step by then.
         """
         if job in self._jobs:
             raise ValueError(f"job {job} is in the queue already")
@@ -259,22 +277,45 @@ class Tuner:
         self._jobs[job] = added
 
     def _check(self, job: _Job) -> None:
-        """Raise ValueError if the job's micro-batches are too large, or if there is no time for any."""
-        if self.no_room:
-            raise ValueError(f"job {job.id} can never run: {self.no_room}")
+        """Raise ValueError if the job's micro-batches are too large, or if there is known to be no time for them."""
         tokens = job.steps.most_tokens
         if (blocks := job.size(tokens)) > self.max_blocks:
             raise ValueError(
                 f"job {job.id} needs {blocks} blocks of the cache for micro-batches of {tokens} tokens, and "
                 f"{self.max_blocks} may be lent: choose a smaller micro_batch or rank"
             )
-        for batch in job.steps.micro_batches(job.step):
-            seconds = max(self.cost.unit(kind, batch.lengths) for kind in {unit.kind for unit in batch.units})
-            if seconds > self.max_unit_seconds:
-                raise ValueError(
-                    f"a unit of job {job.id} takes {1e3 * seconds:.1f} ms with {sum(batch.lengths)} tokens, and a step "
-                    f"has room for {1e3 * self.max_unit_seconds:.1f} ms: choose a smaller micro_batch"
-                )
+        if job.step or self._room is None or not (reason := self._no_room(job, self._room)):
+            return
+        if self._room.known:
+            raise ValueError(f"job {job.id} has no room beside streams: {reason}")
+        self._on_trial.append(job)
+
+    def _no_room(self, job: _Job, room: TrainingRoom) -> str:
+        """Why a unit of the job's step is too long, by the prices as they are now; empty if none is."""
+        units = [
+            (self.cost.unit(kind, batch.lengths) * self._corrections[kind].mean, sum(batch.lengths))
+            for batch in job.steps.micro_batches(job.step)
+            for kind in {unit.kind for unit in batch.units}
+        ]
+        return room.refusal(*max(units))
+
+    def observe_step(self, ratio: float) -> None:
+        """Learn that a step of decodes took `ratio` times its predicted time.
+
+        What was never measured of training is believed to be off by as much: it has its price from the same
+        measurement.
+        """
+        if self._room is None:
+            return
+        self._room.observe(ratio)
+        for kind in KINDS:
+            if kind not in self._measured:
+                self._corrections[kind].mean = self._room.factor
+        if self._on_trial and self._room.known:
+            for job in self._on_trial:
+                if not (job.step or job.removed) and (reason := self._no_room(job, self._room)):
+                    self.refused.append((job.id, f"it has no room beside streams: {reason}"))
+            self._on_trial.clear()
 
     def pause(self, job: str) -> None:
         """Plan nothing more of a job. Its vectors go to the host with the next plan that has room for the copy.
@@ -377,7 +418,7 @@ class Tuner:
         if resident is not job or resident is None:
             moved = resident or job
             assert moved is not None
-            room = at_least_one or seconds >= min(self._move_seconds(moved), self.max_unit_seconds)
+            room = at_least_one or seconds >= min(self._move_seconds(moved), max(0.0, self.max_unit_seconds))
             return self.act("offload" if moved is resident else "restore") if room else None
         fits = resident.size(sum(resident.batch.lengths)) <= self.lent
         return self._run(resident, seconds, at_least_one) if fits and not resident.waits else None
@@ -408,6 +449,7 @@ class Tuner:
         if expected:
             for kind in kinds:  # one ratio is all that is known of a slice: each kind takes its share of the error
                 correction = self._corrections[kind]
+                self._measured.add(kind)
                 correction.update(correction.mean * result.seconds / expected)
         job.in_flight -= 1
         self._forget(job)

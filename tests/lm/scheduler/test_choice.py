@@ -72,17 +72,19 @@ def test_a_fixed_budget_is_rounded_down_to_whole_tiles_unless_below_one(budget, 
 
 
 def test_an_automatic_budget_is_the_largest_multiple_of_the_tile_that_meets_the_target():
-    def budget(target_ms, **options):
+    def budget(target_ms, blocks=128, **options):
         config = EngineConfig(tbt_target=target_ms, token_budget="auto", max_sequences=4, **options)
-        policy = choose_policy(config, SHAPE, COST)
+        policy = choose_policy(config, replace(SHAPE, num_blocks=blocks), COST)
         assert isinstance(policy, StallFree)
         return policy.token_budget
 
-    def seconds(tokens):
-        return COST.step([(1, 512)] * 4 + [(tokens - 4, 512)])
+    def seconds(tokens, context=512):
+        return COST.step([(1, context)] * 4 + [(tokens - 4, max(context, tokens - 4))])
 
     assert budget(9.0) % 16 == 0
     assert seconds(budget(9.0)) <= 0.009 < seconds(budget(9.0) + 16)
+    small = budget(9.0, blocks=16)  # 256 positions: 64 for each of 4 decodes
+    assert seconds(small, 64) <= 0.009 < seconds(small + 16, 64) and small > budget(9.0)
     assert budget(0.001) == 16, "prefills go on under any target"
     assert budget(60_000.0) == 256, "the buffers of a step hold no more"
 
@@ -208,24 +210,25 @@ def test_a_tuner_gets_its_share_of_the_cache_and_what_32_decodes_leave_of_the_ta
     tuner = make_tuner(EngineConfig(), SHAPE, COST, SIZES, memory_fraction=0.25)
     assert (tuner.max_blocks, tuner.max_unit_seconds) == (16, float("inf"))
     tuner = make_tuner(EngineConfig(tbt_target=1000), SHAPE, COST, SIZES, block_seconds=0.5)
-    assert tuner.max_unit_seconds == pytest.approx(1.0 * (1 - RESERVE) - COST.step([(1, 512)] * 32))
+    held = SHAPE.num_blocks * 16 // 32
+    assert tuner.max_unit_seconds == pytest.approx(1.0 * (1 - RESERVE) - COST.step([(1, held)] * 32))
+    assert held < 512, "no cache holds 32 sequences as long as the model allows"
+    large = make_tuner(EngineConfig(tbt_target=1000), replace(SHAPE, num_blocks=4096), COST, SIZES)
+    assert large.max_unit_seconds == pytest.approx(1.0 * (1 - RESERVE) - COST.step([(1, 512)] * 32))
     assert tuner.cost.block_seconds == 0.5
-    tuner.max_unit_seconds = 1e-6
-    with pytest.raises(ValueError, match="a step has room for"):
-        tuner.add("job", make_steps([16]), blocks_of(1))
     for share in (0.0, 1.1):
         with pytest.raises(ValueError, match=f"tuning_memory_fraction is {share}"):
             make_tuner(EngineConfig(), SHAPE, COST, SIZES, memory_fraction=share)
 
 
 def test_a_target_that_decodes_alone_exceed_refuses_every_job_by_what_to_change():
-    seconds = COST.step([(1, 512)] * 32)
-    tuner = make_tuner(EngineConfig(tbt_target=1e3 * seconds), SHAPE, COST, SIZES)
+    seconds = COST.step([(1, 32)] * 32)  # as long as the cache holds so many
+    tuner = make_tuner(EngineConfig(tbt_target=1e3 * seconds), SHAPE, COST, SIZES, exact=True)
     with pytest.raises(ValueError) as refusal:
         tuner.add("job", make_steps([16]), blocks_of(1))
     target, took = f"{1e3 * seconds:g} ms", f"a step of 32 decodes takes {1e3 * seconds:.1f} ms"
     assert str(refusal.value) == (
-        f"job job can never run: tbt_target is {target}, of which {RESERVE:.0%} stays free, and {took}, which leaves "
-        "nothing for training: raise tbt_target, or give a deferral_bound instead"
+        f"job job has no room beside streams: tbt_target is {target}, of which {RESERVE:.0%} stays free, and {took}, "
+        "which leaves nothing for training: raise tbt_target, or give a deferral_bound instead"
     )
     make_tuner(EngineConfig(tbt_target=3e3 * seconds), SHAPE, COST, SIZES).add("job", make_steps([16]), blocks_of(1))

@@ -16,7 +16,9 @@ from holdfast.lm.scheduler.drafts import (
     IDENTITIES,
     LONGEST,
     NGRAM,
+    OWN_TOKENS,
     PAST_TOKENS,
+    PENDING_TOKENS,
     Drafter,
     Matcher,
     NgramDrafter,
@@ -135,6 +137,7 @@ def test_a_step_adds_no_more_of_the_answers_than_it_may() -> None:
     drafter.end(NOBODY, list(range(20, 30)))
     assert [drafter.index(8) for _ in range(4)] == [8, 8, 4, 0]
     assert propose(drafter, [22, 23, 24], 2) == (25, 26)
+    assert propose(drafter, [5, 6, 7], 3) == (8, 9), "the rest of an answer follows its beginning"
 
 
 def test_memory_is_bounded_by_tokens_and_by_identities(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +152,36 @@ def test_memory_is_bounded_by_tokens_and_by_identities(monkeypatch: pytest.Monke
     drafter.index(1000)
     assert propose(drafter, [1, 2, 3], 1, names[-1]) == ()
     assert propose(drafter, [170, 171, 172], 1, names[-1]) == (173,)
+
+
+def test_a_drafter_goes_on_learning_after_more_answers_than_may_wait_at_once() -> None:
+    drafter = SuffixDrafter()
+    for _ in range(3):
+        drafter.end(NOBODY, [7] * PENDING_TOKENS)
+        while drafter.index(1000):
+            pass
+    drafter.end(NOBODY, [1, 2, 3, 4, 5])
+    assert drafter.index(100) == 5
+    assert propose(drafter, [1, 2, 3], 2) == (4, 5)
+
+
+def test_the_identity_that_was_used_longest_ago_is_forgotten_first() -> None:
+    names = [Identity(tenant=str(number)) for number in range(IDENTITIES + 1)]
+    drafter = SuffixDrafter()
+    for name in (*names[:-1], names[0], names[-1]):
+        drafter.end(name, [1, 2, 3, 4, 5])
+        drafter.index(100)
+    known = [bool(propose(drafter, [1, 2, 3], 1, name)) for name in names]
+    assert known == [True, False, *[True] * (IDENTITIES - 1)]
+
+
+def test_of_a_long_sequence_only_its_last_tokens_are_kept() -> None:
+    phrase = [1, 2, 3, 4]
+    for filler, found in ((100, True), (OWN_TOKENS, False)):
+        tokens = [*phrase, *(10 + number for number in range(filler)), *phrase[:3]]
+        own = NgramDrafter().begin(1 << 20)
+        own.extend(tokens)
+        assert (NgramDrafter().propose(own, NOBODY, 1) == (4,)) == found
 
 
 def test_answers_that_come_faster_than_they_are_added_are_left_out() -> None:

@@ -379,13 +379,13 @@ def seen_in(seed, name, stages=1):
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("stall-free", seed) for seed in range(260)] + [(name, seed) for name in OTHERS for seed in range(20)],
+    [("stall-free", seed) for seed in range(100)] + [(name, seed) for name in OTHERS for seed in range(10)],
 )
 def test_every_request_of_a_random_history_gets_the_tokens_it_gets_alone(name, seed):
     seen_in(seed, name)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("order", [Fcfs, Deadline, Fair])
 @pytest.mark.parametrize("name", ["stall-free", *OTHERS])
 def test_every_request_gets_the_tokens_it_gets_alone_under_every_order(name, order, seed):
@@ -394,7 +394,7 @@ def test_every_request_gets_the_tokens_it_gets_alone_under_every_order(name, ord
 
 @pytest.mark.parametrize("name", ("stall-free", *OTHERS))
 @pytest.mark.parametrize("stages", (2, 3, 4))
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_request_gets_the_tokens_it_gets_alone_in_a_pipeline(name, stages, seed):
     seen_in(seed, name, stages)
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
-from holdfast.lm.scheduler.slices import BUSY_SECONDS, IDLE_SECONDS, RESERVE, TrainingSlices
+from holdfast.lm.scheduler.slices import BUSY_SECONDS, IDLE_SECONDS, RESERVE, WATCHED, TrainingSlices
+from holdfast.lm.scheduler.training_room import TrainingRoom
 from tests.scheduling import create_scheduler
 from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
 
@@ -69,6 +70,33 @@ def test_a_unit_that_does_not_fit_beside_the_decodes_waits_until_nothing_runs():
     assert not slices(engine)
     engine.run(10)
     assert all(each.stop == each.first + 1 for each in slices(engine)) and len(slices(engine)) >= 5
+
+
+@pytest.mark.parametrize("job_first", [True, False], ids=["job first", "steps first"])
+def test_steps_in_service_set_the_price_by_which_a_job_is_taken(job_first):
+    """All was measured five times too slow at the start, when the machine was busy: no unit had room."""
+    cost, start = cost_model(slope=0.0001), cost_model(slope=0.0005, base=0.020)
+    step = start.step([(1, 16)] * 32)
+    room = TrainingRoom(TARGET, 1 - RESERVE, 32, step)
+    assert room.seconds < 0
+    tuner = make_tuner(start, room=room)
+    policy = TrainingSlices(StallFree(64), tuner, start, TARGET)
+    scheduler = create_scheduler(policy=policy, tuner=tuner, blocks=256, max_sequences=16)
+    engine = FakeEngine(scheduler, tuner, step_seconds=0.0)
+    engine.predict, engine.training_share = cost.predictor().segments, lambda: 0.2
+    steps = make_steps([16] * 64, micro_batch=32, epochs=1000)
+    if job_first:
+        engine.open("job", steps, blocks_of(2))
+    for number in range(1 if job_first else WATCHED):
+        engine.add(a_request(str(number), tokens=70))
+        engine.run(60 if job_first else 100)
+    assert room.known and room.factor == pytest.approx(0.2, rel=0.15)
+    if not job_first:
+        engine.open("job", steps, blocks_of(2))
+    assert not tuner.refused
+    engine.add(a_request("stream", tokens=70))
+    engine.run(60)
+    assert any(plan.training and plan.segments for _, plan in engine.plans), "beside the stream"
 
 
 def test_chats_go_before_batches_and_batches_before_training():

@@ -2,9 +2,10 @@
 
 import pytest
 
+from holdfast.lm.scheduler.training_room import LEAST_STEPS
 from holdfast.lm.scheduler.tuner import TURN_SECONDS, Needs
 from holdfast.lm.types import TrainingResult
-from tests.training_plans import blocks_of, cost_model, make_steps, make_tuner
+from tests.training_plans import blocks_of, cost_model, make_steps, make_tuner, room_of
 
 UNITS = 10
 """Of a micro-batch with the optimizer's: two layers, and one chunk of the head."""
@@ -232,14 +233,13 @@ def test_t_ft_is_an_upper_estimate_that_measured_times_correct():
 
 
 def test_copies_of_vectors_wait_for_room_but_not_for_more_than_any_step_has():
-    tuner = make_tuner(block_seconds=0.01)
-    tuner.max_unit_seconds = 0.5
-    tuner.add("0", make_steps((16,) * 4, micro_batch=32), blocks_of(2))
-    tuner.lent = 100
-    assert take(tuner, 0.019) is None and take(tuner, 0.021).action == "restore"
-    tuner.pause("0")
-    tuner.max_unit_seconds = 0.001
-    assert take(tuner, 0.002).action == "offload"
+    for room, enough, little in ((0.5, 0.021, 0.019), (0.001, 0.002, 0.0005), (-0.1, 0.0, -0.001)):
+        tuner = make_tuner(block_seconds=0.01, room=room_of(room))
+        tuner.add("0", make_steps((16,) * 4, micro_batch=32), blocks_of(2))
+        tuner.lent = 100
+        assert take(tuner, little) is None and take(tuner, enough).action == "restore"
+        tuner.pause("0")
+        assert take(tuner, little) is None and take(tuner, enough).action == "offload"
 
 
 def test_what_can_never_run_is_refused_with_the_numbers():
@@ -248,12 +248,90 @@ def test_what_can_never_run_is_refused_with_the_numbers():
         ValueError, match="needs 6 blocks of the cache for micro-batches of 32 tokens, and 5 may be lent"
     ):
         tuner.add("0", make_steps((16,) * 4, micro_batch=32), blocks_of(2))
-    tuner = make_tuner()
-    tuner.max_unit_seconds = 0.001
-    with pytest.raises(ValueError, match=r"takes .* ms with 32 tokens, and a step has room for 1.0 ms"):
+    tuner = make_tuner(room=room_of(0.001, exact=True))
+    with pytest.raises(ValueError, match=r"job 0 .* takes .* ms with 32 tokens, and a step has room for 1.0 ms"):
+        tuner.add("0", make_steps((16,) * 4, micro_batch=32), blocks_of(2))
+    tuner = make_tuner(room=room_of(-0.002, step=0.006, exact=True))
+    with pytest.raises(ValueError, match=r"tbt_target is 4 ms.* 32 decodes takes 6.0 ms, which leaves nothing"):
         tuner.add("0", make_steps((16,) * 4, micro_batch=32), blocks_of(2))
     tuner = a_tuner()
     with pytest.raises(ValueError, match="job 0 is in the queue already"):
         tuner.add("0", make_steps((16,)), blocks_of(2))
     with pytest.raises(ValueError, match="goes on from step 3; it has 2 steps"):
         tuner.add("1", make_steps((16,) * 4), blocks_of(2), step=3)
+
+
+SLOW_START = 5.0
+"""How much longer a step and all else was measured to take at the start than it takes in service."""
+
+
+def a_tuner_after_a_busy_start():
+    """Its steps and units take a fifth of their prices, by which a unit has no room and a step leaves nothing."""
+    cost = cost_model(slope=0.001 * SLOW_START, base=0.004 * SLOW_START)
+    longest = make_tuner(cost_model()).cost.largest_unit(32)
+    step = 0.010 * SLOW_START
+    return make_tuner(cost, room=room_of(0.012 + 1.5 * longest - step, step=step))
+
+
+def measure_steps(tuner, ratio, count=LEAST_STEPS):
+    for _ in range(count):
+        tuner.observe_step(ratio)
+
+
+def test_a_job_is_not_refused_by_a_price_that_no_step_in_service_has_confirmed():
+    tuner = a_tuner_after_a_busy_start()
+    assert tuner.max_unit_seconds < 0
+    tuner.add("0", make_steps((16,) * 4, micro_batch=32), blocks_of(2))
+    measure_steps(tuner, 1 / SLOW_START)
+    assert tuner.max_unit_seconds > tuner.largest_unit(32), "what was not measured is as much cheaper"
+    assert not tuner.refused and tuner.status("0") == "running"
+    tuner.add("1", make_steps((16,) * 4, name="1", micro_batch=32), blocks_of(2))
+
+
+def test_a_job_without_room_by_the_measured_price_is_refused_once_enough_steps_were_measured():
+    tuner = a_tuner_after_a_busy_start()
+    tuner.add("0", make_steps((16,) * 4, micro_batch=32), blocks_of(2))
+    measure_steps(tuner, 1.0, LEAST_STEPS - 1)
+    assert not tuner.refused
+    tuner.observe_step(1.0)
+    ((job, reason),) = tuner.refused
+    assert job == "0" and "a step of 32 decodes takes 50.0 ms, which leaves nothing" in reason
+    with pytest.raises(ValueError, match=r"job 1 has no room beside streams: .*leaves nothing"):
+        tuner.add("1", make_steps((16,) * 4, name="1", micro_batch=32), blocks_of(2))
+    measure_steps(tuner, 1.0)
+    assert len(tuner.refused) == 1, "it is told once"
+
+
+def test_a_refusal_is_not_final_as_the_price_follows_the_steps():
+    tuner = a_tuner_after_a_busy_start()
+    measure_steps(tuner, 1.0)
+    steps = make_steps((16,) * 4, micro_batch=32)
+    with pytest.raises(ValueError, match="has no room"):
+        tuner.add("0", steps, blocks_of(2))
+    measure_steps(tuner, 1 / SLOW_START)
+    tuner.add("0", steps, blocks_of(2))
+
+
+def test_a_job_that_has_ended_a_step_is_not_refused_by_a_price():
+    tuner = a_tuner_after_a_busy_start()
+    tuner.add("begun", make_steps((16,) * 4, micro_batch=32), blocks_of(2), step=1)
+    tuner.add("0", make_steps((16,) * 4, micro_batch=32), blocks_of(2))
+    tuner.lent = 100
+    tuner.pause("begun")
+    for _ in range(2):
+        take(tuner)
+    assert tuner.step_of("0")[0] == 1, "it ran while nothing else did"
+    measure_steps(tuner, 1.0)
+    assert not tuner.refused
+
+
+def test_the_price_of_units_that_were_measured_is_their_own():
+    tuner = make_tuner(room=room_of(1.0, exact=True))
+    tuner.add("0", make_steps((16,) * 200, micro_batch=32), blocks_of(2))
+    tuner.lent = 100
+    take(tuner)
+    predicted = tuner.cost.iteration((16, 16))
+    for _ in range(60):
+        answer(tuner, tuner.next_slice(float("inf")), 3 * predicted)
+    measure_steps(tuner, 0.5)
+    assert tuner.largest_unit(32) == pytest.approx(3 * tuner.cost.largest_unit(32), rel=0.1)

@@ -46,6 +46,7 @@ SAID = (
 )
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn")
 OPERATOR = "operator"
+AS_OPERATOR = {"authorization": f"Bearer {OPERATOR}"}
 
 
 @dataclass
@@ -144,7 +145,7 @@ class Bench:
                         raise ValueError(line[:300])
 
     async def members(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (await self.http.get(f"{self.url}/replicas")).json()["data"]
+        found: list[dict[str, Any]] = (await self.http.get(f"{self.url}/replicas", headers=AS_OPERATOR)).json()["data"]
         return found
 
     async def ready(self, count: int) -> None:
@@ -191,11 +192,10 @@ class Bench:
     async def change(self) -> float:
         """Add a replica and drain another one under load. How many seconds it took."""
         began = time.monotonic()
-        key = {"authorization": f"Bearer {OPERATOR}"}
-        (await self.http.post(f"{self.url}/replicas", headers=key)).raise_for_status()
+        (await self.http.post(f"{self.url}/replicas", headers=AS_OPERATOR)).raise_for_status()
         await self.ready(self.args.replicas + 1)
         name = self.rng.choice(await self.members())["name"]
-        (await self.http.post(f"{self.url}/replicas/{name}/drain", headers=key)).raise_for_status()
+        (await self.http.post(f"{self.url}/replicas/{name}/drain", headers=AS_OPERATOR)).raise_for_status()
         while name in {each["name"] for each in await self.members()}:
             await asyncio.sleep(0.05)
         return round(time.monotonic() - began, 2)

@@ -152,12 +152,11 @@ class Fleet:
             before, old = self.adapters.get(name), self._paths.get(name)
             engines = [*self.engines.values()]
             self.check_alive()
-            loads = [engine.load_adapter(name, path, replace=replace) for engine in engines]
-            results = await asyncio.gather(*loads, return_exceptions=True)
+            results = await self._load_at_all(engines, name, path, replace) if engines else []
             failed = next((error for error in results if isinstance(error, AdapterError)), None)
             loaded = [each for each in results if isinstance(each, AdapterInfo)]
             if failed is not None:
-                for engine, result in zip(engines, results, strict=True):
+                for engine, result in zip(engines, results, strict=False):
                     if isinstance(result, AdapterInfo):
                         with suppress(AdapterError, EngineDead):
                             if before is not None and old is not None:
@@ -173,6 +172,22 @@ class Fleet:
             self._paths[name] = path
             self.adapters[name] = loaded[0]
             return loaded[0]
+
+    @staticmethod
+    async def _load_at_all(
+        engines: Sequence[EngineClient], name: str, path: str, replace: bool
+    ) -> list[AdapterInfo | BaseException]:
+        """Load an adapter at one engine, and then at the others. Returns what each of those that were asked gave.
+
+        One that ends the first engine is given to no other.
+        """
+        first = await asyncio.gather(engines[0].load_adapter(name, path, replace=replace), return_exceptions=True)
+        if isinstance(first[0], EngineDead):
+            return [AdapterError(f"an engine ended while it loaded the adapter {name}; it is loaded nowhere")]
+        if isinstance(first[0], BaseException):
+            return [*first]
+        loads = [engine.load_adapter(name, path, replace=replace) for engine in engines[1:]]
+        return [*first, *await asyncio.gather(*loads, return_exceptions=True)]
 
     async def unload_adapter(self, name: str) -> None:
         """As `EngineClient.unload_adapter`, at every replica."""

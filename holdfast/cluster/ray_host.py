@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 from typing import NamedTuple
 
 import ray
@@ -12,6 +11,7 @@ import zmq
 from holdfast.cluster.local_spawner import free_gb
 from holdfast.core.version import __version__
 from holdfast.engine.spawn import EngineProcess, Link
+from holdfast.files.regular import open_file
 
 PROFILE_LIMIT = 16 << 20
 """Most bytes of a cost profile."""
@@ -61,7 +61,7 @@ class EngineHost:
 
     def profile(self, path: str) -> bytes:
         """The cost profile that the engine has found or measured. Raises OSError."""
-        with Path(path).open("rb") as file:
+        with open_file(path) as file:
             return file.read(PROFILE_LIMIT)
 
 

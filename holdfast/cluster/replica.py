@@ -54,6 +54,8 @@ class Replica:
     """Its life: starts, waits, restarts."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is to be drained, and then ended for good."""
+    trial: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the one request here that was at an engine when that ended, and has got no token since."""
 
     def __post_init__(self) -> None:
         self.idle.set()

@@ -2,6 +2,9 @@
 
 Where a request goes is `routing`'s decision. When an engine ends in the middle of an answer, the request goes on at
 another: the tokens so far become the beginning of its answer there. The reader of the stream notices a pause.
+
+One of the requests of an engine that ended may be what ended it. So each is tried at one other engine, and there they
+begin one at a time: if that engine ends as well, it is the one that had just begun that is given up, and no other.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.types import SchedulerStats
 
 MOST_LOSSES = 2
-"""Engines that may end under a request without any new token of it. It may be what ends them."""
+"""Engines that may end in a row under a request without any new token of it. At the last one it is given up."""
+MOST_ENDS = 4
+"""Engines that may end under a request in all, however many tokens it gets between. At the last one it is given up."""
 RESCUE_SECONDS = 60.0
 """How long a request waits for any replica while none serves."""
 CHAIN_BLOCK = 16
@@ -187,7 +192,7 @@ class Replicas:
 
     async def _run(self, stream: Stream, key: str | None) -> AsyncGenerator[Delta, None]:
         """The deltas of a request, from as many replicas as it takes."""
-        request_id, losses, resumed = stream.request.id, 0, False
+        request_id, losses, ends, resumed = stream.request.id, 0, 0, False
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
         self._streams[request_id] = time.monotonic()
@@ -198,11 +203,21 @@ class Replicas:
             while True:
                 known, begun = len(stream.answer), False
                 replica, engine, choice = await self._choose(stream, turn, found, patient=resumed)
+                on_trial = False
                 try:
+                    if losses:
+                        on_trial = await replica.trial.acquire()
                     if choice.move_from is not None:
                         await self._bring(turn, choice, engine)
+                    if not replica.serves or replica.engine is not engine:  # meanwhile; it never had the request
+                        self.fleet.check_alive()
+                        self.fleet.forget(replica, engine)
+                        continue
                     async with aclosing(engine.run(stream)) as deltas:
                         async for delta in deltas:
+                            if on_trial and len(stream.answer) > known:
+                                on_trial = False
+                                replica.trial.release()
                             if delta.tokens and not begun:
                                 begun, self._streams[request_id] = True, 0.0
                                 self.router.started(request_id, time.monotonic())
@@ -221,18 +236,21 @@ class Replicas:
                 except EngineDead as error:
                     self.fleet.check_alive()
                     self.fleet.forget(replica, engine)
-                    losses = 1 if len(stream.answer) > known else losses + 1
-                    if losses > MOST_LOSSES:
+                    if not engine.retired:
+                        losses, ends = 1 if len(stream.answer) > known else losses + 1, ends + 1
+                    if losses >= MOST_LOSSES or ends >= MOST_ENDS:
                         self.counts.lost += 1
                         raise ReplicaLost(
-                            f"{losses} replicas ended one after another while they had this request; it is not tried "
-                            "again, as it may be the cause"
+                            f"{ends} replicas ended while they had this request; it is not tried again, as it may be "
+                            "the cause"
                         ) from error
                     log.info("request %s goes on elsewhere with %d tokens", request_id, len(stream.answer))
                     stream.resume()
                     turn, resumed = self._turn(stream, key), True
                     self.counts.resumed += 1
                 finally:
+                    if on_trial:
+                        replica.trial.release()
                     replica.leave(request_id)
                     self.router.ended(request_id, time.monotonic(), self._chain(stream))
         finally:

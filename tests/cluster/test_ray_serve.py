@@ -33,6 +33,7 @@ BUILDER = "holdfast.cli.ray_serve:build"
 HAS_SERVE = importlib.util.find_spec("ray") is not None and importlib.util.find_spec("watchfiles") is not None
 needs_serve = pytest.mark.skipif(not HAS_SERVE, reason="Ray Serve is not installed")
 START_SECONDS = 120.0
+OPERATOR = {"authorization": "Bearer op"}
 
 
 def test_without_ray_serve_the_import_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +87,7 @@ def deployed(directory: Path, address: str, **args: Any) -> Iterator[tuple[subpr
 
 def health(url: str) -> dict[str, Any]:
     with suppress(httpx.HTTPError, json.JSONDecodeError):
-        answer: dict[str, Any] = httpx.get(f"{url}/health", timeout=30).json()
+        answer: dict[str, Any] = httpx.get(f"{url}/health", headers=OPERATOR, timeout=30).json()
         return answer
     return {}
 
@@ -100,7 +101,7 @@ def wait_until_ok(url: str) -> None:
 
 def pids(url: str) -> list[int]:
     """The engines' processes."""
-    return [each["pid"] for each in httpx.get(f"{url}/replicas").json()["data"]]
+    return [each["pid"] for each in httpx.get(f"{url}/replicas", headers=OPERATOR).json()["data"]]
 
 
 @needs_serve
@@ -108,7 +109,13 @@ def pids(url: str) -> list[int]:
 @pytest.mark.slow
 def test_a_conversation_by_ray_serve_outlives_an_engine_and_nothing_outlives_the_application(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model")
-    options = {"load_format": "random", "cache_gb": 0.02, "store": str(tmp_path / "store.db"), "replicas": "2"}
+    options: dict[str, Any] = {
+        "load_format": "random",
+        "cache_gb": 0.02,
+        "store": str(tmp_path / "store.db"),
+        "replicas": "2",
+    }
+    options["operator_key"] = ["op"]
     with ray_nodes(2) as nodes, deployed(tmp_path, nodes.address, model=str(checkpoint), **options) as (process, url):
         wait_until_ok(url)
         assert len({replica["place"] for replica in health(url)["replicas"]}) == 2
@@ -122,7 +129,7 @@ def test_a_conversation_by_ray_serve_outlives_an_engine_and_nothing_outlives_the
             if event.type == "response.output_text.delta":
                 chunks += 1
                 if chunks == 5:
-                    replicas = httpx.get(f"{url}/replicas").json()["data"]
+                    replicas = httpx.get(f"{url}/replicas", headers=OPERATOR).json()["data"]
                     (busy,) = [each["pid"] for each in replicas if each["requests"]]
                     os.kill(busy, signal.SIGKILL)
             last = event

@@ -18,6 +18,7 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replica import State
 from holdfast.cluster.replicas import ReplicaLost, Replicas
+from holdfast.cluster.scaling import Load, Scaler
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams, SequenceOutput
 from holdfast.engine.client import AdapterError, Delta, EngineClient, Stream
@@ -51,7 +52,12 @@ class Scripted(EngineClient):
         self._closes_text = False
         self.adapters = {}
         self.dead, self.reason = asyncio.Event(), ""
+        self.retired = False
         self.asked: list[Stream] = []
+        self.prefill = 0.0
+        """Seconds before the first token that it gives of a request."""
+        self.chains: list[int] = []
+        """Blocks of each chain that it was asked for."""
         self.dies_at: int | None = None
         """It dies before it gives this token of an answer."""
         self.gate = asyncio.Event()
@@ -74,6 +80,12 @@ class Scripted(EngineClient):
     async def run(self, stream: Stream) -> AsyncGenerator[Delta, None]:
         self.asked.append(stream)
         request = stream.request
+        if request.id == "poison":
+            await asyncio.sleep(self.prefill / 2)  # others are computed meanwhile
+            self.die()
+            raise EngineDead(self.reason)
+        if self.prefill:
+            await asyncio.sleep(self.prefill)
         for place in range(request.answered, request.params.max_tokens):
             if place:
                 await self.gate.wait()
@@ -96,11 +108,15 @@ class Scripted(EngineClient):
 
     async def found(self, chain: Sequence[bytes]) -> Found:
         self.searches += 1
+        self.chains.append(len(chain))
         if self.hangs:
             await asyncio.sleep(3600)
         return Found(lower=min(self.on_disk, 16 * len(chain)))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        if path == "/poison":
+            self.die()
+            raise EngineDead(self.reason)
         if self.refuses:
             raise AdapterError(self.refuses)
         self.adapters[name] = AdapterInfo(f"{name}@{path}", name, 4, 1, ())
@@ -113,7 +129,9 @@ class Scripted(EngineClient):
         self.die("it hung")
 
     async def close(self) -> None:
-        self.die("the engine was closed")
+        if not self.dead.is_set():
+            self.retired = True
+            self.die("the engine was closed")
 
 
 class Scripts:
@@ -207,10 +225,135 @@ async def test_a_request_that_ends_engine_after_engine_is_given_up(started: Any)
     def poisoned(engine: Scripted) -> None:
         engine.dies_at = 1
 
-    replicas = await started(Scripts(poisoned), 3)
-    with pytest.raises(ReplicaLost, match="3 replicas ended one after another while they had this request"):
+    scripts = Scripts(poisoned)
+    replicas = await started(scripts, 3)
+    with pytest.raises(ReplicaLost, match="2 replicas ended while they had this request"):
         await read(replicas)
     assert replicas.counts.lost == 1 and not replicas.dead.is_set()
+    assert sum(bool(engine.asked) for engine in scripts.engines) == 2
+
+
+@pytest.mark.parametrize("deaths", [3, 4])
+async def test_a_stream_that_gets_tokens_between_outlives_three_engines_and_no_more(started: Any, deaths: int) -> None:
+    places = itertools.count(1)
+
+    def dying(engine: Scripted) -> None:
+        place = next(places)
+        engine.dies_at = place if place <= deaths else None
+
+    scripts = Scripts(dying)
+    replicas = await started(scripts, 1, max_replicas=2, scale_up_ms=3_600_000)
+    five = dataclasses.replace(FOUR, max_tokens=6)
+    if deaths == 4:
+        with pytest.raises(ReplicaLost, match="4 replicas ended while they had this request"):
+            await read(replicas, five)
+    else:
+        assert await read(replicas, five) == [1000 + number for number in range(6)]
+    assert replicas.counts.resumed == 3
+
+
+async def test_requests_next_to_one_that_kills_engines_outlive_it(started: Any) -> None:
+    def slow(engine: Scripted) -> None:
+        engine.prefill = 0.02
+
+    scripts = Scripts(slow)
+    replicas = await started(scripts)
+    first, second = scripts.engines
+    first.gate.clear()
+    second.is_full = True
+    innocent = [asyncio.create_task(read(replicas, request_id=f"r{number}")) for number in range(6)]
+    await until(lambda: len(first.asked) == 6)
+    killer = asyncio.create_task(read(replicas, request_id="poison"))
+    await until(lambda: first.dead.is_set())
+    second.is_full = False
+    assert await asyncio.gather(*innocent) == [[1000, 1001, 1002, 1003]] * 6
+    with pytest.raises(ReplicaLost, match="2 replicas ended while they had this request"):
+        await killer
+    given = [engine for engine in scripts.engines if any(each.request.id == "poison" for each in engine.asked)]
+    assert len(given) == 2 and replicas.counts.lost == 1
+
+
+async def test_a_drained_engine_accuses_none_of_the_requests_that_it_still_had(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts, 3, replica_drain_seconds=0.01)
+    for engine in scripts.engines[:2]:
+        engine.gate.clear()
+    scripts.engines[2].is_full = True
+    reading = asyncio.create_task(read(replicas))
+    for number in range(2):
+        await until(lambda number=number: scripts.engines[number].asked)
+        replicas.fleet.drain(str(number))
+        await until(lambda number=number: scripts.engines[number].dead.is_set())
+    scripts.engines[2].is_full = False
+    assert await reading == [1000, 1001, 1002, 1003] and replicas.counts.lost == 0
+
+
+async def test_what_the_router_learns_of_a_resumed_answer_holds_it_once(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    chains: list[list[bytes]] = []
+    ended = replicas.router.ended
+
+    def note(request_id: str, now: float, chain: list[bytes]) -> None:
+        chains.append(list(chain))
+        ended(request_id, now, chain)
+
+    monkeypatch.setattr(replicas.router, "ended", note)
+    scripts.engines[0].dies_at = 20
+    answer = await read(replicas, dataclasses.replace(FOUR, max_tokens=40))
+    root = scripts.engines[0].asked[0].request.identity.root()
+    assert chains[-1] == list(replicas._digests.digests(root, [*PROMPT, *answer])) and len(chains[-1]) == 5
+
+
+async def test_an_adapter_that_ends_an_engine_is_given_to_no_other(started: Any) -> None:
+    scripts = Scripts()
+    replicas = await started(scripts)
+    with pytest.raises(AdapterError, match="an engine ended while it loaded the adapter bad"):
+        await replicas.load_adapter("bad", "/poison")
+    assert [engine.dead.is_set() for engine in scripts.engines[:2]] == [True, False]
+    assert not replicas.adapters
+    await until(lambda: states(replicas) == [State.READY] * 2)
+
+
+async def test_scaling_goes_by_the_places_of_one_replica_and_drains_the_idlest(started: Any) -> None:
+    loads: list[tuple[Load, int, bool]] = []
+
+    class Down(Scaler):
+        def decide(self, load: Load, replicas: int, now: float, *, changing: bool = False) -> Any:
+            loads.append((load, replicas, changing))
+            return -1 if len(loads) == 1 else 0
+
+    scripts = Scripts()
+    replicas = await started(scripts, 3)
+    for engine in scripts.engines:
+        engine.gate.clear()
+    tasks = [asyncio.create_task(read(replicas)) for _ in range(5)]
+    await until(lambda: sum(len(engine.asked) for engine in scripts.engines) == 5)
+    running = [len(replica.running) for replica in replicas.members]
+    idlest = max(number for number in range(3) if running[number] == min(running))
+    scaler = Down(1, 3, 1.0, 1.0)
+    replicas._scale(scaler, 10.0)
+    replicas._scale(scaler, 11.0)
+    assert [replica.draining.is_set() for replica in replicas.members] == [number == idlest for number in range(3)]
+    places = engine_info().max_sequences
+    assert [(load.places, load.running, count, changing) for load, count, changing in loads] == [
+        (places, 5, 3, False), (places, 5, 2, True),
+    ]  # fmt: skip
+    for engine in scripts.engines:
+        engine.gate.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_the_queueing_time_is_that_of_the_earliest_request_that_still_waits(started: Any) -> None:
+    replicas = await started(Scripts(), 2)
+    replicas._streams = {"begun": 0.0, "runs": 1.0, "waits": 4.0, "waits too": 6.0}
+    for waiting, seconds in (((1, 1), 6.0), ((0, 1), 4.0), ((0, 0), 0.0), ((3, 3), 9.0)):
+        for replica, count in zip(replicas.members, waiting, strict=True):
+            replica.stats = stats(waiting=count)
+        assert replicas._queued(10.0) == seconds
+    replicas._streams = {}
 
 
 async def test_an_answer_waits_for_a_replica_where_none_serves(started: Any) -> None:
@@ -375,6 +518,8 @@ async def test_a_router_that_has_restarted_finds_a_conversation_on_the_disk_of_i
     scripts.engines[1].hangs = True  # it holds nobody up for long
     await ask(list(range(16, 2016)))
     assert [len(engine.asked) for engine in scripts.engines] == ([0, 0, 1] if disk else [1, 0, 0])
+    if disk:  # 125 whole blocks; the last token is computed in any case
+        assert [engine.chains for engine in scripts.engines] == [[124]] * 3
     await ask(list(range(16, 3016)))  # the router knows the conversation now, and asks nobody
     assert [engine.searches for engine in scripts.engines] == [disk] * 3
     await ask([7] * 400)  # computing this is as quick as asking

@@ -29,7 +29,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def members(served: Serving) -> list[dict[str, Any]]:
-    found = httpx.get(f"{served.url}/replicas", headers=HEADERS).json()["data"]
+    found = httpx.get(f"{served.url}/replicas", headers=OPERATOR).json()["data"]
     assert isinstance(found, list)
     return found
 
@@ -84,7 +84,7 @@ def test_a_stream_outlives_its_engine_without_a_difference(served: Serving) -> N
     assert (after[0], after[2]) == (text, reason) == (text, "length")
     assert after[1] == pytest.approx(told, abs=1e-4) and len(told) == ASKED["max_tokens"]
     assert (after[3].prompt_tokens, after[3].completion_tokens) == (usage.prompt_tokens, usage.completion_tokens)
-    health = httpx.get(f"{served.url}/health")
+    health = httpx.get(f"{served.url}/health", headers=OPERATOR)
     assert health.status_code == 200 and len(health.json()["replicas"]) == 2
     await_ready(served, "0", "1")
     assert httpx.get(f"{served.url}/health").json()["status"] == "ok"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,21 @@ from holdfast.engine.checkpoint import read_json
 FILE = "generation_config.json"
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 COUNTS = ("top_k", "max_new_tokens")
+NOT_APPLIED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"), ([],)),
+    **dict.fromkeys(("sequence_bias", "watermarking_config", "constraints"), ({}, [])),
+    **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ()),
+    **dict.fromkeys(
+        ("num_beams", "num_beam_groups", "typical_p", "encoder_repetition_penalty", "guidance_scale"), (1,)
+    ),
+    **dict.fromkeys(("penalty_alpha", "epsilon_cutoff", "eta_cutoff", "diversity_penalty", "top_h"), (0,)),
+    **dict.fromkeys(("stop_strings", "dola_layers", "forced_decoder_ids"), ([], "")),
+}
+"""Fields by which Transformers' `generate` gives other tokens, and which are not applied here, each with the values
+besides null that have no effect."""
+
+log = logging.getLogger("holdfast.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +60,7 @@ def find_generation(directory: Path, source: str = "auto", overrides: str | None
     """The defaults of a checkpoint. `source` is auto, none, or the file or directory to read in its place.
 
     `overrides` is a JSON object whose fields replace the file's, and null takes one away. Raises ValueError, naming
-    the file and the field.
+    the file and the field. Fields that would change tokens, and are not applied, are named in the log.
     """
     given: dict[str, Any] = {}
     if source == "auto":
@@ -53,6 +69,8 @@ def find_generation(directory: Path, source: str = "auto", overrides: str | None
         path = Path(source).expanduser()
         given = read_json(path / FILE if path.is_dir() else path)
     where = str(directory / FILE if source == "auto" else source)
+    if ignored := not_applied(given, read_json(directory / "config.json", missing_ok=True)):
+        log.warning("holdfast: %s sets %s, which are not applied: tokens may differ from generate's", where, ignored)
     found = _read(given, where)
     if overrides is not None:
         found |= _read(_object(overrides), "override_generation_config", strict=True)
@@ -62,6 +80,17 @@ def find_generation(directory: Path, source: str = "auto", overrides: str | None
     except ValueError as error:
         raise ValueError(f"{where}: {error}; correct it, or leave it out with --generation-config none") from None
     return defaults
+
+
+def not_applied(given: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The fields with their values that Transformers would apply and this engine does not; empty if there are none.
+
+    `config` is the model's: an encoder-decoder's decoder is given its forced first token.
+    """
+    names = [name for name in NOT_APPLIED if name != "forced_bos_token_id" or not config.get("is_encoder_decoder")]
+    found = [name for name in names if given.get(name) is not None and given[name] not in NOT_APPLIED[name]]
+    shown = [(name, repr(given[name])) for name in found]
+    return ", ".join(f"{name} = {text if len(text) <= 60 else text[:57] + '...'}" for name, text in shown)
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -72,3 +72,61 @@ def test_a_file_that_says_not_to_sample_means_greedy(directory):
 def test_what_cannot_be_taken_is_refused_by_its_name(directory, overrides, reason):
     with pytest.raises(ValueError, match=reason):
         find_generation(directory, overrides=overrides)
+
+
+EFFECTIVE = {
+    "suppress_tokens": [7],
+    "begin_suppress_tokens": [7, 8],
+    "bad_words_ids": [[3, 4]],
+    "sequence_bias": [[[5], -1.0]],
+    "min_new_tokens": 10,
+    "min_length": 5,
+    "no_repeat_ngram_size": 2,
+    "forced_bos_token_id": 5,
+    "forced_eos_token_id": [2],
+    "num_beams": 4,
+    "typical_p": 0.9,
+    "penalty_alpha": 0.6,
+    "epsilon_cutoff": 1e-4,
+    "guidance_scale": 1.5,
+    "encoder_repetition_penalty": 1.2,
+    "exponential_decay_length_penalty": [5, 1.1],
+    "stop_strings": ["stop"],
+}
+
+
+@pytest.mark.parametrize("name", EFFECTIVE)
+def test_a_field_that_changes_tokens_and_is_not_applied_is_named_with_its_value(directory, caplog, name):
+    (directory / "generation_config.json").write_text(json.dumps({**GIVEN, name: EFFECTIVE[name]}))
+    assert find_generation(directory) == FOUND
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{directory}/generation_config.json sets {name} = {EFFECTIVE[name]!r}, which are not applied" in said
+
+
+def test_fields_without_effect_are_passed_over_in_silence(directory, caplog):
+    plain = {"num_beams": 1, "typical_p": 1.0, "min_new_tokens": 0, "suppress_tokens": [], "bad_words_ids": None}
+    plain |= {
+        "penalty_alpha": None,
+        "guidance_scale": 1.0,
+        "sequence_bias": {},
+        "epsilon_cutoff": 0.0,
+        "pad_token_id": 3,
+    }
+    (directory / "generation_config.json").write_text(json.dumps({**GIVEN, **plain}))
+    assert find_generation(directory) == FOUND and not caplog.records
+
+
+def test_the_forced_first_token_of_an_encoder_decoder_is_applied_and_not_named(directory, caplog):
+    (directory / "generation_config.json").write_text('{"forced_bos_token_id": 5, "num_beams": 4}')
+    (directory / "config.json").write_text('{"is_encoder_decoder": true}')
+    find_generation(directory)
+    (said,) = [record.message for record in caplog.records]
+    assert "num_beams = 4" in said and "forced_bos" not in said
+
+
+def test_a_long_value_is_cut_and_an_ignored_file_is_not_complained_of(directory, caplog):
+    (directory / "generation_config.json").write_text(json.dumps({"suppress_tokens": [*range(1000)]}))
+    find_generation(directory, "none")
+    assert not caplog.records
+    find_generation(directory)
+    assert "suppress_tokens = [0, 1, 2" in caplog.text and "..., which" in caplog.text and len(caplog.text) < 500

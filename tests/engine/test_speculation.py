@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from holdfast import LLM, SamplingParams
 from holdfast.core.config import EngineConfig
-from holdfast.core.types import Request
+from holdfast.core.types import Grammar, Request
 from holdfast.engine import build as build_module
 from holdfast.engine.build import build
 from holdfast.engine.profiles import CostProfile
@@ -86,3 +87,47 @@ def test_drafts_are_verified_on_several_devices_and_beside_slots_for_adapters(
         answers.append(given)
         loop.close()
     assert answers[0] == answers[1]
+
+
+def test_drafts_are_verified_beside_grammars_and_embeddings(checkpoint: Path) -> None:
+    config = EngineConfig(model=str(checkpoint), **SMALL, speculation="ngram")
+    answers = []
+    for speculation in ("off", "ngram"):
+        loop, info = build(replace(config, speculation=speculation))
+        choose = random.Random(0)
+
+        def prompt() -> tuple[int, ...]:
+            return tuple([choose.randrange(info.vocab_size) for _ in range(9)])  # noqa: B023
+
+        spelled = Grammar("lark", 'start: /[a-c]/ " and the rest of this text is forced " /[a-z]{9}/')
+        free = replace(FEW, logit_bias=(), temperature=1.0, max_tokens=40, ignore_eos=False)
+        waiting = [Request(f"few {number}", prompt(), replace(FEW, seed=number)) for number in range(3)]
+        waiting += [
+            Request(f"grammar {number}", prompt(), replace(free, seed=number, grammar=spelled)) for number in (1, 2)
+        ]
+        for each in waiting:
+            loop.add(each)
+        embedding = SamplingParams(temperature=0.0, max_tokens=1, embed=True)
+        given: dict[str, list[int]] = {}
+        vectors: dict[str, bytes] = {}
+        steps = 0
+        while loop.has_work():
+            steps += 1
+            if steps % 5 == 0 and len(vectors) + 1 < 9:
+                loop.add(Request(f"embedding {steps // 5}", (steps // 5, 7, 9), embedding))
+            for output in loop.step() or ():
+                given[output.request_id] = [*given.get(output.request_id, ()), *output.tokens]
+                if output.vector:
+                    vectors[output.request_id] = output.vector
+        assert (loop.stats().drafts_accepted > 10) == (speculation == "ngram")
+        assert len(vectors) >= 6
+        answers.append((given, vectors))
+        loop.close()
+    (without, vectors), (found, drafted) = answers
+    assert {name: tokens for name, tokens in found.items() if "embedding" not in name} == {
+        name: tokens for name, tokens in without.items() if "embedding" not in name
+    }
+    for name in vectors.keys() & drafted.keys():
+        assert np.frombuffer(drafted[name], np.float32) == pytest.approx(
+            np.frombuffer(vectors[name], np.float32), abs=1e-4
+        )

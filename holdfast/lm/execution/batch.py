@@ -421,11 +421,14 @@ class Batch:
     def _constrained(self, plan: StepPlan, masked: Sequence[int]) -> tuple[ConstrainedRow, ...]:
         """The sampled rows `masked` of a plan."""
         sampled = [segment for segment in plan.segments if segment.sampling is not None]
+        most = plan.samples or [1] * len(sampled)
+        place_of = [place for place, count in enumerate(most) for _ in range(count)]
         found = []
         for at in masked:
-            segment = sampled[at]
-            assert segment.sampling is not None
-            found.append(ConstrainedRow(at, segment.row, segment.start, segment.stop, segment.tokens, segment.sampling))
+            place = place_of[at]
+            _, row, start, stop, tokens, sampling = sampled[place]
+            assert sampling is not None
+            found.append(ConstrainedRow(at, row, start, stop, tokens, sampling, place))
         return tuple(found)
 
 

@@ -19,8 +19,8 @@ from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import Transfers
-from holdfast.lm.grammar.compiler import mask_words
 from holdfast.lm.grammar.matchers import Matchers
+from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.collectives.protocol import Group

@@ -55,6 +55,22 @@ def test_a_model_of_other_weights_finds_nothing(url):
     other.close()
 
 
+def test_an_engine_of_another_block_size_finds_nothing(url):
+    one, other = RemoteStore(url, SIZE, IDENTITY), RemoteStore(url, SIZE * 2, IDENTITY)
+    assert one.write(blocks(6), data(6)) == ["done"]
+    assert (one.probe(blocks(6)), other.probe(blocks(6))) == (["done"], ["missing"])
+    one.close()
+    other.close()
+
+
+def test_the_order_in_which_an_identity_is_told_makes_no_other_one(url):
+    one, other = (RemoteStore(url, SIZE, dict(told)) for told in ([("a", "1"), ("z", "2")], [("z", "2"), ("a", "1")]))
+    one.write(blocks(4), data(4))
+    assert other.probe(blocks(4)) == ["done"]
+    one.close()
+    other.close()
+
+
 def test_a_tenant_finds_nothing_of_another_one(url):
     store, prompt = RemoteStore(url, SIZE, IDENTITY), range(16)
     own, others = (block_digests(Identity(tenant=tenant).root(), prompt, 16)[0] for tenant in ("a", "b"))

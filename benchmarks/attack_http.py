@@ -28,9 +28,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import hostile_files
 import httpx
 import uvloop
+from attack_grammars import GRAMMARS
 from neighbour import OURS, THEIRS, Neighbour, Served, about, beside, head, post, serving, start
 
 import holdfast
@@ -44,6 +47,8 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MODEL = {"model": "holdfast-tiny"}
 SAY = {**MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 CHUNKED = "transfer-encoding: chunked\r\n"
+FORM = b"multipart/form-data; boundary=B"
+SITE = "origin: https://evil.example\r\ncontent-length: 0\r\n"
 POUR = b"186a0\r\n" + b"x" * 100_000 + b"\r\n"
 
 
@@ -86,6 +91,11 @@ def query(path: str, *queries: str) -> bytes:
     return b"".join(head("GET", f"{path}?{query}") for query in queries)
 
 
+def every(names: Mapping[str, object]) -> dict[str, Any]:
+    """The bounds of an attack whose one connection asks for all of these."""
+    return dict(each=len(names), least=len(names))
+
+
 BUILTIN = Path(holdfast.__file__).parent / "builtin" / "holdfast-tiny"
 PARTS = [{"role": "user", "content": [{"type": "text", "text": ""}] * 290_000}]
 SILENT = dict(held=1.0, answers=("closed", "503"), others=("200", "503"), logged="connections are open")
@@ -97,15 +107,31 @@ TIMES = [
     f"--{name}-seconds={seconds}" for name, seconds in dict(header=2, body=3, write=2, idle=2, drain=DRAIN).items()
 ]
 SERVERS: dict[str, tuple[list[str], bool, int | None]] = {
-    "with keys": (["--max-sequences", "65", "--max-waiting", "64"], True, None),
+    "with keys": (
+        [
+            "--max-sequences",
+            "65",
+            "--max-waiting",
+            "64",
+            "--max-adapters",
+            "2",
+            "--adapter-root",
+            tempfile.gettempdir(),
+        ],
+        True,
+        None,
+    ),
+    "two replicas, with keys": (["--replicas", "2", "--max-replicas", "3"], True, None),
+    "two replicas": (["--replicas", "2", "--max-replicas", "3"], False, None),
     "256 files": ([], True, 256),
     "without keys": ([], False, None),
+    "hostile adapters": (["--max-adapters", "2"], True, None),
     SLOW: ([], False, None),
     HUNGRY: ([], False, None),
     HUGE: ([], False, None),
 }
 """By name, or by chat template: options of serve, whether there are keys, the limit of open files."""
-PLAIN = ("with keys", "256 files", "without keys")
+PLAIN = ("with keys", "256 files", "without keys", "two replicas, with keys", "two replicas", "hostile adapters")
 ATTACKS = [
     Attack(name="endless trailers", first=head("POST", CHAT, None, CHUNKED) + b"0\r\n", again=b"x-1: vvv\r\n" * 9999,
            answers=("401", "431", "closed"), least=0),
@@ -122,8 +148,9 @@ ATTACKS = [
     Attack(name="500 half-sent headers", first=b"GET / HTTP/1.1\r\nx: ", connections=500, answers=("408",),
            least=500),
     Attack(name="3,000 silent connections", connections=3000, **SILENT),
-    Attack(name="200 half-sent bodies of 1 MB", connections=200, answers=("408",), least=200, grown=400.0, held=0.5,
-           first=head("POST", CHAT, THEIRS, "content-length: 8000000\r\n") + b" " * 1_000_000),
+    # One key may send 128 MB of bodies at once, half of --max-bodies-mb. A body has time by what has come of it.
+    Attack(name="200 half-sent bodies of 1 MB", connections=200, answers=("408", "429"), least=100, grown=400.0,
+           held=0.5, first=head("POST", CHAT, THEIRS, "content-length: 8000000\r\n") + b" " * 1_000_000),
     Attack(name="a client that reads nothing", reads=False, answers=("unread",), held=0.5,
            first=text([5], stream=True, n=64, max_tokens=4000, ignore_eos=True)),
     Attack(name="the same, with 400 requests", reads=False, answers=("unread",),
@@ -142,6 +169,17 @@ ATTACKS = [
     Attack(name="integers in queries", answers=("400",), each=5, least=5, first=query(
         "/v1/conversations/CONVERSATION/items", "limit=000000100999", "limit=-4") + query(
         "/v1/responses/RESPONSE", *(f"stream=true&starting_after={n}" for n in ("%C2%B2", "-4", "9" * 5000)))),
+    Attack(name="20 idle uploads of 400 MB", connections=20, answers=("408", "429"), least=8, held=0.2,
+           first=head("POST", "/v1/files", THEIRS, "content-length: 400000000\r\n").replace(b"application/json", FORM)
+           + b"--B\r\n"),
+    Attack(name="names of tuning jobs' results", connections=50, answers=("400",), least=50, held=0.2,
+           first=post("/v1/load_lora_adapter", {"lora_name": "ft:x", "lora_path": "x", "load_inplace": True}, THEIRS)),
+    Attack(name="replicas, seen by an ordinary key", connections=50, answers=("403",), least=50, held=0.2,
+           server="two replicas, with keys", first=head("GET", "/replicas", THEIRS)),
+    Attack(name="replicas, added by another site", connections=50, answers=("403",), least=50, held=0.2,
+           server="two replicas", first=head("POST", "/replicas", None, SITE)),
+    Attack(name="replicas, drained by another site", connections=50, answers=("403",), least=50, held=0.2,
+           server="two replicas", first=head("POST", "/replicas/1/drain", None, SITE)),
     Attack(name="1,000 silent, at most 256 files", connections=1000, server="256 files", **SILENT),
     Attack(name="1,000 half-sent, at most 256 files", connections=1000, server="256 files", first=chat()[:-1],
            answers=("408", "503", "closed"), others=("200", "503"), logged="connections are open"),
@@ -149,9 +187,21 @@ ATTACKS = [
            first=chat(None).replace(b"localhost", b"rebound.example")),
     Attack(name="a post of another site", server="without keys", answers=("415",),
            first=chat(None).replace(b"application/json", b"text/plain")),
+    Attack(name="adapters of impossible configs", server="hostile adapters", answers=("400",),
+           first=hostile_files.loads(hostile_files.CONFIGS), **every(hostile_files.CONFIGS)),
+    Attack(name="adapters of impossible tensors", server="hostile adapters", answers=("400",),
+           first=hostile_files.loads(hostile_files.NUMBERS), **every(hostile_files.NUMBERS)),
+    Attack(name="pipes as files of adapters", server="hostile adapters", answers=("400",),
+           first=hostile_files.loads(hostile_files.PIPES), **every(hostile_files.PIPES)),
     Attack(name="a slow chat template, SIGTERM", server=SLOW, connections=2, least=2, **TEMPLATES),
     Attack(name="a hungry chat template, SIGTERM", server=HUNGRY, connections=8, least=8, grown=1500.0, **TEMPLATES),
     Attack(name="a template of 3 GB, SIGTERM", server=HUGE, connections=8, least=8, **TEMPLATES),
+]  # fmt: skip
+
+ATTACKS += [
+    Attack(name=f"grammar: {name}", first=text([5], **fields), connections=connections, answers=answers, least=0,
+           held=0.2, grown=700.0)
+    for name, (fields, connections, answers) in GRAMMARS.items()
 ]  # fmt: skip
 
 
@@ -351,6 +401,9 @@ def attack_server(name: str, arguments: list[str], keyed: bool, files: int | Non
     with tempfile.TemporaryDirectory() as directory:
         model = [] if name in PLAIN else [hostile(name, Path(directory))]
         keys = {"HOLDFAST_API_KEY": f"{OURS},{THEIRS}"} if keyed else {}
+        if name == "hostile adapters":
+            hostile_files.write_adapters(Path(directory), BUILTIN)
+            arguments = [*arguments, "--adapter-root", directory]
         with serving([*model, *TIMES, *arguments], keys, files) as served:
             good = uvloop.run(attack_all(served, name))
     sys.exit(not good)
@@ -408,6 +461,8 @@ def main() -> int:
         here = Path(directory)
         good = refused("an empty HOLDFAST_API_KEY", [], {"HOLDFAST_API_KEY": " , "}, here, "HOLDFAST_API_KEY") and good
         good = refused("a damaged SQLite file", ["--store", str(torn)], {}, here, "torn.sqlite") and good
+        for name, arguments, says, unchanged in hostile_files.starts(here, BUILTIN):
+            good = refused(name, arguments, {}, here, says) and unchanged() and good
     print("every bound holds" if good else "NOT every bound holds")
     return not good
 

@@ -1,0 +1,242 @@
+"""Published figures: each has a result file or says that none was kept, and follows from that file where it can."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+NOT_KEPT = re.compile(r"no\s+result\s+file")
+
+
+class Table(NamedTuple):
+    """A table of a page: the names of its columns, and the cells of its rows."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def tables(text: str) -> Iterator[Table]:
+    """The tables of a page."""
+    for block in re.findall(r"(?:^\|.*\|$\n?)+", text, re.MULTILINE):
+        head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.strip().split("\n")]
+        yield Table(head, rows)
+
+
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """The parts of a page from heading to heading: the heading, and what is below it."""
+    for part in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
+        heading, _, body = part.partition("\n")
+        yield heading, body
+
+
+def numbers(cell: str) -> list[float]:
+    """The numbers in a cell, those in parentheses left out."""
+    return [float(found.replace(",", "")) for found in NUMBER.findall(re.sub(r"\([^)]*\)", "", cell))]
+
+
+def row(begin: str, text: str = BENCHMARKS) -> list[str]:
+    """The cells of the one row that begins so."""
+    (line,) = [line for line in text.split("\n") if line.startswith(f"| {begin}")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def read(name: str) -> Any:
+    """A result file: of JSON, or the JSON of each line that has any."""
+    text = (RESULTS / name).read_text()
+    return json.loads(text) if name.endswith(".json") else [json.loads(found) for found in re.findall(r"\{.*\}", text)]
+
+
+def test_no_page_holds_a_placeholder() -> None:
+    left = re.compile(r"\b(?:FILL\d*|TODO|TBD|FIXME|XXX)\b|\?\?\?")
+    assert [f"{page.name}: {found}" for page in PAGES for found in left.findall(page.read_text())] == []
+
+
+def test_cells_of_a_column_of_differences_are_differences() -> None:
+    """A number that has got into the wrong place is often of another kind than those above and below it."""
+    odd = []
+    for page in PAGES:
+        for table in tables(page.read_text()):
+            for at, name in enumerate(table.columns):
+                cells = [cells[at] for cells in table.rows if at < len(cells) and NUMBER.search(cells[at])]
+                signed = [cell for cell in cells if re.search(r"[-+−]\d.*%", cell)]
+                others = [cell for cell in cells if "%" not in cell]
+                if len(cells) > 4 and len(others) == 1 and len(signed) == len(cells) - 1:
+                    odd.append(f"{page.name}, column {name!r}: {others[0]!r} is no difference in percent")
+    assert odd == []
+
+
+def test_result_files_that_pages_name_exist() -> None:
+    missing = []
+    for page in PAGES:
+        text = page.read_text()
+        named = re.findall(r"`(20\d\d-\d\d-\d\d-[\w.-]+\.(?:jsonl?|md|txt|png))`", text)
+        linked = re.findall(r"benchmarks/results/([\w.-]+\.\w+)", text)
+        missing += [f"{page.name}: {name}" for name in {*named, *linked} if not (RESULTS / name).exists()]
+    assert missing == []
+
+
+def test_each_section_with_a_table_names_its_results() -> None:
+    """A section of benchmarks.md with a table names a result file or a page of notes, or says that none was kept."""
+    source = re.compile(r"benchmarks/results/[\w.-]+|`20\d\d-[\w.-]+\.(?:jsonl?|md|txt)`|\(notes/[\w.-]+\)")
+    bare = [
+        heading
+        for heading, body in sections(BENCHMARKS)
+        if any(tables(body)) and not source.search(body) and not NOT_KEPT.search(body)
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("figure", "section"),
+    [
+        ("34.9", "A Llama-3-8B shape on one H200"),
+        ("8,943", "Adapters and tuning on one H200"),
+        ("54.7, 48.7", "Host time"),
+    ],
+)
+def test_figures_of_which_no_file_was_kept_say_so(figure: str, section: str) -> None:
+    body = dict(sections(BENCHMARKS))[section]
+    (paragraph,) = [part for part in re.split(r"\n\n", body) if re.search(rf"(?<![\d,.]){re.escape(figure)}", part)]
+    lines = [line for line in paragraph.split("\n") if figure in line] if paragraph.startswith("|") else [paragraph]
+    assert all(NOT_KEPT.search(line) for line in lines)
+
+
+def test_ratios_beside_two_figures_are_theirs() -> None:
+    wrong, checked = [], 0
+    for table in tables(BENCHMARKS):
+        if not {"Holdfast", "vLLM", "ratio"} <= set(table.columns):
+            continue
+        for cells in table.rows:
+            ours, theirs, ratio = (numbers(cells[table.columns.index(name)]) for name in ("Holdfast", "vLLM", "ratio"))
+            if len(ours) == len(theirs) == len(ratio) == 1:
+                checked += 1
+                value = ours[0] / theirs[0]
+                # Times are better if shorter. A figure is rounded to three digits at least, a ratio to two places.
+                if min(abs(value - ratio[0]), abs(1 / value - ratio[0])) > 0.006 + 0.01 * ratio[0]:
+                    wrong.append(f"{cells[0]}: {ours[0]} and {theirs[0]}, told as {ratio[0]}")
+    assert checked > 15
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("begin", "what", "peer", "figure"),
+    [
+        ("batch 1, 512 in", "bs1", "bs1 512/256", "output_tok_s"),
+        ("batch 32, 512/128, output tok/s | 4,122", "bs32", "bs32 512/128", "output_tok_s"),
+        ("batch 128, 512/128, output tok/s | 6,557", "bs128", "bs128 512/128", "output_tok_s"),
+        ("prefill 16 ×", "prefill", "prefill 16x8192", "total_tok_s"),
+    ],
+)
+def test_offline_ratios_follow_from_the_sittings(begin: str, what: str, peer: str, figure: str) -> None:
+    records = read("2026-11-22-offline-beside-vllm-h200.txt")
+    theirs = mean(each[figure] for each in records if each.get("what") == peer)
+    budget, ours = 0, dict[int, list[float]]()
+    for each in records:
+        budget = each.get("token_budget", budget)
+        if each.get("what") == what:
+            ours.setdefault(budget, []).append(each[figure])
+    cells = row(begin)
+    assert numbers(cells[1]) == pytest.approx([mean(ours[2048])], rel=1e-3)
+    assert numbers(cells[2]) == pytest.approx([theirs], rel=1e-3)
+    ratios = [mean(each) / theirs for each in ours.values()]
+    earlier = {cells[0]: float(cells[-1]) for table in beside_vllm() for cells in table.rows if cells[0] == what}
+    sittings = [*ratios, *earlier.values(), *without_adapters(what)]
+    assert numbers(cells[4]) == pytest.approx([min(sittings), max(sittings)], abs=0.006), "the spread over sittings"
+    assert numbers(cells[3]) == pytest.approx([ratios[0]], abs=0.006)
+
+
+def beside_vllm() -> Iterator[Table]:
+    """The tables of the sitting of 2026-11-21."""
+    return tables((RESULTS / "2026-11-21-beside-vllm-h200.md").read_text())
+
+
+def without_adapters(what: str) -> list[float]:
+    """The ratios of the sitting with adapters, in its runs without any."""
+    sitting = read("2026-11-23-adapters-beside-vllm-h200.json")
+    batch = int(what.removeprefix("bs")) if what.startswith("bs") else 0
+    theirs = [each["out_tok_s"] for each in sitting["vllm"]["results"] if (each["n"], each["adapters"]) == (batch, 0)]
+    return [
+        each["output_tok_s"] / theirs[0]
+        for engine in ("holdfast", "holdfast_budget_8192")
+        for each in sitting[engine]["results"]
+        if (each["batch"], each["adapters"]) == (batch, 0)
+    ]
+
+
+def test_rows_with_adapters_are_those_of_the_sitting() -> None:
+    sitting = read("2026-11-23-adapters-beside-vllm-h200.json")
+    ours = {(each["batch"], each["adapters"]): each["output_tok_s"] for each in sitting["holdfast"]["results"]}
+    theirs = {(each["n"], each["adapters"]): each["out_tok_s"] for each in sitting["vllm"]["results"]}
+    (table,) = [table for table in tables(BENCHMARKS) if table.columns[:2] == ["batch", "adapters"]]
+    for cells in table.rows:
+        key = int(cells[0]), 0 if cells[1] == "none" else int(cells[1])
+        assert numbers(cells[2]) == pytest.approx([ours[key]], abs=0.51)
+        assert numbers(cells[5]) == pytest.approx([theirs[key]], abs=0.51)
+        assert numbers(cells[6]) == pytest.approx([ours[key] / theirs[key]], abs=0.006)
+
+
+def test_cells_are_compared_with_the_best_baseline_of_their_file() -> None:
+    text = (RESULTS / "2026-11-22-cells-h200.txt").read_text().split("\nlstm (")[1].split("\nseq2seq (")[0]
+    peaks = {name.strip(): int(peak) for name, peak in re.findall(r"^  (\D.*?) +(\d+) /s,", text, re.MULTILINE)}
+    ours = peaks.pop("cellular, 512")
+    cells = row("LSTM, up to 512 |")
+    assert numbers(cells[1]) == [ours, max(peaks.values())]
+    assert numbers(cells[2]) == pytest.approx([ours / max(peaks.values())], abs=0.006)
+
+
+def test_headline_of_tuning_holds_all_sittings() -> None:
+    rates = [read("2026-11-22-tuning-h200.json")["keep"]["tok_s"]]
+    for name in ("tuning-beside-NVIDIA-H200.md", "2026-11-23-tuning-beside-batches-h200.md"):
+        (alone,) = re.findall(r"Training alone: ([\d,]+) tok/s", (RESULTS / name).read_text())
+        assert f"Training alone: {alone} tok/s" in BENCHMARKS
+        rates.append(float(alone.replace(",", "")))
+    assert f"runs at {min(rates):,.0f} to {max(rates):,.0f} tokens a second" in BENCHMARKS.replace("\n", " ")
+
+
+def test_the_table_of_training_beside_requests_is_that_of_the_simulation() -> None:
+    (source,) = tables((RESULTS / "tuning-beside-simulated.md").read_text())
+    by_name = {(cells[0], cells[1]): cells for cells in source.rows}
+    page = (ROOT / "docs" / "schedulers.md").read_text()
+    (table,) = [table for table in tables(page) if table.columns[-1] == "training, of alone"]
+    assert len(table.rows) == 3
+    for rate, p99, p50, ttft, share in table.rows:
+        without, slices = by_name[rate, "without"], by_name[rate, "slices"]
+        pairs = list(zip(numbers(without[2]), numbers(slices[2]), strict=True))
+        assert (numbers(p50), numbers(p99)) == (list(pairs[0]), list(pairs[1]))
+        assert numbers(ttft) == [numbers(without[3])[0], numbers(slices[3])[0]]
+        assert share == slices[8]
+
+
+def test_causes_of_the_differences_to_baton_are_as_they_ran() -> None:
+    (seeds,) = tables((RESULTS / "baton-why-seeds-simulated.md").read_text())
+    shares = [[re.findall(r"\(([-+]\d+)%\)", cell) for cell in cells] for cells in seeds.rows[1:]]
+    first, second = ([share[at][0] for at in (4, 8, 10)] for share in shares)
+    cells = row("queries drawn with seeds 1 and 2")
+    assert first[1] == second[1]
+    assert cells[1:] == [f"{first[0]} and {second[0]}, {first[1]}%", f"{first[2]} and {second[2]}%"]
+
+
+@pytest.mark.parametrize("name", ["2026-11-23-cpu-peers.json", "2026-11-23-cpu-peers-long-answers.json"])
+def test_shares_reached_on_a_cpu_follow_from_the_runs(name: str) -> None:
+    rows = read(name)["rows"]
+    section = dict(sections(BENCHMARKS))["Beside Transformers and llama.cpp on a CPU"]
+    table = list(tables(section))["long" in name]
+    ours = next(values for engine, values in rows.items() if "holdfast" in engine.lower())
+    for cells in table.rows:
+        speed = {engine: values[cells[0]]["tokens_per_second"] for engine, values in rows.items()}
+        own = ours[cells[0]]["tokens_per_second"]
+        others = [value for engine, value in speed.items() if "holdfast" not in engine.lower()]
+        best = speed["generate_batch"] if "generate_batch" in cells[5] else max(others)
+        assert numbers(cells[1]) == pytest.approx([own], abs=0.06)
+        assert numbers(cells[6]) == pytest.approx([own / best], abs=0.006)

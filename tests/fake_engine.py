@@ -141,6 +141,8 @@ class FakeClient:
     cached: int = 0
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     hold: asyncio.Event | None = None
+    poison: str = ""
+    """A prompt with this text kills the engine."""
     refuse: Exception | None = None
     hangs: bool = False
     asked: list[Asked] = field(default_factory=list)
@@ -160,6 +162,7 @@ class FakeClient:
 
     def __post_init__(self) -> None:
         self.tuner = FakeTuner(self.adapters, self._check_alive)
+        self.tuner.kill = self.die
         self.tuning = self.tuner.client
 
     @property
@@ -203,6 +206,8 @@ class FakeClient:
             raise self.refuse
         asked = Asked(list(prompt), params, priority, tenant, deadline, request_id, adapter)
         self.asked.append(asked)
+        if self.poison and self.poison in "".join(map(chr, prompt)):
+            self.die("the engine ended by signal 11 (SIGSEGV)")
         words = self.words[: params.max_tokens]
         try:
             for number, word in enumerate(words):

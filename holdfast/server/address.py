@@ -6,6 +6,7 @@ import ipaddress
 import socket
 import ssl
 
+from holdfast.files.regular import open_file
 from holdfast.server.config import ServerConfig
 
 
@@ -39,6 +40,8 @@ def check_tls(config: ServerConfig) -> None:
     if config.ssl_certfile is None:
         return
     try:
+        for path in filter(None, (config.ssl_certfile, config.ssl_keyfile)):
+            open_file(path).close()  # OpenSSL would wait for a pipe
         # Without a password: nobody is there to type one.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
             config.ssl_certfile, config.ssl_keyfile, password=lambda: ""

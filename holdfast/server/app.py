@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
 from holdfast.engine.app_client import AppClient
 from holdfast.engine.client import EngineClient
-from holdfast.server.address import loopback
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
@@ -99,12 +98,11 @@ def create_app(
     )
     endpoint = config.otlp_traces_endpoint
     app.state.tracing = None if endpoint is None else Tracing(exporter_to(endpoint))
-    app.state.bodies = BodyBudget(int(config.max_bodies_mb * 1e6))
+    app.state.bodies = BodyBudget.of(config)
     if config.api_key:
         app.add_middleware(KeyCheck, keys=config.api_key, operators=config.operator_key)
     else:
-        hosts = config.host, *config.allowed_host
-        app.add_middleware(BrowserCheck, hosts=hosts, origins=config.allowed_origin, operators=config.operator_key)
+        app.add_middleware(BrowserCheck, config=config)
     service = Service(client, config) if client is not None else None
     app.state.service = service
     app.state.responses = None
@@ -128,7 +126,7 @@ def create_app(
         add_conversation_routes(app, responses)
         files = Files(responses.store, config)
         batches = Batches(responses, files)
-        tuning = Tuning(service, files, batches.owner)
+        tuning = Tuning(service, files, batches.owner, lines_cleared=batches.cleared)
         app.state.jobs = (tuning, batches)
         add_file_routes(app, files, config)
         add_batch_routes(app, batches, config)
@@ -235,21 +233,25 @@ class KeyCheck:
         await self.app(scope, receive, send)
 
 
+SAFE = ("GET", "HEAD", "OPTIONS")
+"""Methods that change nothing, whoever sends them."""
+
+
 class BrowserCheck:
     """For a server without keys: refuses what other web sites can make a browser on this machine send.
 
     A site whose name is bound anew to this address (DNS rebinding) sends its own name as the host. A site that posts
-    here without asking first (CORS) cannot say that it sends JSON.
+    here without asking first (CORS) cannot say that it sends JSON. Some requests change something without any body, so
+    of all that may change something, the browser's `Origin` must be this server.
     """
 
-    def __init__(
-        self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str] = (), operators: Sequence[str] = ()
-    ) -> None:
-        """`origins` are web sites that may send forms; `*` stands for all. `operators` are keys of operators."""
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self.app = app
-        self.operators = Keys(operators)
-        self.hosts = {host.lower() for host in ("localhost", *hosts)}
-        self.origins = {origin.lower() for origin in origins}
+        self.operators = Keys(config.operator_key)
+        self.names = {host.lower() for host in config.allowed_host}
+        """Names that a proxy in front of this server may have."""
+        self.hosts = {"localhost", config.host.lower(), *self.names}
+        self.origins = {origin.lower() for origin in config.allowed_origin}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -269,6 +271,10 @@ class BrowserCheck:
             if name == b"host" and not self.known(value.decode("latin-1").lower()):
                 reason = f"this server is not known as {value.decode('latin-1')[:128]}"
                 return ApiError(f"{reason}; add the name with --allowed-host", status=403, code="host_not_allowed")
+        return self.not_json(scope) or self.foreign(scope)
+
+    def not_json(self, scope: Scope) -> ApiError | None:
+        """The refusal of a body that a web site may send without asking first; None if there is no such body."""
         headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
@@ -277,33 +283,35 @@ class BrowserCheck:
         if is_inference(scope["path"]) and harmless:
             return None
         if (scope["method"], scope["path"]) == ("POST", UPLOAD) and kind == b"multipart/form-data":
-            return self.foreign(headers)
+            return None
         if scope["method"] == "POST" and has_body and kind != b"application/json":
             reason = "the body must be JSON, with the header content-type: application/json"
             return ApiError(reason, status=415, code="unsupported_media_type")
         return None
 
-    def foreign(self, headers: Mapping[bytes, bytes]) -> ApiError | None:
-        """The refusal of a form that a web site sends, which needs no permission for it (CORS).
+    def foreign(self, scope: Scope) -> ApiError | None:
+        """The refusal of another web site's request that may change something; None for all others.
 
-        A browser names the site as the origin. It must be this server, or a program on this machine or an allowed host.
+        A browser names the site as the origin. Behind a proxy that changes the host, it also says that the origin is
+        the server that it asked (`Sec-Fetch-Site`), which no page can make it say.
         """
-        if b"origin" not in headers:
+        headers = dict(scope["headers"])
+        given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"origin"]
+        if scope["method"] in SAFE or headers.get(b"sec-fetch-site") == b"same-origin":
             return None
-        origin = headers[b"origin"].decode("latin-1").lower()
-        if self.origins & {origin, "*"}:
-            return None
-        place = origin.partition("://")[2]
-        name = place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]
-        same = bool(place) and place == headers.get(b"host", b"").decode("latin-1").lower()
-        if same or name in self.hosts or name.endswith(".localhost") or (name and loopback(name)):
-            return None
-        reason = "files are not taken from another web site; add it with --allowed-origin to allow it"
-        return ApiError(reason, status=403, code="origin_not_allowed")
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        for origin in given:
+            place = origin.partition("://")[2]
+            if not (self.origins & {origin, "*"} or (place and place == host) or bare(place) in self.names):
+                reason = f"the origin {origin[:128]} is another web site, which may change nothing here"
+                return ApiError(
+                    f"{reason}; add it with --allowed-origin to allow it", status=403, code="origin_not_allowed"
+                )
+        return None
 
     def known(self, host: str) -> bool:
         """Whether a Host header names this server. An address does: only names can be bound anew."""
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        name = bare(host)
         if name in self.hosts or name.endswith(".localhost"):
             return True
         try:
@@ -311,3 +319,8 @@ class BrowserCheck:
         except ValueError:
             return False
         return True
+
+
+def bare(place: str) -> str:
+    """The name or address of a host that may have a port: `[::1]:8000` is `::1`."""
+    return place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]

@@ -60,8 +60,8 @@ class ServerConfig:
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(
         0.5,
-        "share of the waiting places, files and open batches that one API key may hold, where there are several; more "
-        "is refused with 429",
+        "share of the waiting places, uploads, files and open batches that one API key may hold, where there are "
+        "several; more is refused with 429",
     )
     max_body_mb: float = option(8.0, "largest request body in MB; larger ones are refused with 413")
     max_bodies_mb: float = option(

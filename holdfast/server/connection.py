@@ -16,7 +16,7 @@ from holdfast.server.replies import encode
 
 MAX_HEADER_BYTES = 64 * 1024
 UPLOAD_RATE = 256 * 1024
-"""Bytes a second that a client must send of a long body, on average, besides the time that every body has.
+"""Bytes a second that a client must have sent of a long body, on average, besides the time that every body has.
 
 Routes that take no files refuse a long body by its declared length, before any of it is awaited.
 """
@@ -88,6 +88,10 @@ class Connection(HttpToolsProtocol):
         self.progress = False
         self.declared = 0
         """Bytes that still have to come of a body with a content-length."""
+        self.received = 0
+        """Bytes that have come of the body of the request parsed last."""
+        self.since = 0.0
+        """When the wait for the body began, by the loop's clock."""
         self.unfinished = 0
         """About how many bytes came since the last byte of a body or the end of a request."""
         self.held = b""
@@ -159,10 +163,12 @@ class Connection(HttpToolsProtocol):
         self.keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self.cycle.transport = CycleTransport(self)  # type: ignore[assignment]
         self.declared = int(dict(self.headers).get(b"content-length", 0))
+        self.received = 0
 
     def on_body(self, body: bytes) -> None:
         self.progress = True
         self.declared = max(0, self.declared - len(body))
+        self.received += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -226,14 +232,16 @@ class Connection(HttpToolsProtocol):
             self.reading.cancel()
         if awaited is not None:
             config = self.shared.config
-            seconds = config.header_seconds
-            if awaited == "body":
-                seconds = config.body_seconds + self.declared / UPLOAD_RATE
+            seconds = config.header_seconds if awaited == "head" else config.body_seconds
+            self.since = self.loop.time()
             self.reading = self.loop.call_later(seconds, self.late, awaited, seconds)
 
     def late(self, awaited: str, seconds: float) -> None:
-        """Close the connection: what was awaited has not come in time."""
-        if awaited == "head" and not self.unfinished:
+        """Close the connection: what was awaited has not come in time. A body has more time by what has come of it."""
+        allowed = self.shared.config.body_seconds + self.received / UPLOAD_RATE
+        if awaited == "body" and (left := self.since + allowed - self.loop.time()) > 0:
+            self.reading = self.loop.call_later(left, self.late, awaited, allowed)
+        elif awaited == "head" and not self.unfinished:
             self.end()
         else:
             reason = f"the request's {awaited} has not arrived within {seconds:g} s"

@@ -36,7 +36,7 @@ class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
 
     harmless: ClassVar[tuple[str, ...]] = ("user", "input_type")
 
-    model: str
+    model: str = ""
     input: str | list[Any]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None

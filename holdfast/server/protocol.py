@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
@@ -32,6 +34,8 @@ MAX_CONTAINERS = 1 << 17
 """Most opening brackets and braces of one body, those in texts included. It bounds the time to decode the body."""
 MAX_STRINGS = 1 << 16
 """Most strings of one body, names of fields included. It bounds the time to decode the body as well."""
+MAX_VALUES = 1 << 18
+"""Most commas in the arguments of all past calls of one request. They bound the time to decode what has no strings."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 
@@ -141,7 +145,7 @@ class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
     """Parameters that cannot change the answer; any value is accepted."""
 
 
-class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True, dict=True):
     """Fields of every request for generation, including vLLM's extensions and our own `deadline_ms`."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"moderation": ()}
@@ -156,7 +160,8 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     prompt_param: ClassVar[str]
     max_tokens_param: ClassVar[str] = "max_tokens"
 
-    model: str
+    model: str = ""
+    """Empty: the model that is served."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -207,9 +212,9 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             raise ApiError(reason, param=asked[0], code="mutually_exclusive_parameters")
         return asked[0] if asked else None
 
-    @property
+    @cached_property
     def grammar(self) -> Grammar | None:
-        """What the answer must match; None: anything. Raises ApiError."""
+        """What the answer must match; None: anything. Written once a request. Raises ApiError."""
         param, wanted = self.grammar_param, self.answer_format
         try:
             if param == "structured_outputs" and self.structured_outputs is not None:
@@ -273,7 +278,15 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     def with_defaults(self, defaults: dict[str, float]) -> Self:
         """The same with these fields where the request does not say, and the API's own defaults where neither does."""
         missing = {name: value for name, value in (DEFAULTED | defaults).items() if getattr(self, name) is None}
-        return msgspec.structs.replace(self, **missing)
+        return self.changed(**missing)
+
+    def changed(self, **fields: Any) -> Self:
+        """The same with other values of these fields, which say nothing of the grammar: it is not written again."""
+        made = copy(self)
+        for name, value in fields.items():
+            msgspec.structs.force_setattr(made, name, value)
+        made.__dict__["grammar"] = self.grammar
+        return made
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """The sampling of one choice. Choice i uses seed + i, so that choices differ and are reproducible.
@@ -484,14 +497,7 @@ def parse(body: bytes, shape: type[Body]) -> Body:
 
 def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:
     """The JSON object that a body holds. Raises ApiError, which calls the body `what`."""
-    containers = body.count(b"[") + body.count(b"{")
-    if containers > MAX_CONTAINERS:
-        reason = f"{what} holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
-        raise ApiError(reason, code="invalid_value")
-    # A quote in a text has a backslash before it. A string that ends in backslashes counts half.
-    strings = (body.count(b'"') - body.count(b'\\"')) // 2
-    if strings > MAX_STRINGS:
-        raise ApiError(f"{what} holds {strings} strings; at most {MAX_STRINGS} are taken", code="invalid_value")
+    check_items(body, what)
     try:
         fields = msgspec.json.decode(body)
     except RecursionError:
@@ -501,6 +507,32 @@ def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ApiError(f"{what} must be a JSON object", code="invalid_json")
     return fields
+
+
+def check_items(body: bytes, what: str, param: str | None = None) -> None:
+    """Raises ApiError for JSON of too many containers or strings, which it calls `what`."""
+    containers = body.count(b"[") + body.count(b"{")
+    if containers > MAX_CONTAINERS:
+        reason = f"{what} holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
+        raise ApiError(reason, param=param, code="invalid_value")
+    # A quote in a text has a backslash before it. A string that ends in backslashes counts half.
+    strings = (body.count(b'"') - body.count(b'\\"')) // 2
+    if strings > MAX_STRINGS:
+        reason = f"{what} holds {strings} strings; at most {MAX_STRINGS} are taken"
+        raise ApiError(reason, param=param, code="invalid_value")
+
+
+def check_arguments(arguments: Iterable[str], name: str) -> None:
+    """Raises ApiError if the arguments of past calls hold too much: JSON in texts, which the body's check cannot see.
+
+    `name` is the parameter that holds the calls.
+    """
+    given = [text for text in arguments if len(text) > 2]
+    check_items("\n".join(given).encode(errors="replace"), f"the text of all arguments in {name}", name)
+    commas = sum(text.count(",") for text in given)
+    if commas > MAX_VALUES:
+        reason = f"the text of all arguments in {name} holds {commas} commas; at most {MAX_VALUES} are taken"
+        raise ApiError(reason, param=name, code="invalid_value")
 
 
 def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
@@ -584,6 +616,7 @@ def template_options(given: Mapping[str, Any], effort: str | None) -> dict[str, 
 def read_messages(messages: Sequence[Mapping[str, Any]], name: str = "messages") -> list[dict[str, Any]]:
     """The messages of a chat for the chat template. Raises ApiError. `name` is their path in the request."""
     check_parts(messages, name)
+    check_arguments(_arguments_of(messages), name)
     said = [read_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
     names = {call["id"]: call["function"]["name"] for message in said for call in message.get("tool_calls", ())}
     for message in said:
@@ -622,6 +655,20 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
         if thoughts:
             read["reasoning_content"] = thoughts[0]
     return read
+
+
+def _arguments_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The arguments of all calls in messages, as far as they are texts."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        functions = (
+            [call.get("function") for call in calls or () if isinstance(call, Mapping)]
+            if isinstance(calls, list)
+            else []
+        )
+        for function in (*functions, message.get("function_call")):
+            if isinstance(function, Mapping) and isinstance(arguments := function.get("arguments"), str):
+                yield arguments
 
 
 def _read_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

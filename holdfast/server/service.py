@@ -13,8 +13,6 @@ from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from msgspec.structs import replace as replace_struct
-
 from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, FinishReason, SamplingParams, TokenLogprobs
@@ -34,6 +32,8 @@ log = logging.getLogger("holdfast.server")
 T = TypeVar("T")
 Sampled = TypeVar("Sampled", bound=SampledRequest)
 
+REPLICA_LOST = "replica_lost"
+"""The code of the error of a request that is not given to another replica."""
 LARGE = 1 << 18
 """Characters or bytes from which work on a text is large. Tokenizing 8 MB can take 10 s and 1.5 GB."""
 SMALL_WORKERS = 2
@@ -151,6 +151,10 @@ class Service:
         would get, or has it wait for its text; and they hold at most half of the engine's queue."""
         self.tuned: dict[str, tuple[str, str]] = {}
         """Names of adapters that belong to the tenant of the tuning job that made them: that tenant, and the job."""
+        self.own: dict[str, str] = {}
+        """Names of adapters that belong to the tenant whose key loaded them. Others that are not tuned are for all."""
+        self.apart = bool(config.api_key) and len({*config.api_key, *config.operator_key}) > 1
+        """Whether there are several keys, so that what one of them loads is its own."""
         self.loading: set[str] = set()
         """Names of adapters that will be served in a moment."""
         self.truncation = Truncation(client.text, client.info.max_model_len)
@@ -189,14 +193,27 @@ class Service:
         return name if name in self.client.adapters else ""
 
     def _allowed(self, name: str, tenant: str) -> bool:
-        return name not in self.tuned or self.tuned[name][0] == tenant
+        if name in self.tuned:
+            return self.tuned[name][0] == tenant
+        return self.own.get(name, tenant) == tenant
+
+    def may_change(self, adapter: str, tenant: str, *, operator: bool) -> bool:
+        """Whether a key may unload a loaded adapter, or load another one in its place."""
+        return not self.apart or operator or self.own.get(adapter) == tenant
+
+    def belongs(self, adapter: str, tenant: str, *, operator: bool) -> None:
+        """Note who has loaded an adapter. What an operator loads is for all."""
+        if self.apart and not operator:
+            self.own[adapter] = tenant
+        else:
+            self.own.pop(adapter, None)
 
     def settled(self, wanted: Sampled, lane: Lane | None = None) -> Sampled:
         """A request with what it leaves to the model and to this server: sampling, and whether tiers count."""
         wanted = wanted.with_defaults(self.client.generation.sampling)
         if self.client.config.order == "priority" and (lane or self.lane).priority is None:
             return wanted
-        return wanted if wanted.service_tier is None else replace_struct(wanted, service_tier="default")
+        return wanted if wanted.service_tier is None else wanted.changed(service_tier="default")
 
     def answer(
         self, wanted: ChatRequest | CompletionRequest, tenant: str, lane: Lane | None = None, name: str | None = None
@@ -280,6 +297,8 @@ class Answer:
         """The stored conversation that the request is a turn of, if it is of one."""
         self.prompts: Sequence[Sequence[int]] = ()
         """The prompts' tokens, once they are known."""
+        self.sent = False
+        """Whether the engine was given any of it."""
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) as they arrive. Closing the generator aborts the running choices. Raises ApiError."""
@@ -359,7 +378,9 @@ class Answer:
         limits = (self.at_most, self.service.client.generation.max_new_tokens)
         most = min([most, *(limit for limit in limits if limit is not None)])
         try:
-            params = [self.reading.constrained(wanted.sampling(choice, most)) for choice in range(wanted.candidates)]
+            first = self.reading.constrained(wanted.sampling(0, most))
+            others = range(1, wanted.candidates)
+            params = [first, *(replace(wanted.sampling(choice, most), grammar=first.grammar) for choice in others)]
         except ValueError as error:  # the grammar of the tools is too long
             raise ApiError(str(error), param="tools", code="invalid_value") from None
         choices = [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
@@ -409,6 +430,7 @@ class Answer:
                 shown=self.reading.shown,
                 conversation=self.conversation,
             )
+            self.sent = True
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     if last is None:
@@ -574,7 +596,7 @@ def engine_dead(error: EngineDead | None = None) -> ApiError:
     """
     match error:
         case ReplicaLost():
-            return ApiError(str(error), status=503, code="replica_lost")
+            return ApiError(str(error), status=503, code=REPLICA_LOST)
         case NoReplica():
             return ApiError(str(error), status=503, code="no_replica", retry_after=5)
     return ApiError("the engine has stopped; the server is going down", status=503, code="engine_dead")

@@ -13,7 +13,9 @@ import openai
 import pytest
 from fake_engine import FakeClient, engine_info
 
+from holdfast.core.types import AdapterInfo
 from holdfast.engine.client import AdapterError
+from holdfast.server.routes import adapters as adapters_module
 from tests.adapters import drawn, write
 from tests.served import CONFIG, Serving, make_checkpoint, serve
 
@@ -116,8 +118,149 @@ async def test_vllms_other_fields_are_accepted(http: Http, client: FakeClient, r
     async with http(adapter_root=str(root)) as api:
         load = {"lora_name": "x", "lora_path": "pirate", "base_model_name": "tiny", "load_inplace": True}
         assert (await api.post(LOAD, json=load)).status_code == 200
+        assert (await api.post(LOAD, json=load)).status_code == 200
         assert (await api.post(UNLOAD, json={"lora_name": "x", "lora_int_id": 1})).status_code == 200
-    assert client.loaded == [("x", str(root / "pirate"), True)]
+    assert client.loaded == [("x", str(root / "pirate"), False), ("x", str(root / "pirate"), True)]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+KEYS: dict[str, Any] = {"api_key": ("one", "two"), "operator_key": ("op",)}
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        ("/v1/chat/completions", HELLO),
+        ("/v1/completions", {"model": "pirate", "prompt": "hi"}),
+        ("/v1/responses", {"model": "pirate", "input": "hi"}),
+        ("/v1/messages", {**HELLO, "max_tokens": 4}),
+        ("/tokenize", {"model": "pirate", "prompt": "hi"}),
+    ],
+)
+async def test_an_adapter_answers_the_key_that_loaded_it_alone(
+    http: Http, client: FakeClient, root: Path, api: str, body: dict[str, Any]
+) -> None:
+    async with http(adapter_root=str(root), **KEYS) as server:
+        await server.post(LOAD, json={"lora_name": "pirate", "lora_path": "pirate"}, headers=bearer("one"))
+        assert (await server.post(api, json=body, headers=bearer("one"))).status_code == 200
+        for other in ("two", "op"):
+            assert (await server.post(api, json=body, headers=bearer(other))).status_code == 404
+            assert (await server.get("/v1/models/pirate", headers=bearer(other))).status_code == 404
+    assert {asked.adapter for asked in client.asked} <= {"pirate"}
+
+
+async def test_a_key_lists_its_own_adapters_and_those_for_all(http: Http, client: FakeClient, root: Path) -> None:
+    async with http(adapter_root=str(root), **KEYS) as api:
+        for name, key in (("mine", "one"), ("yours", "two"), ("ours", "op")):
+            await api.post(LOAD, json={"lora_name": name, "lora_path": "pirate"}, headers=bearer(key))
+        listed = {
+            key: [each["id"] for each in (await api.get("/v1/models", headers=bearer(key))).json()["data"]]
+            for key in ("one", "two", "op")
+        }
+    assert listed == {"one": ["tiny", "mine", "ours"], "two": ["tiny", "yours", "ours"], "op": ["tiny", "ours"]}
+
+
+async def test_another_key_can_neither_unload_nor_replace_an_adapter(
+    http: Http, client: FakeClient, root: Path
+) -> None:
+    load = {"lora_name": "pirate", "lora_path": "pirate"}
+    async with http(adapter_root=str(root), **KEYS) as api:
+        await api.post(LOAD, json=load, headers=bearer("one"))
+        unload = await api.post(UNLOAD, json={"lora_name": "pirate"}, headers=bearer("two"))
+        missing = await api.post(UNLOAD, json={"lora_name": "parrot"}, headers=bearer("two"))
+        taken = [
+            await api.post(LOAD, json={**load, "load_inplace": inplace}, headers=bearer("two"))
+            for inplace in (False, True)
+        ]
+        assert len(client.loaded) == 1 and [*client.adapters] == ["pirate"]
+        assert (await api.post(LOAD, json={**load, "load_inplace": True}, headers=bearer("one"))).status_code == 200
+        assert (await api.post(UNLOAD, json={"lora_name": "pirate"}, headers=bearer("one"))).status_code == 200
+        again = await api.post(LOAD, json=load, headers=bearer("two"))
+        mine = await api.get("/v1/models/pirate", headers=bearer("one"))
+    assert (unload.status_code, unload.json()["error"]["code"]) == (404, "model_not_found")
+    assert unload.text.replace("pirate", "parrot") == missing.text
+    assert [(each.status_code, "is taken" in each.text) for each in taken] == [(400, True)] * 2
+    assert (again.status_code, mine.status_code) == (200, 404)
+
+
+@pytest.mark.parametrize("loaded_by", ["the start", "the operator"])
+async def test_what_is_for_all_keys_is_changed_by_operators_alone(
+    http: Http, client: FakeClient, root: Path, loaded_by: str
+) -> None:
+    load = {"lora_name": "pirate", "lora_path": "pirate"}
+    async with http(adapter_root=str(root), **KEYS) as api:
+        if loaded_by == "the start":
+            await client.load_adapter("pirate", "there")
+        else:
+            await api.post(LOAD, json=load, headers=bearer("op"))
+        assert (await api.post("/v1/chat/completions", json=HELLO, headers=bearer("one"))).status_code == 200
+        replaced = await api.post(LOAD, json={**load, "load_inplace": True}, headers=bearer("one"))
+        unloaded = await api.post(UNLOAD, json={"lora_name": "pirate"}, headers=bearer("one"))
+        for refused in (replaced, unloaded):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operator_only")
+            assert "--operator-key" in refused.text
+        assert (await api.post(LOAD, json={**load, "load_inplace": True}, headers=bearer("op"))).status_code == 200
+        assert (await api.post("/v1/chat/completions", json=HELLO, headers=bearer("two"))).status_code == 200
+        assert (await api.post(UNLOAD, json={"lora_name": "pirate"}, headers=bearer("op"))).status_code == 200
+    assert client.adapters == {}
+
+
+async def test_an_operator_may_unload_a_keys_adapter_or_take_its_name_for_all(
+    http: Http, client: FakeClient, root: Path
+) -> None:
+    load = {"lora_name": "pirate", "lora_path": "pirate"}
+    async with http(adapter_root=str(root), **KEYS) as api:
+        await api.post(LOAD, json=load, headers=bearer("one"))
+        assert (await api.post(LOAD, json={**load, "load_inplace": True}, headers=bearer("op"))).status_code == 200
+        assert (await api.post("/v1/chat/completions", json=HELLO, headers=bearer("two"))).status_code == 200
+        assert (await api.post(UNLOAD, json={"lora_name": "pirate"}, headers=bearer("op"))).status_code == 200
+        await api.post(LOAD, json=load, headers=bearer("one"))
+        assert (await api.post(UNLOAD, json={"lora_name": "pirate"}, headers=bearer("op"))).status_code == 200
+
+
+@pytest.mark.parametrize("keys", [{}, {"api_key": ("one",)}, {"operator_key": ("op", "po")}])
+async def test_without_several_keys_whoever_comes_may_change_every_adapter(
+    http: Http, client: FakeClient, root: Path, keys: dict[str, Any]
+) -> None:
+    load = {"lora_name": "pirate", "lora_path": "pirate", "load_inplace": True}
+    await client.load_adapter("pirate", "there")
+    async with http({"authorization": "Bearer one"}, adapter_root=str(root), **keys) as api:
+        assert (await api.post(LOAD, json=load)).status_code == 200
+        assert (await api.post("/v1/chat/completions", json=HELLO)).status_code == 200
+        assert (await api.post(UNLOAD, json={"lora_name": "pirate"})).status_code == 200
+    assert client.adapters == {}
+
+
+@pytest.mark.parametrize("key", ["one", "op"])
+async def test_nobody_may_take_the_name_of_a_tuning_jobs_result(
+    http: Http, client: FakeClient, root: Path, key: str
+) -> None:
+    load = {"lora_name": "ft:tiny::0123abcd", "lora_path": "pirate"}
+    async with http(adapter_root=str(root), **KEYS) as api:
+        for inplace in (False, True):
+            refused = await api.post(LOAD, json={**load, "load_inplace": inplace}, headers=bearer(key))
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_name")
+            assert "begin with ft:" in refused.text
+    assert client.loaded == []
+
+
+async def test_a_name_that_another_key_takes_meanwhile_is_not_replaced(
+    http: Http, client: FakeClient, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = {"lora_name": "pirate", "lora_path": "pirate", "load_inplace": True}
+    async with http(adapter_root=str(root), **KEYS) as api:
+        looked_up = adapters_module.below
+
+        def slowly(root: str | None, path: str) -> Path:
+            client.adapters["pirate"] = AdapterInfo("pirate@9", "pirate", 4, 100, ("q",))  # loaded by another key
+            return looked_up(root, path)
+
+        monkeypatch.setattr(adapters_module, "below", slowly)
+        refused = await api.post(LOAD, json=load, headers=bearer("one"))
+    assert refused.status_code == 403 and client.loaded == []
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +286,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, adapters: Path) -> Iterator[Serving]:
     model = make_checkpoint(tmp_path_factory.mktemp("served") / "model")
     named = [f"--adapter={name}={adapters / name}" for name in ("a", "b")]
-    with serve(model, *named, "--max-adapters", "2", "--adapter-root", str(adapters), "--store", "memory") as serving:
+    options = ["--max-adapters", "2", "--adapter-root", str(adapters), "--store", "memory", "--operator-key", "op"]
+    with serve(model, *named, *options) as serving:
         yield serving
 
 
@@ -156,8 +300,8 @@ def said(api: openai.OpenAI, model: str, tokens: int = 24) -> tuple[str, int]:
     return answer.choices[0].message.content or "", answer.usage.prompt_tokens_details.cached_tokens or 0
 
 
-def post(server: Serving, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, headers={"authorization": "Bearer one"}, timeout=60)
+def post(server: Serving, path: str, key: str = "one", **body: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, headers=bearer(key), timeout=60)
 
 
 def test_openai_speaks_with_adapters_that_come_and_go_while_streams_run(server: Serving) -> None:
@@ -180,14 +324,18 @@ def test_openai_speaks_with_adapters_that_come_and_go_while_streams_run(server: 
     assert post(server, LOAD, lora_name="c", lora_path="b").status_code == 400
     assert post(server, LOAD, lora_name="c", lora_path="b", load_inplace=True).status_code == 200
     assert said(api, "c") == (alone["b"], 0)
-    assert post(server, UNLOAD, lora_name="a").status_code == 200
+    assert post(server, UNLOAD, lora_name="a").status_code == 403
+    assert post(server, UNLOAD, key="op", lora_name="a").status_code == 200
     with pytest.raises(openai.NotFoundError):
         said(api, "a")
     for thread in threads:
         thread.join()
     # The last bytes of an answer may be the beginning of a character.
     assert {name: text[:16] for name, text in beside.items()} == {name: text[:16] for name, text in alone.items()}
-    assert [model.id for model in server.client("two").models.list()] == ["model", "b", "c"]
+    assert [model.id for model in server.client("one").models.list()] == ["model", "b", "c"]
+    assert [model.id for model in server.client("two").models.list()] == ["model", "b"]
+    with pytest.raises(openai.NotFoundError):
+        said(server.client("two"), "c")
     # An adapter that was replaced keeps its slot until its streams have ended, so it depends on them who has one now.
     assert server.gauge("adapters") == 2 and 1 <= server.gauge("adapters_resident") <= 2
     assert server.gauge("adapter_loads_total") >= 4

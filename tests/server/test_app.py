@@ -385,12 +385,34 @@ async def test_models_are_listed_and_other_models_are_not_found(http: Http) -> N
         one = (await api.get("/v1/models/tiny")).json()
         other = await api.get("/v1/models/org/other")
         asked = await api.post(CHAT, json={**HELLO, "model": "other"})
-        nameless = await api.post(CHAT, json={"messages": HELLO["messages"]})
     assert listed == {"object": "list", "data": [one]}
     assert (one["id"], one["object"], one["max_model_len"]) == ("tiny", "model", 200)
     assert (other.status_code, error_of(other)["code"]) == (404, "model_not_found")
     assert (asked.status_code, error_of(asked)["code"]) == (404, "model_not_found")
-    assert (error_of(nameless)["param"], error_of(nameless)["code"]) == ("model", "missing_required_parameter")
+
+
+@pytest.mark.parametrize("given", [{}, {"model": None}, {"model": ""}])
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        (CHAT, {"messages": HELLO["messages"]}, True),
+        (TEXT, {"prompt": "hello"}, True),
+        ("/v1/responses", {"input": "hello"}, True),
+        ("/v1/messages", {**HELLO, "max_tokens": 4}, True),
+        ("/v1/messages/count_tokens", HELLO, False),
+        ("/tokenize", {"prompt": "hello"}, False),
+        ("/detokenize", {"tokens": [1]}, False),
+    ],
+)
+async def test_a_request_without_a_model_is_for_the_served_one(
+    http: Http, path: str, body: dict[str, Any], told: bool, given: dict[str, Any]
+) -> None:
+    nameless = {name: value for name, value in body.items() if name != "model"} | given
+    async with http() as api:
+        answer = await api.post(path, json=nameless)
+    assert answer.status_code == 200, answer.text
+    if told:
+        assert answer.json()["model"] == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -418,6 +440,34 @@ async def test_a_body_that_comes_in_pieces_gives_all_its_bytes_back(http: Http) 
 
     async with http(max_bodies_mb=0.001) as api:
         assert {(await api.post(CHAT, content=pieces())).status_code for _ in range(50)} == {200}
+
+
+@pytest.mark.parametrize(("keys", "status"), [(("one",), 200), (("one", "two"), 429)])
+async def test_bodies_that_one_key_sends_at_once_leave_room_for_others(
+    http: Http, keys: tuple[str, ...], status: int
+) -> None:
+    sent, go_on = asyncio.Semaphore(0), asyncio.Event()
+    body = json.dumps(HELLO).encode()
+
+    async def halves() -> AsyncIterator[bytes]:
+        yield b" " * 500
+        sent.release()
+        await go_on.wait()
+        yield body
+
+    one, two = ({"authorization": f"Bearer {key}"} for key in (keys[0], keys[-1]))
+    async with http(max_bodies_mb=0.0024, max_body_mb=0.001, api_key=keys) as api:
+        slow = [asyncio.create_task(api.post(CHAT, content=halves(), headers=one)) for _ in range(2)]
+        for _ in slow:
+            await sent.acquire()
+        third, fourth = [await api.post(CHAT, content=b" " * 300 + body, headers=one) for _ in range(2)]
+        assert (await api.post(CHAT, content=b" " * 300 + body, headers=two)).status_code == 200
+        go_on.set()
+        assert [(await each).status_code for each in slow] == [200, 200]
+        assert (await api.post(CHAT, content=b" " * 900 + body, headers=one)).status_code == 200
+    assert third.status_code == fourth.status_code == status
+    if status == 429:
+        assert "more than 1200 bytes" in third.text and third.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,17 @@ async def test_a_request_that_never_ends_is_closed_after_the_timeout(
         assert (await reader.read())[: len(head(408))] == answer
 
 
+@pytest.mark.parametrize(
+    "declared", [b"content-length: 7900000\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"]
+)
+async def test_a_body_has_no_more_time_for_what_its_client_only_announces(
+    listening: Listening, declared: bytes
+) -> None:
+    async with listening(body_seconds=0.1) as server, connected(server) as [(reader, writer)]:
+        writer.write(POST + declared)
+        assert (await asyncio.wait_for(reader.read(), 10)).startswith(head(408))
+
+
 async def test_a_trickle_of_bytes_does_not_extend_the_timeout(listening: Listening) -> None:
     async with listening(header_seconds=0.3) as server, connected(server) as [(reader, writer)]:
         writer.write(b"GET / HTTP/1.1\r\nx: ")

@@ -14,7 +14,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from holdfast.lm.grammar.compiler import serialized
+from holdfast.lm.grammar.sources import serialized
+from holdfast.server import protocol
 
 Http = Callable[..., httpx.AsyncClient]
 
@@ -140,6 +141,36 @@ async def test_past_calls_and_results_reach_a_template_that_knows_tools(http: Ht
     await chat(http, messages=past)
     expected = "<tool>get_weather<tool>now<user>Weather in Paris?<assistant>[get_weather {'city': 'Paris'} c1]<tool>21"
     assert prompt_of(client) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ('"",' * 600, "strings; at most"),
+        ("[" * 600, "brackets and braces; at most"),
+        ("5," * 600, "commas; at most"),
+    ],
+    ids=["strings", "lists", "numbers"],
+)
+@pytest.mark.parametrize("kind", ["tool_calls", "function_call", "responses"])
+async def test_arguments_of_past_calls_hold_no_more_json_than_a_body(
+    http: Http, monkeypatch: pytest.MonkeyPatch, kind: str, arguments: str, reason: str
+) -> None:
+    for limit in ("MAX_STRINGS", "MAX_CONTAINERS", "MAX_VALUES"):
+        monkeypatch.setattr(protocol, limit, 1000)
+    called = {"name": "now", "arguments": arguments}
+    two = {
+        "tool_calls": {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": called}] * 2}]},
+        "function_call": {"messages": [{"role": "assistant", "function_call": called}] * 2},
+        "responses": {"input": [{"type": "function_call", "call_id": "a", **called}] * 2},
+    }[kind]
+    async with http() as api:
+        written = json.dumps(arguments)
+        # Written like this, the body's own check does not see the brackets.
+        body = json.dumps({"model": "tiny", **two}).replace(written, written.replace("[", "\\u005b"))
+        answer = await api.post(RESPONSES if kind == "responses" else CHAT, content=body)
+    told = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and told.startswith("the text of all arguments in") and reason in told
 
 
 async def test_a_template_that_knows_no_tools_is_told_of_them_in_words(http: Http, client: FakeClient) -> None:

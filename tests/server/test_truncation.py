@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,27 @@ def test_system_messages_and_the_last_turn_stay_and_the_rest_fits(said: list[tup
         assert sum(kept) <= budget
     for length in range(1, len(said)):
         assert first_kept(roles[:length], sizes[:length], budget) <= first, "what has left stays away"
+
+
+def test_a_message_s_calls_and_results_take_room_too_and_are_measured_apart() -> None:
+    """Messages of the same text have sizes of their own where their calls differ."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "x" * 300}}
+    said: list[dict[str, Any]] = []
+    for number in range(4):
+        said += [
+            {"role": "user", "content": f"{number}"},
+            {"role": "assistant", "content": ""},
+            {"role": "assistant", "content": "", "tool_calls": [call] * number},
+        ]
+    said.append({"role": "user", "content": "and now?"})
+    tried: list[int] = []
+
+    def build(kept: Any) -> str:
+        tried.append(len(kept))
+        return "".join(json.dumps(each) for each in kept)
+
+    composed = Truncation(FakeText(), 2000).compose(said, 100, build)  # type: ignore[arg-type]
+    assert len(composed) <= 1900 and composed.endswith('"and now?"}') and len(tried) == 1
 
 
 def test_a_template_that_takes_more_than_was_thought_costs_more_turns() -> None:

@@ -66,7 +66,7 @@ class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
         "service_tier", "speed", "user_profile_id", "workspace_id",
     )  # fmt: skip
 
-    model: str
+    model: str = ""
     messages: Annotated[Blocks, Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Blocks = ""
     tools: Blocks = field(default_factory=list)

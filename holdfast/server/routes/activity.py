@@ -75,3 +75,12 @@ def check_operator(request: Request, config: ServerConfig) -> bool:
         reason = "without keys this is for programs on this machine; start the server with --operator-key for others"
         raise ApiError(reason, status=403, code="operator_only")
     return False
+
+
+def is_operator(request: Request, config: ServerConfig) -> bool:
+    """Whether a request may see what is for operators."""
+    try:
+        check_operator(request, config)
+    except ApiError:
+        return False
+    return True

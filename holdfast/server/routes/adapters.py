@@ -15,6 +15,9 @@ from holdfast.server.routes.generation import read_request
 from holdfast.server.routes.http import described, tenant_of
 from holdfast.server.service import Service, engine_dead
 
+RESERVED = "ft:"
+"""What the names of tuning jobs' results begin with."""
+
 
 class LoadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The body of POST /v1/load_lora_adapter."""
@@ -37,28 +40,52 @@ class UnloadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
 
 
 def add_adapter_routes(app: FastAPI, service: Service) -> None:
-    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter. What they load is for all keys."""
+    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter.
+
+    What a key loads is its own, and what an operator loads is for all, as what is served from the start. Where there is
+    one key, or none, it may change everything.
+    """
     client = service.client
 
     def check_on() -> None:
         if not client.info.adapter_slots:
             raise ApiError("this server serves no adapters; start it with --max-adapters", code="adapters_off")
 
+    def check_name(wanted: LoadRequest, request: Request) -> None:
+        """Raises ApiError for a name that this key may not give an adapter."""
+        name = wanted.lora_name
+        if name.startswith(RESERVED):
+            reason = f"adapter {name[:128]}: names that begin with {RESERVED} are those of tuning jobs' results"
+            raise ApiError(reason, param="lora_name", code="invalid_adapter")
+        tenant, operator = tenant_of(request), request.state.operator
+        if name not in client.adapters or service.may_change(name, tenant, operator=operator):
+            return
+        if wanted.load_inplace and name in service.models(tenant):
+            raise not_yours(name)
+        raise ApiError(f"adapter {name[:128]}: the name {name[:128]} is taken", code="invalid_adapter")
+
+    def check_change(name: str, request: Request) -> None:
+        """Raises ApiError if this key may not unload a loaded adapter."""
+        tenant = tenant_of(request)
+        if name not in client.adapters or service.may_change(name, tenant, operator=request.state.operator):
+            return
+        raise not_yours(name) if name in service.models(tenant) else not_loaded(name)
+
     @app.post("/v1/load_lora_adapter", openapi_extra=described(LoadRequest))
     async def load(request: Request) -> Response:
         """Read an adapter, check it, and serve it under its name."""
         wanted = await read_request(request, service, LoadRequest)
         check_on()
-        if wanted.lora_name in service.tuned:
-            reason = f"adapter {wanted.lora_name[:128]}: the name {wanted.lora_name[:128]} is taken"
-            raise ApiError(reason, code="invalid_adapter")
         directory = await asyncio.to_thread(below, service.config.adapter_root, wanted.lora_path)
+        check_name(wanted, request)  # now, so that nobody else can have taken the name meanwhile
+        replace = wanted.load_inplace and wanted.lora_name in client.adapters
         try:
-            loaded = await client.load_adapter(wanted.lora_name, str(directory), replace=wanted.load_inplace)
+            loaded = await client.load_adapter(wanted.lora_name, str(directory), replace=replace)
         except AdapterError as error:
             raise ApiError(f"adapter {wanted.lora_name[:128]}: {error}", code="invalid_adapter") from None
         except EngineDead as error:
             raise engine_dead(error) from None
+        service.belongs(loaded.name, tenant_of(request), operator=request.state.operator)
         return Response(f"Success: LoRA adapter '{loaded.name}' added successfully.", media_type="text/plain")
 
     @app.post("/v1/unload_lora_adapter", openapi_extra=described(UnloadRequest))
@@ -70,16 +97,29 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
             service.check_model(wanted.lora_name, tenant_of(request))
             reason = f"{wanted.lora_name[:128]} came from a tuning job; DELETE /v1/models/NAME deletes it"
             raise ApiError(reason, param="lora_name", code="invalid_adapter")
+        check_change(wanted.lora_name, request)
         try:
             await client.unload_adapter(wanted.lora_name)
         except AdapterError as error:
             if error.missing:
-                reason = f"the adapter {wanted.lora_name[:128]!r} is not loaded"
-                raise ApiError(reason, status=404, param="lora_name", code="model_not_found") from None
+                raise not_loaded(wanted.lora_name) from None
             raise ApiError(str(error), param="lora_name", code="invalid_adapter") from None
         except EngineDead as error:
             raise engine_dead(error) from None
+        service.own.pop(wanted.lora_name, None)
         return Response(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.", media_type="text/plain")
+
+
+def not_yours(name: str) -> ApiError:
+    """The refusal to change an adapter that is for all keys."""
+    reason = f"the adapter {name[:128]!r} is for all keys; it needs an operator's key (--operator-key) to change it"
+    return ApiError(reason, status=403, param="lora_name", code="operator_only")
+
+
+def not_loaded(name: str) -> ApiError:
+    """The refusal to unload what is not there, or is another key's, which looks the same."""
+    reason = f"the adapter {name[:128]!r} is not loaded"
+    return ApiError(reason, status=404, param="lora_name", code="model_not_found")
 
 
 def below(root: str | None, path: str) -> Path:

@@ -106,9 +106,9 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
         tenant = tenant_of(request)
         found = await store.read(lambda store: store.tree.turns(tenant, conversation_id))
         for turn in found["turns"]:
-            if (running := responses.running(tenant, turn["id"])) is None and turn["status"] in RUNNING:
+            turn["running"] = turn["running"] or responses.running(tenant, turn["id"]) is not None
+            if not turn["running"] and turn["status"] in RUNNING:
                 turn["status"] = "failed"  # but nothing writes it any more
-            turn["running"] = running is not None
         return JSON(found)
 
     @app.post("/v1/conversations/{conversation_id}/head", openapi_extra=described(HeadRequest))

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from msgspec.structs import replace as replace_struct
 
 from holdfast.server.conversations.protocol import (
     CompactRequest,
@@ -17,7 +18,7 @@ from holdfast.server.conversations.protocol import (
     event_bytes,
 )
 from holdfast.server.conversations.service import Responses
-from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse
+from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, SampledRequest, parse
 from holdfast.server.replies import DONE, ChatShape, Shape, TextShape, event
 from holdfast.server.routes.http import (
     JSON,
@@ -29,8 +30,10 @@ from holdfast.server.routes.http import (
     tenant_of,
     while_connected,
 )  # fmt: skip
-from holdfast.server.service import LARGE, Answer, Service, internal
+from holdfast.server.service import Answer, Service, internal
 
+SMALL = 1 << 14
+"""Bytes of a body from which it is parsed off the event loop. Converting a grammar takes up to 1 us a byte."""
 MOST_EVENTS = 999_999_999
 """Largest `starting_after`, where it is not known how many events there were."""
 
@@ -54,9 +57,19 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
 
 
 async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:
-    """The request's body, read and parsed; a large one off the event loop. Raises ApiError."""
+    """The request's body, read and parsed; a large one off the event loop. Raises ApiError.
+
+    As in vLLM, a request that names no model is for the one that is served.
+    """
     body = await read_body(request, service.config)
-    return parse(body, shape) if len(body) < LARGE else await service.off_loop(len(body), lambda: parse(body, shape))
+    large = len(body) >= SMALL
+    wanted = await service.off_loop(len(body), lambda: parse(body, shape)) if large else parse(body, shape)
+    if getattr(wanted, "model", None) == "":
+        model = service.client.info.model
+        if isinstance(wanted, SampledRequest):  # it knows its grammar already
+            return wanted.changed(model=model)
+        wanted = replace_struct(wanted, model=model)
+    return wanted
 
 
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,11 +85,36 @@ def tenant_of(request: Request) -> str:
 
 
 class BodyBudget:
-    """Counts the bytes of all bodies being received at once, up to `limit`."""
+    """Counts the bytes of all bodies being received at once, up to `limit`, and `tenant_limit` of one tenant."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, tenant_limit: int) -> None:
         self.limit = limit
-        self.held = 0
+        self.tenant_limit = tenant_limit
+        self.held: Counter[str] = Counter()
+        """Bytes of each tenant."""
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> BodyBudget:
+        """As configured. Where there are several keys, each may have its share, but at least one body."""
+        limit, one = int(config.max_bodies_mb * 1e6), int(config.max_body_mb * 1e6)
+        share = config.tenant_share if len(config.api_key) > 1 else 1
+        return cls(limit, max(int(limit * share), min(limit, one)))
+
+    def add(self, size: int, tenant: str) -> None:
+        """Count more bytes of a tenant. Raises ApiError beyond the limits; the bytes count even so."""
+        self.held[tenant] += size
+        if self.held.total() > self.limit:
+            reason = f"more than {self.limit} bytes of request bodies are being received; try again"
+            raise ApiError(reason, status=503, code="overloaded", retry_after=1)
+        if self.held[tenant] > self.tenant_limit:
+            reason = f"this API key is sending more than {self.tenant_limit} bytes of request bodies at once"
+            raise ApiError(f"{reason}; try again", status=429, code="rate_limit_exceeded", retry_after=1)
+
+    def remove(self, size: int, tenant: str) -> None:
+        """Count bytes of a tenant no more."""
+        self.held[tenant] -= size
+        if not self.held[tenant]:
+            del self.held[tenant]
 
 
 def too_large(limit: int) -> ApiError:
@@ -98,24 +124,25 @@ def too_large(limit: int) -> ApiError:
 
 
 async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """The request's body. Raises ApiError 413 as soon as it is too large, and 503 if all bodies together are."""
+    """The request's body.
+
+    Raises ApiError 413 as soon as it is too large, 429 if the bodies of its tenant together are, 503 if all are.
+    """
     body, limit = bytearray(), int(config.max_body_mb * 1e6)
     budget: BodyBudget = request.app.state.bodies
+    tenant = tenant_of(request)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > limit:
         raise too_large(limit)
     try:
         async for chunk in request.stream():
             body += chunk
-            budget.held += len(chunk)
+            budget.add(len(chunk), tenant)
             if len(body) > limit:
                 raise too_large(limit)
-            if budget.held > budget.limit:
-                reason = f"more than {budget.limit} bytes of request bodies are being received; try again"
-                raise ApiError(reason, status=503, code="overloaded", retry_after=1)
         return bytes(body)
     finally:
-        budget.held -= len(body)
+        budget.remove(len(body), tenant)
 
 
 def decompress(body: bytes, encoding: str, config: ServerConfig) -> bytes:

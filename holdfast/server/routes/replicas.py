@@ -14,11 +14,12 @@ from holdfast.server.routes.activity import check_operator
 
 
 def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -> None:
-    """GET and POST /replicas, and POST /replicas/{name}/drain. Only operators may change them."""
+    """GET and POST /replicas, and POST /replicas/{name}/drain. All are for operators."""
 
     @app.get("/replicas")
-    async def listed() -> dict[str, Any]:
+    async def listed(request: Request) -> dict[str, Any]:
         """Each replica: its name, state, place and process, and how many requests it has."""
+        check_operator(request, config)
         data = [
             {**describe(replica), "pid": None if replica.engine is None else replica.engine.pid}
             for replica in replicas.members

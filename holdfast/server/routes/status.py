@@ -14,6 +14,7 @@ from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
 from holdfast.server.replica_metrics import describe
+from holdfast.server.routes.activity import is_operator
 from holdfast.server.routes.http import JSON, tenant_of
 from holdfast.server.routes.page import index, wants_page
 from holdfast.server.service import Service, trouble
@@ -95,12 +96,14 @@ def add_status_routes(
     async def health(request: Request) -> Response:
         """200 after a round trip through each engine; 503 if one does not answer, or if the server drains.
 
-        Of replicas, it is enough that one answers. The body says how each of them is.
+        Of replicas, it is enough that one answers. To operators, the body says how each of them is.
         A store that fails is told, but is still a 200: requests that store nothing are served.
         """
         state = request.app.state
         client = service.client if service is not None and isinstance(service.client, Replicas) else None
-        listed = {} if client is None else {"replicas": [describe(replica) for replica in client.members]}
+        listed: dict[str, Any] = {}
+        if client is not None and service is not None and is_operator(request, service.config):
+            listed = {"replicas": [describe(replica) for replica in client.members]}
         if (reason := await trouble(state.admissions, state.clients, applications.config.health_seconds)) is not None:
             return JSON({"status": reason, **listed}, 503)
         responses = state.responses

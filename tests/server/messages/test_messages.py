@@ -132,6 +132,12 @@ async def test_reasoning_is_a_thinking_block_that_may_come_back(
     kinds = [event.delta.type for event in events if event.type == "content_block_delta"]
     assert kinds == ["thinking_delta", "thinking_delta", "signature_delta", "text_delta"]
     said: Any = [*HELLO["messages"], {"role": "assistant", "content": message.content}, HELLO["messages"][0]]
+    await api.messages.create(**HELLO, thinking={"type": "adaptive"})
+    assert prompt(client) == "<enable_thinking=True><user>hello"
+    await api.messages.create(
+        **HELLO, thinking={"type": "adaptive"}, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert prompt(client) == "<enable_thinking=False><user>hello"
     await api.messages.create(**HELLO | {"messages": said}, thinking={"type": "disabled"})
     assert prompt(client) == "<enable_thinking=False><user>hello<assistant>Yes.<user>hello"
 

@@ -79,6 +79,7 @@ fuzz: $(READY)
 	HOLDFAST_HISTORIES=500 $(BIN)/python -m pytest -m "hypothesis and not gpu" --timeout=3600 \
 		--hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(TESTS)
 	$(if $(TESTS),,$(BIN)/python -m tests.lm.padded.test_histories 10000 $(SEED))
+	$(if $(TESTS),,HOLDFAST_DRAWS=20000 $(BIN)/python -m pytest -m "not gpu" --timeout=3600 tests/engine/test_distributions.py)
 
 families: $(READY)
 	$(BIN)/python -m tests.lm.padded.test_families

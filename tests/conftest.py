@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.after_failure import pytest_runtest_makereport, pytest_runtest_teardown  # noqa: F401  # hooks
+
 # A slow machine must not fail a test: none is timed. Runs are derandomized so that a failure repeats. `make fuzz` has
 # another profile, in which --hypothesis-seed says which examples are drawn.
 settings.register_profile("holdfast", deadline=None, derandomize=True, print_blob=True)

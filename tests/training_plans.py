@@ -6,6 +6,7 @@ from zlib import crc32
 from holdfast.core.cost import CostModel
 from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.scheduler.training_room import TrainingRoom
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import StepResult, TrainingResult
 from holdfast.training.jobs import Hyperparameters, JobSteps, TrainingJob
@@ -41,8 +42,13 @@ def blocks_of(vectors, tokens_per_block=8):
     return lambda tokens, keep: vectors + (3 if keep else 1) * -(-tokens // tokens_per_block)
 
 
-def make_tuner(cost=None, *, max_blocks=1 << 20, **options):
-    return Tuner(TrainingCost(cost or cost_model(), SHAPE, **options), max_blocks=max_blocks)
+def make_tuner(cost=None, *, max_blocks=1 << 20, room=None, **options):
+    return Tuner(TrainingCost(cost or cost_model(), SHAPE, **options), max_blocks=max_blocks, room=room)
+
+
+def room_of(seconds, *, step=0.0, **options):
+    """The room for units of so many seconds, next to a step of 32 decodes that takes `step` seconds."""
+    return TrainingRoom(seconds + step, 1.0, 32, step, **options)
 
 
 class FakeTrainer:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeClient
+from fake_engine import FakeClient, engine_info
 from rich.console import Console
 from serving import listening
 
@@ -21,6 +21,7 @@ from holdfast.cli.batch_mode import Batching, BatchPlace, LocalPlace, RemotePlac
 from holdfast.cli.chat import Bookmarks
 from holdfast.cli.talkers import ChatError, LocalTalker, Settings, Talker, connect
 from holdfast.core.config import EngineConfig
+from holdfast.core.types import AdapterInfo
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore
@@ -105,6 +106,23 @@ async def test_submitting_returns_at_once(place: Place, tmp_path: Path) -> None:
         assert shown.splitlines()[0] == f"{id}  ·  completed  ·  2 of 2 answered"
         assert shown.splitlines()[1:] == ["[1] A", "Ahoy, sailor!", "[2] B", "Ahoy, sailor!"]
         assert "no batch is in progress" in await talk.hear("/batches")
+        await talk.it.batching.close()
+
+
+@pytest.mark.parametrize(("given", "name"), [((), "tiny"), (("pirate",), "pirate"), (("pirate", "legal"), "pirate")])
+async def test_a_chat_asks_the_first_adapter_that_it_was_given(
+    given: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    infos = tuple(AdapterInfo(f"{each}@1", each, 4, 100, ("q",)) for each in given)
+    client = FakeClient(info=engine_info(adapters=infos, adapter_slots=len(infos)))
+    client.adapters.update({info.name: info for info in infos})
+    async with local(client, tmp_path) as (talker, where):
+        talk = Talk(talker, where, tmp_path)
+        await talk.hear("hello", '/batch ["A"]')
+        await until(lambda: len(client.asked) == 2)
+        assert talker.name == name
+        assert [asked.adapter for asked in client.asked] == [name if given else ""] * 2
+        assert talk.it.batching is not None
         await talk.it.batching.close()
 
 

@@ -17,6 +17,7 @@ import pytest
 from batch_lines import jsonl
 from fake_engine import FakeClient, engine_info
 from rich.console import Console
+from rich.progress import Progress
 from safetensors.numpy import load_file
 from served import environment
 from serving import listening
@@ -24,7 +25,7 @@ from serving import listening
 from holdfast.cli import tune
 from holdfast.cli.command import main
 from holdfast.cli.flags import UsageError
-from holdfast.cli.tune import TuneConfig, bar
+from holdfast.cli.tune import Bar, TuneConfig, bar
 from holdfast.core.config import EngineConfig
 from holdfast.server.jobs import tuning_runner
 
@@ -68,9 +69,9 @@ async def test_a_run_that_is_stopped_pauses_at_the_server_and_the_same_command_g
 ) -> None:
     client = tuning_client()
     client.tuner.seconds = 0.01
-    file = written(tmp_path, *examples(80))
+    file, held_out = written(tmp_path, *examples(80)), written(tmp_path, *examples(2), name="held.jsonl")
     async with listening(client) as server:
-        config = TuneConfig(url=server.url, epochs=5)
+        config = TuneConfig(url=server.url, epochs=5, validation=held_out)
         running = asyncio.create_task(tune.run(config, EngineConfig(), file, "tiny"))
         while len(client.tuner.steps) < 5:
             await asyncio.sleep(0.01)
@@ -81,6 +82,10 @@ async def test_a_run_that_is_stopped_pauses_at_the_server_and_the_same_command_g
             await asyncio.sleep(0.01)
         with pytest.raises(UsageError, match="or an option, has changed since"):
             await tune.run(TuneConfig(url=server.url, epochs=6), EngineConfig(), file, "tiny")
+        written(tmp_path, *examples(3), name="held.jsonl")
+        with pytest.raises(UsageError, match="or an option, has changed since"):
+            await tune.run(config, EngineConfig(), file, "tiny")
+        written(tmp_path, *examples(2), name="held.jsonl")
         with pytest.raises(UsageError, match="was begun at a server"):
             await tune.run(TuneConfig(epochs=5), EngineConfig(), file, None)
         assert await tune.run(config, EngineConfig(), file, "tiny") == 0
@@ -143,16 +148,40 @@ def test_a_wrong_command_ends_with_2_and_a_reason(
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
 
+def state_of(step: int, tokens: int, **more: Any) -> dict[str, Any]:
+    return {"status": "running", "progress": {"step": step, "total_steps": 8, "trained_tokens": tokens, **more}}
+
+
 def test_the_bar_shows_steps_loss_rate_and_time_left() -> None:
-    notes = Console(width=120, force_terminal=True)
+    notes, now = Console(width=120, force_terminal=True), [0.0]
     with notes.capture() as shown, bar(notes) as update:
-        for step in range(3):
-            progress = {"step": step, "total_steps": 8, "trained_tokens": 100 * step, "train_loss": 2.5}
-            update({"status": "running", "progress": progress})
-            time.sleep(0.02)
+        update._clock = update._progress.get_time = lambda: now[0]
+        for step in range(4):
+            update(state_of(step, 100 * step, train_loss=2.5))
+            now[0] += 0.5
         update._progress.refresh()
-    assert "running" in shown.get() and "2/8" in shown.get() and "loss 2.5000" in shown.get()
-    assert "tokens/s" in shown.get()
+    last = shown.get().rpartition("running")[2]
+    assert "3/8" in last and "loss 2.5000" in last and "200 tokens/s" in last
+    assert "0:00:03" in last, "five steps of half a second are left, rounded up"
+
+
+def test_the_rate_is_that_of_the_last_ten_seconds_and_of_the_time_since_tokens_came() -> None:
+    now, progress = [100.0], Progress(disable=True)
+    update = Bar(progress, progress.add_task("", loss="", rate=""), lambda: now[0])
+
+    def rate(seconds: float, tokens: int) -> str:
+        now[0] += seconds
+        update(state_of(1, tokens))
+        return str(progress.tasks[0].fields["rate"])
+
+    assert rate(0.0, 5000) == "", "they were trained before"
+    assert rate(1.0, 5100) == "100 tokens/s"
+    assert rate(1.0, 5100) == "50 tokens/s", "none came meanwhile"
+    assert [rate(5.0, 5100 + 1000 * number) for number in range(1, 6)][-1] == "200 tokens/s"
+    update({"status": "validating_files", "progress": None})
+    task = progress.tasks[0]
+    assert (task.description, task.completed) == ("validating files", 0)
+    assert task.fields["loss"] == ""
 
 
 def test_ctrl_c_pauses_a_run_and_the_same_command_goes_on_with_it(checkpoint: Path, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +19,9 @@ from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.build import Engine, build_engine
 from holdfast.engine.serve import serve
+from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.loader import load
+from holdfast.lm.models.peft_files import CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import drawn, write
 
 Small = Callable[..., EngineConfig]
@@ -136,6 +141,58 @@ def test_an_idle_engine_loads_an_adapter_and_says_why_it_does_not_load_another(s
     assert loaded_id(client, 1) is not None
     (refused,) = client.of(messages.AdapterRefused)
     assert refused.number == 2 and str(adapters) not in refused.reason
+
+
+@pytest.mark.timeout(60)
+def test_hostile_adapters_are_refused_while_a_request_runs_to_its_end(
+    small: Small, adapters: Path, tmp_path: Path
+) -> None:
+    hostile = {"scaled": {"lora_alpha": 1e308}, "long": {"lora_alpha": 10**400}, "rooted": {"use_rslora": "yes"}}
+    for name, config in hostile.items():
+        shutil.copytree(adapters / "b", tmp_path / name)
+        file = tmp_path / name / CONFIG_FILE
+        file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    for name, file in (("pipe", WEIGHTS_FILE), ("config", CONFIG_FILE)):
+        shutil.copytree(adapters / "b", tmp_path / name)
+        (tmp_path / name / file).unlink()
+        os.mkfifo(tmp_path / name / file)
+    names = [*hostile, "pipe", "config"]
+    engine = build_engine(small(max_adapters=1))
+    client = run(
+        engine,
+        lambda client: asks("base", tokens=100),
+        *(lambda client, at=at: messages.LoadAdapter(at, names[at], str(tmp_path / names[at])) for at in range(5)),
+        lambda client: messages.Ask(9) if len(client.of(messages.AdapterRefused)) == len(names) else None,
+    )
+    reasons = {each.number: each.reason for each in client.of(messages.AdapterRefused)}
+    for number, words in enumerate(("by 2.5e+307", "lora_alpha is 1000", "use_rslora", "named pipe", "named pipe")):
+        assert words in reasons[number] and str(tmp_path) not in reasons[number]
+    assert len(client.tokens("base")) == 100
+    (stats,) = client.of(messages.Stats)
+    assert (stats.stats.adapters_known, client.of(messages.AdapterLoaded)) == (0, [])
+
+
+def test_an_adapter_that_cannot_be_packed_is_refused_and_the_engine_serves_on(
+    small: Small, adapters: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build_engine(small(max_adapters=1))
+    pack, failures = AdapterSlots.pack, [RuntimeError("no memory for it, in a secret place")]
+
+    def fails_once(*given: Any, **how: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return pack(*given, **how)
+
+    monkeypatch.setattr(AdapterSlots, "pack", fails_once)
+    client = run(
+        engine,
+        lambda client: messages.LoadAdapter(1, "a", str(adapters / "a")),
+        lambda client: messages.LoadAdapter(2, "b", str(adapters / "b")),
+        lambda client: asks("with b", loaded_id(client, 2) or "") if loaded_id(client, 2) else None,
+    )
+    (refused,) = client.of(messages.AdapterRefused)
+    assert refused.reason == "it cannot be read: RuntimeError; the server's log says more"
+    assert "a secret place" in caplog.text and len(client.tokens("with b")) == 6
 
 
 def test_loading_the_same_content_again_keeps_it_while_it_was_about_to_be_forgotten(

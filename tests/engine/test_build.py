@@ -303,6 +303,7 @@ from holdfast.engine.build import build
 small = dict(cache_gb=0.01, threads=1, device="cpu")
 loop, info = build(EngineConfig(**small))
 loop.close()
+assert not [name for name in sys.modules if name.startswith("transformers.")]
 try:
     build(EngineConfig(executor="padded", **small))
 except ValueError as error:

@@ -16,7 +16,7 @@ import pytest
 from holdfast import LLM, SamplingParams
 from holdfast.core.types import FinishReason
 from holdfast.engine.connection import EngineStartError
-from holdfast.engine.llm import _Bar
+from holdfast.engine.llm import _Bar, _LoopThread
 from holdfast.engine.tuning import TuningError
 from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL, wait_for_end
@@ -160,7 +160,7 @@ def test_the_engine_ends_with_the_script_that_started_it(checkpoint, tmp_path, w
     assert list(scratch.iterdir()) == []
 
 
-def test_tuning_serves_an_adapter_and_goes_on_after_an_interrupt(checkpoint, tmp_path, monkeypatch):
+def test_tuning_serves_an_adapter_and_goes_on_after_an_interrupt(checkpoint, tmp_path, monkeypatch, request):
     chance = random.Random(1)
     examples = [([chance.randrange(3, 100) for _ in range(40)], [0.0] * 10 + [1.0] * 30) for _ in range(8)]
     chosen = dict(name="tuned", epochs=30, batch_size=2, learning_rate=0.01, rank=4, progress=False)
@@ -173,6 +173,8 @@ def test_tuning_serves_an_adapter_and_goes_on_after_an_interrupt(checkpoint, tmp
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         advance(bar, tokens, more)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it as ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with LLM(str(checkpoint), **SMALL, tuning=True, tuning_mirror="off", max_adapters=1) as llm:
         monkeypatch.setattr(_Bar, "advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -187,6 +189,32 @@ def test_tuning_serves_an_adapter_and_goes_on_after_an_interrupt(checkpoint, tmp
             llm.tune(examples, tmp_path / "another", **chosen)
     steps = sum("loss" in each for each in told)
     assert 5 < steps <= 120  # those that were told after the interrupt are not shown
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["before the loop is asked", "before it is waited for"])
+def test_an_interrupt_at_the_beginning_of_a_call_leaves_nothing_running(monkeypatch, asked):
+    thread = _LoopThread()
+    ask = thread._loop.call_soon_threadsafe
+
+    async def work():
+        await asyncio.sleep(60)
+
+    def interrupted(callback):
+        monkeypatch.undo()
+        if asked:
+            ask(callback)
+        raise KeyboardInterrupt
+
+    async def four():
+        return 4
+
+    monkeypatch.setattr(thread._loop, "call_soon_threadsafe", interrupted)
+    coroutine = work()
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(coroutine)
+    assert coroutine.cr_frame is None, "it has ended"
+    assert thread.run(four()) == 4
+    thread.stop()
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,15 @@ from holdfast.core.layout import Layout
 from holdfast.core.types import Grammar, Identity, Request, SamplingParams
 from holdfast.engine import in_service, many_device
 from holdfast.engine.build import build_engine
-from holdfast.engine.many_device import ManyDevice, combined
+from holdfast.engine.many_device import ManyDevice, ManyExecutor, ManyHost, combined
 from holdfast.engine.messages import ChunksFetched, ChunksFound, FetchChunks
 from holdfast.engine.paged import threads_of
 from holdfast.engine.profiles import CostProfile
-from holdfast.engine.rank_messages import Loaded
+from holdfast.engine.rank_messages import Copied, Loaded
+from holdfast.engine.ranks import HOST_BLOCKS, HOST_READY
 from holdfast.lm.execution import cost_profile
 from holdfast.lm.memory.digests import block_digests
-from holdfast.lm.types import MemoryMeasurement
+from holdfast.lm.types import BlockCopy, CopyTime, MemoryMeasurement, Sampling, Segment, StepPlan, StepResult
 from tests.checkpoints import VOCAB, make
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
@@ -282,6 +283,101 @@ def test_a_block_is_what_all_ranks_keep_of_it_and_the_least_rank_counts():
         device="2 × GPU (pp 2)", total=200, weights=30, activations=8, cache=40, block=5, host_cache=15
     )
     assert combined([first, second], Layout(tp=2), "cpu").total == 100, "they share it"
+
+
+class Rank0:
+    """Rank 0's executor: every step has ended, and its copies are complete once the next step ends."""
+
+    def __init__(self):
+        self.plans, self.copies = [], []
+
+    def submit(self, plan):
+        self.plans.append(plan)
+
+    def wait(self, seconds):
+        return True
+
+    def collect(self):
+        plan, done = self.plans.pop(0), tuple(self.copies)
+        self.copies = copied(plan, 0.001)
+        if not plan.segments:
+            done, self.copies = (*done, *self.copies), []
+        last = plan.step if not plan.segments else plan.step - 1
+        return StepResult(plan.step, (7,) * plan.num_sampled, 0.01, swapped_out=last, swapped_in=last, copies=done)
+
+
+class OtherRanks:
+    """What is known of the other ranks: the test says what they answer."""
+
+    def __init__(self, layout, **words):
+        self.layout, self.said, self.waited, self.words = layout, [], [], words
+
+    def send(self, command):
+        pass
+
+    def check(self):
+        pass
+
+    def of_steps(self):
+        said, self.said = self.said, []
+        return said
+
+    def wait(self, seconds):
+        self.said = self.waited.pop(0)
+
+    def least(self, word):
+        return self.words[{HOST_READY: "ready", HOST_BLOCKS: "blocks"}[word]]
+
+
+def copied(plan, seconds):
+    """The copies of a plan, complete on a rank."""
+    both = ((True, plan.swap_in), (False, plan.swap_out))
+    return [CopyTime(plan.step, inward, 100 * len(copies), seconds) for inward, copies in both if copies]
+
+
+def plan_of(step, *, swap_in=0, swap_out=0, segments=True):
+    """A plan of one decode, unless it waits for copies alone."""
+    segment = Segment("a", 0, 4, 5, (3,), Sampling(0.0, 0, 1.0, 0))
+    copies = [tuple(BlockCopy(at, at) for at in range(count)) for count in (swap_in, swap_out)]
+    return StepPlan(step, (segment,) if segments else (), swap_in=copies[0], swap_out=copies[1])
+
+
+@pytest.mark.parametrize("inward", [True, False], ids=["in", "out"])
+def test_a_copy_counts_as_complete_once_the_last_rank_has_made_it_and_took_as_long_as_there(inward):
+    ranks = OtherRanks(Layout(tp=3))
+    executor = ManyExecutor(Rank0(), ranks, captures=False)
+    plans = [plan_of(0), plan_of(1, **{"swap_in" if inward else "swap_out": 2}), *map(plan_of, range(2, 5))]
+    name = "swapped_in" if inward else "swapped_out"
+
+    def step(plan, *said):
+        executor.submit(plan)
+        ranks.said = [(rank, Copied(tuple(copied(plans[1], seconds)))) for rank, seconds in said]
+        result = executor.collect()
+        return getattr(result, name), result.copies
+
+    assert [step(plan) for plan in plans[:3]] == [(-1, ()), (0, ()), (0, ())], "rank 0 alone has made the copy"
+    assert step(plans[3], (2, 0.5)) == (0, ()), "one is missing"
+    assert step(plans[4], (1, 0.002)) == (3, (CopyTime(1, inward, 600, 0.5),))
+
+
+def test_a_plan_of_copies_alone_ends_when_all_ranks_have_made_them_and_those_before():
+    ranks = OtherRanks(Layout(tp=2))
+    executor = ManyExecutor(Rank0(), ranks, captures=False)
+    plans = [plan_of(0, swap_out=1), plan_of(1, swap_in=1, segments=False)]
+    for plan in plans:
+        executor.submit(plan)
+    assert executor.collect().swapped_out == -1
+    ranks.waited = [[(1, Copied(tuple(copied(plan, 0.02))))] for plan in reversed(plans)]
+    result = executor.collect()
+    assert (result.swapped_in, result.swapped_out, ranks.waited) == (1, 1, [])
+    assert sorted(result.copies) == [CopyTime(0, False, 200, 0.02), CopyTime(1, True, 200, 0.02)]
+
+
+def test_the_host_tier_is_as_large_as_that_of_the_least_rank():
+    own = SimpleNamespace(ready=10, blocks=60)
+    for ready, blocks in ((4, 30), (20, 90)):
+        host = ManyHost(own, OtherRanks(Layout(tp=2), ready=ready, blocks=blocks))
+        assert (host.ready, host.blocks) == (min(10, ready), min(60, blocks))
 
 
 def test_a_measured_profile_has_the_layout_its_links_and_the_shares_of_its_stages(make_engine):

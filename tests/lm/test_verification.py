@@ -39,6 +39,11 @@ def test_log_probabilities_stay_with_their_tokens() -> None:
     assert (result.tokens, result.logprobs) == ((1, 3), (told[0], told[2]))
 
 
+def test_each_segment_keeps_the_hidden_state_of_its_last_token() -> None:
+    result = StepResult(0, (8, 9, 3, 5), 0.1, vectors=(b"", b"after 8", b"", b"state")).verified([(8, 7), ()])
+    assert (result.tokens, result.counts, result.vectors) == ((8, 9, 5), (2, 1), (b"after 8", b"state"))
+
+
 @pytest.mark.parametrize("draft", range(4))
 @pytest.mark.parametrize("filters", [(0, 1.0), (3, 1.0), (0, 0.8)])
 def test_tokens_are_distributed_as_without_drafts(draft: int, filters: tuple[int, float]) -> None:

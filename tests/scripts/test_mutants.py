@@ -10,11 +10,31 @@ from scripts import mutants
 from scripts.mutants import ROOT, Mutant, outcome, read_mutants
 
 
-@pytest.mark.parametrize("mutant", read_mutants(), ids=lambda mutant: f"{mutant.file}: {mutant.new}")
-def test_every_bug_replaces_text_that_its_file_holds_once(mutant: Mutant) -> None:
-    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
-    assert mutant.new != mutant.old
-    assert mutant.tests and all((ROOT / test).is_file() for test in mutant.tests)
+def faults(mutant: Mutant) -> list[str]:
+    """Why a bug shows nothing; empty if it applies to its file, changes it, and names tests that are there."""
+    path = ROOT / mutant.file
+    held = path.read_text().count(mutant.old) if path.is_file() else 0
+    return [
+        *([] if held == 1 else [f"its file holds the old text {held} times"]),
+        *([] if mutant.new != mutant.old else ["it changes nothing"]),
+        *([] if mutant.tests else ["it names no tests"]),
+        *(f"there is no {test}" for test in mutant.tests if not (ROOT / test).is_file()),
+    ]
+
+
+def test_every_bug_replaces_text_that_its_file_holds_once_and_names_tests_that_exist() -> None:
+    bugs = read_mutants()
+    assert len(bugs) > 400
+    wrong = {f"{bug.file}: {bug.old!r} -> {bug.new!r}": found for bug in bugs if (found := faults(bug))}
+    assert wrong == {}
+
+
+def test_a_bug_that_shows_nothing_is_told_with_all_its_faults() -> None:
+    assert faults(Mutant("pyproject.toml", "[project]\n", "[project]\n", ("tests/none.py",))) == [
+        "it changes nothing",
+        "there is no tests/none.py",
+    ]
+    assert faults(Mutant("none.py", "1", "2", ())) == ["its file holds the old text 0 times", "it names no tests"]
 
 
 def test_a_bug_is_caught_or_lives_or_is_stale_and_leaves_the_file_as_it_was(

@@ -85,9 +85,11 @@ def test_jobs_beside_requests_have_the_losses_and_parameters_of_jobs_alone(
         assert actions["drop"] and actions["offload"] > 2, "besides when each job ends"
 
 
+@pytest.mark.parametrize("leaves_at", ["validation", "every micro-batch"])
 def test_a_job_that_leaves_between_its_update_and_its_validation_keeps_the_update(
-    model: Decoder, tmp_path: Path
+    model: Decoder, leaves_at: str, tmp_path: Path
 ) -> None:
+    """Where it leaves again later, it comes back as it was then, and not as it was at the validation."""
     losses = {}
     for name in ("stays", "leaves"):
         trainer = trainer_for(model)
@@ -96,7 +98,8 @@ def test_a_job_that_leaves_between_its_update_and_its_validation_keeps_the_updat
         losses[name] = []
         while (step := trainer.next_slice(name)[0]) < 6:
             _, micro_batch, _ = trainer.next_slice(name)
-            if name == "leaves" and trainer.steps(name).micro_batches(step)[micro_batch].validation:
+            validates = trainer.steps(name).micro_batches(step)[micro_batch].validation
+            if name == "leaves" and (validates or leaves_at == "every micro-batch"):
                 act(trainer, name, "offload")
                 act(trainer, name, "restore")
             if (loss := advance(trainer, name).loss) is not None:

@@ -11,7 +11,7 @@ import torch
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.types import TrainingSlice
-from holdfast.training.data import EXAMPLES_FILE, write_examples
+from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, write_examples
 from holdfast.training.iteration import arena_of, workspace_bytes
 from holdfast.training.trainer import Trainer
 from tests.tuning import (
@@ -156,13 +156,17 @@ def test_validation_is_reported_and_does_not_change_what_is_learned(model: Decod
     assert all(0.0 < value < 20.0 for value in found if value is not None)
 
 
-@pytest.mark.parametrize("change", ["base", "data", "twice", "none"])
+@pytest.mark.parametrize("change", ["base", "data", "validation", "twice", "none"])
 def test_a_job_that_cannot_go_on_is_refused_with_the_reason(model: Decoder, change: str, tmp_path: Path) -> None:
-    directory = new_job(tmp_path)
+    directory = new_job(tmp_path, validation=drawn_examples(3, seed=9))
     trainer = trainer_for(model)
     prepare: dict[str, tuple[Callable[[], object], str]] = {
         "base": (lambda: None, "begun over another base model"),
         "data": (lambda: write_examples(directory / EXAMPLES_FILE, drawn_examples(9)), "not the file that the job"),
+        "validation": (
+            lambda: write_examples(directory / VALIDATION_FILE, drawn_examples(3, seed=8)),
+            f"{VALIDATION_FILE} of job .* is not the file that the job",
+        ),
         "twice": (lambda: trainer.open(directory), "open already"),
         "none": (lambda: (directory / "job.json").write_text("{}"), "not a job"),
     }
@@ -172,6 +176,20 @@ def test_a_job_that_cannot_go_on_is_refused_with_the_reason(model: Decoder, chan
         trainer = Trainer(model, arena_for(model), base_digest="another", mirror=None)
     with pytest.raises(ValueError, match=words):
         trainer.open(directory)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_an_example_that_is_longer_than_the_models_context_is_refused_with_both_lengths(
+    model: Decoder, held_out: bool, tmp_path: Path
+) -> None:
+    most = model.decoder.max_positions
+    fits, long = ([([1] * length, [1.0] * length)] for length in (most, most + 1))
+    trainer = trainer_for(model)
+    trainer.open(new_job(tmp_path, name="fits", examples=fits, validation=fits, micro_batch=most))
+    examples, validation = (fits, long) if held_out else (long, fits)
+    job = new_job(tmp_path, name="long", examples=examples, validation=validation, micro_batch=most + 1)
+    with pytest.raises(ValueError, match=rf"has {most + 1} tokens; the model was made for {most}"):
+        trainer.open(job)
 
 
 def test_tuning_in_16_bits_follows_tuning_in_32(tmp_path: Path) -> None:

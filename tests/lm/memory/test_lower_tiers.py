@@ -198,6 +198,32 @@ def with_stored_prompt(*prompts):
     return scheduler
 
 
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_a_failure_of_the_disk_does_not_pause_the_remote_tier(kind):
+    pool, lower = tiers_of(remote=True, stored=[StoredBlock(0, digest(9), 0, age=1.0)])
+    if kind == "read":
+        lower.fetch({0: digest(9)}, 0.0)
+    else:
+        put_on_host(pool, 1)
+    jobs = lower.jobs(0.0)
+    end(lower, [job for job in jobs if job.tier == "disk"], "failed", now=1.0)
+    end(lower, [job for job in jobs if job.tier == "remote"], now=1.0)
+    put_on_host(pool, 2, now=2.0)
+    begun = lower.jobs(2.0)
+    assert ("remote", "write", 2) in told(begun) and ("disk", "write", 2) in told(begun)
+    assert lower.stats()["tier_failures"] == 1
+
+
+@pytest.mark.parametrize("outcome", ["missing", "corrupt"])
+def test_a_remote_tier_that_answers_without_a_block_is_not_paused(outcome):
+    pool, lower = tiers_of(disk_blocks=0, remote=True)
+    fetch = lower.fetch({0: digest(9)}, 0.0)
+    end(lower, lower.jobs(0.0), outcome, now=0.0)
+    assert fetch.complete
+    put_on_host(pool, 1, now=1.0)
+    assert told(lower.jobs(1.0)) == [("remote", "write", 1)]
+
+
 def test_others_run_while_a_sequence_waits_for_its_blocks():
     scheduler = with_stored_prompt(13, 6)
     jobs = scheduler.tier_jobs(0.0)

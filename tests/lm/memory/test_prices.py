@@ -36,7 +36,7 @@ def test_a_link_learns_its_rate_from_large_transfers_and_its_latency_from_small_
         link.observe(10 * LARGE, 0.01 + 10 * LARGE / 1e8)
         link.observe(1000, 0.01)
     assert link.seconds_per_byte == pytest.approx(1e-8, rel=0.1)
-    assert link.latency == pytest.approx(0.01, rel=0.3)
+    assert link.latency == pytest.approx(0.01, rel=0.01)
 
 
 def test_a_link_that_was_measured_slow_once_is_tried_again_after_some_refusals():

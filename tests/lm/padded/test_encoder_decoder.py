@@ -135,3 +135,21 @@ def test_a_model_without_a_first_token_for_its_decoder_is_refused():
     module.config.decoder_start_token_id = module.generation_config.decoder_start_token_id = None
     with pytest.raises(ValueError, match="T5ForConditionalGeneration names no decoder_start_token_id"):
         EncoderDecoderDriver(as_unmodified(module))
+
+
+@torch.inference_mode()
+def test_a_decoder_may_have_more_or_fewer_layers_than_its_encoder(tmp_path):
+    for encoder, decoder in ((1, 3), (3, 1)):
+        directory = tmp_path / f"{encoder}-{decoder}"
+        module = make("T5", num_layers=encoder, num_decoder_layers=decoder, feed_forward_proj="gated-gelu")
+        module.save_pretrained(directory)
+        loop, _ = engine(directory)
+        (prompt,) = draw_prompts(11)
+        ids = [0]  # without a cache: that of `generate` has as many layers as the encoder
+        for _ in range(8):
+            logits = module(
+                input_ids=torch.tensor([list(prompt)]), decoder_input_ids=torch.tensor([ids]), use_cache=False
+            ).logits
+            ids.append(int(logits[0, -1].argmax()))
+        assert serve(loop, [prompt], 8) == [ids[1:]]
+        loop.close()

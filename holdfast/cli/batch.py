@@ -24,6 +24,7 @@ from holdfast.cli.stopped import MARK, Mark, copy_whole, download, read_mark, wr
 from holdfast.cli.talkers import PATIENT, TENANT, answer_of, connection, fetched, server_client
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient
+from holdfast.files.regular import open_file
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore
@@ -70,7 +71,7 @@ class Place:
         """Raises UsageError if FILE cannot be read, or its answers cannot be written."""
         source = Path(file)
         try:
-            with source.open("rb") as opened:
+            with open_file(source) as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
             out = Path(config.out) if config.out is not None else source.with_name(f"{source.stem}.output.jsonl")
             require_writable(str(out))
@@ -99,7 +100,7 @@ class Place:
 
     def endpoint(self) -> str:
         """The url of the first line, which all others must have. Raises UsageError."""
-        with self.source.open("rb") as file:
+        with open_file(self.source) as file:
             first = next((line for line in file if line.strip()), b"")
         try:
             url = msgspec.json.decode(first, type=dict[str, Any]).get("url")
@@ -198,7 +199,7 @@ async def local_batches(engine: EngineConfig, place: Place, notes: Console) -> A
 
 async def submit_here(batches: Batches, place: Place, endpoint: str) -> Batch:
     """Begin the run's batch, which has all the time that it needs."""
-    with place.source.open("rb") as file:
+    with open_file(place.source) as file:
         kept = await batches.files.copy(TENANT, "batch", place.source.name, file)
     return await batches.submit(TENANT, kept.id, endpoint, None)
 
@@ -211,7 +212,7 @@ async def run_there(http: httpx.AsyncClient, place: Place, endpoint: str, notes:
         raise UsageError(f"{place.partial} was begun at {mark.place}; go on there, or delete it")
     with connection(http):
         if mark is None:
-            with place.source.open("rb") as file:
+            with open_file(place.source) as file:
                 notes.print(f"sending {place.source}", style="dim", markup=False)
                 form: Any = {"files": {"file": (place.source.name, file)}, "data": {"purpose": "batch"}}
                 kept = answer_of(await http.post("files", **form))

@@ -26,6 +26,7 @@ from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, Statefu
 from holdfast.cli.terminal import CommandCompleter, Words, lines
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient, Usage
+from holdfast.files.regular import read_bytes
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import data_directory
 from holdfast.server.conversations.service import Responses
@@ -427,7 +428,7 @@ class Bookmarks:
 
     def _read(self) -> dict[str, dict[str, Bookmark]]:
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=dict[str, dict[str, Bookmark]])
+            return msgspec.json.decode(read_bytes(self.path), type=dict[str, dict[str, Bookmark]])
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:

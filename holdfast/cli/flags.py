@@ -9,9 +9,10 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
+
+from holdfast.files.regular import read_text
 
 ConfigT = TypeVar("ConfigT")
 
@@ -179,7 +180,7 @@ def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
     import yaml
 
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = yaml.safe_load(read_text(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -15,6 +15,7 @@ import msgspec
 
 from holdfast.cli.flags import UsageError
 from holdfast.cli.talkers import ChatError, reason_of
+from holdfast.files.regular import open_file, read_bytes
 
 MARK = "mark.json"
 PIECE = 1 << 20
@@ -62,7 +63,7 @@ async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:
 def read_mark(path: Path, place: Stopped) -> Mark | None:
     """The mark of a stopped run that was asked to do the same, if there is one. Raises UsageError for any other."""
     try:
-        mark = msgspec.json.decode(path.read_bytes(), type=Mark)
+        mark = msgspec.json.decode(read_bytes(path), type=Mark)
     except FileNotFoundError:
         if place.partial.is_file():
             raise UsageError(f"{place.partial} was begun at a server; go on there with --url, or delete it") from None
@@ -101,5 +102,5 @@ def write_whole(target: Path, data: bytes) -> None:
 
 def copy_whole(source: Path, target: Path) -> None:
     """Copy a file, whole or not at all."""
-    with source.open("rb") as original, replacing(target) as file:
+    with open_file(source) as original, replacing(target) as file:
         shutil.copyfileobj(original, file)

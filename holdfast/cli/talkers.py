@@ -73,10 +73,11 @@ class Talker(Protocol):
 
 
 class LocalTalker:
-    """Our own engine, with our own store."""
+    """Our own engine, with our own store. It talks by the first adapter that was given, or by the model itself."""
 
     def __init__(self, responses: Responses, settings: Settings) -> None:
-        self.name = responses.service.client.info.model
+        info = responses.service.client.info
+        self.name = info.adapters[0].name if info.adapters else info.model
         self.responses = responses
         self.settings = settings
 

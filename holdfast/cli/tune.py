@@ -27,6 +27,7 @@ from holdfast.cli.talkers import PATIENT, TENANT, ChatError, answer_of, connecti
 from holdfast.core.config import EngineConfig, option
 from holdfast.engine.client import EngineClient
 from holdfast.engine.tuning import ALL_MODULES, Hyperparameters
+from holdfast.files.regular import open_file
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.jobs.files import Files
@@ -115,7 +116,7 @@ class Place:
         for path in (source, validation):
             try:
                 if path is not None:
-                    with path.open("rb") as opened:
+                    with open_file(path) as opened:
                         digest.update(hashlib.file_digest(opened, "sha256").digest())
             except OSError as error:
                 raise UsageError(f"cannot read {path}: {error.strerror}") from None
@@ -248,7 +249,7 @@ async def submit_here(tuning: Tuning, config: TuneConfig, place: Place, model: s
         if path is None:
             kept.append(None)
         else:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 kept.append((await tuning.files.copy(TENANT, "fine-tune", path.name, file)).id)
     wanted = msgspec.json.encode(config.request(model, str(kept[0]), kept[1]))
     return await tuning.create(parse(wanted, TuningRequest), TENANT)
@@ -298,7 +299,7 @@ async def submit_there(
         if path is None:
             sent.append(None)
             continue
-        with path.open("rb") as file:
+        with open_file(path) as file:
             notes.print(f"sending {path}", style="dim", markup=False)
             form: Any = {"files": {"file": (path.name, file)}, "data": {"purpose": "fine-tune"}}
             sent.append(str(answer_of(await http.post("files", **form))["id"]))

@@ -61,12 +61,8 @@ from holdfast.training.iteration import arena_of, workspace_bytes
 from holdfast.training.state import mirror_directory
 from holdfast.training.trainer import Trainer
 
-if TYPE_CHECKING or find_spec("transformers") is not None:
+if TYPE_CHECKING:
     from holdfast.lm.padded.device import PaddedDevice
-else:
-
-    class PaddedDevice:
-        """Without Transformers no device is one, and `make_padded_device` says so."""
 
 
 clock = time.monotonic
@@ -165,7 +161,7 @@ def put_together(
     adapters = read_adapters(config, device, stages, on_progress)
     memory, shape = allocate(device, stages, on_progress)
     threads = None
-    if not isinstance(device, PaddedDevice):
+    if isinstance(device, PagedDevice | ManyDevice):
         shape = replace(shape, block_bytes=device.block_bytes)
         if config.lower_tiers:
             with stages.stage("tiers"):
@@ -234,7 +230,9 @@ def put_together(
         model=shape.model,
         precision=shape.precision,
         executor=shape.executor,
-        executor_reason=f"{reason}; {on_rows(config, device)}" if isinstance(device, PaddedDevice) else reason,
+        executor_reason=(
+            reason if isinstance(device, PagedDevice | ManyDevice) else f"{reason}; {on_rows(config, device)}"
+        ),
         memory=memory,
         num_blocks=shape.num_blocks,
         num_host_blocks=shape.num_host_blocks,
@@ -270,7 +268,7 @@ def moves_of(
     """Let KV blocks move between engines where the configuration and the device allow it; why none can, else empty."""
     if not config.chunk_host:
         return "chunk_host is not set"
-    if isinstance(device, PaddedDevice):
+    if not isinstance(device, PagedDevice | ManyDevice):
         return "padded rows hold no blocks that could move"
     return begin_moves(config, checkpoint, device, shape, moves, secret)
 
@@ -295,7 +293,7 @@ def make_grammars(
     scheduler: Scheduler,
 ) -> GrammarDesk:
     """The desk that compiles grammars for an allocated device. Where they cannot be followed, it refuses them all."""
-    if isinstance(device, PaddedDevice):
+    if not isinstance(device, PagedDevice | ManyDevice):
         return GrammarDesk(
             scheduler.add, None, "structured output runs on the paged executor, and this model runs on padded rows"
         )
@@ -444,6 +442,8 @@ def make_padded_device(
     """The model as Transformers has it, for padded rows. `module` is one that was loaded for a paged cache."""
     if find_spec("transformers") is None:
         raise UnsupportedCheckpoint("padded rows need Transformers: pip install 'holdfast[hf]'")
+    from holdfast.lm.padded.device import PaddedDevice  # it imports Transformers, which takes a second
+
     model = load_unmodified(
         checkpoint.directory,
         device=resolve_device(config.device),
@@ -503,7 +503,7 @@ def find_profile(
                 return stored
         on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
         with stages.stage("profile"):
-            if isinstance(device, PaddedDevice):
+            if not isinstance(device, PagedDevice | ManyDevice):
                 profile = make_padded_profile(device, shape, in_full=in_full)
             else:
                 profile = make_profile(device, shape, in_full=in_full)

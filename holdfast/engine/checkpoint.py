@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.engine import hub
+from holdfast.files.regular import check_regular_below, open_file
 
 JSON_LIMIT = 16 << 20
 """Most bytes of a configuration file."""
@@ -86,6 +87,10 @@ class Checkpoint:
                 f"model {model!r}: {directory} {what}; give a Hugging Face checkpoint directory, an id of the hub "
                 f"(owner/name), or {BUILTIN_MODEL!r}"
             )
+        try:
+            check_regular_below(directory)  # libraries open some of these files by themselves
+        except OSError as error:
+            raise ValueError(f"model {model!r}: {error.filename}: {error.strerror}") from None
         return cls(BUILTIN_MODEL if model == BUILTIN_MODEL else directory.name, directory)
 
 
@@ -142,7 +147,7 @@ def read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
 def read_text(path: Path, limit: int) -> str:
     """The text of a file of at most `limit` bytes. Raises ValueError for a larger or unreadable one."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = file.read(limit + 1)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error

@@ -54,6 +54,8 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         self._unanswered: dict[int, asyncio.Future[Stats]] = {}
         self._numbers = itertools.count()
         self._closed = False
+        self.retired = False
+        """Whether it ended because it was closed while it lived, and not of itself."""
         self._remote = process.remote
         self.ahead = 0.0
         """Seconds that the engine's clock is ahead of ours; 0 on the same machine.
@@ -118,6 +120,7 @@ class EngineConnection(ABC, Generic[Info, Stats]):
             raise
 
     async def _close(self, *, at_once: bool) -> None:
+        self.retired |= not self.dead.is_set()
         self._end("the engine was closed")
         if not self._closed:
             self._closed = True

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from holdfast.files.regular import read_text
+
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """What may be a model's id: its owner and its name."""
 WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -100,7 +102,7 @@ def lacks(directory: Path, weights: bool) -> str | None:
     if weights and not (directory / SINGLE).is_file():
         names.append(INDEX)
         try:
-            names += sorted({str(name) for name in json.loads((directory / INDEX).read_text())["weight_map"].values()})
+            names += sorted({str(name) for name in json.loads(read_text(directory / INDEX))["weight_map"].values()})
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             names.append(SINGLE)
     return next((name for name in names if not (directory / name).is_file()), None)

@@ -270,11 +270,18 @@ class _LoopThread:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(lambda task: done.set())
 
-        self._loop.call_soon_threadsafe(begin)
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # the interrupt came before the loop was asked to begin
+                work.close()
+                done.set()
+
         try:
+            self._loop.call_soon_threadsafe(begin)
             done.wait()
         except BaseException:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            self._loop.call_soon_threadsafe(cancel)
             done.wait()
             raise
         return tasks[0].result()

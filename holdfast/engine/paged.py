@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.text import read_tokenizer
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.execution.place import Place
-from holdfast.lm.grammar.compiler import MOST_SECONDS, GrammarCompiler
+from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.kernels.attention import backends as attention
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
@@ -75,22 +74,22 @@ def make_rank(
 
 
 def grammar_compiler(
-    checkpoint: Checkpoint, vocab_size: int, eos_token_ids: Collection[int], most_seconds: float = MOST_SECONDS
+    checkpoint: Checkpoint, vocab_size: int, eos_token_ids: Collection[int], *, tested: bool = False
 ) -> GrammarCompiler:
-    """What compiles grammars for a checkpoint's vocabulary."""
+    """What compiles grammars for a checkpoint's vocabulary. `tested`: another one tests them first."""
     read = partial(read_tokenizer, checkpoint.directory)
-    return GrammarCompiler(read, vocab_size, eos_token_ids, most_seconds=most_seconds)
+    return GrammarCompiler(read, vocab_size, eos_token_ids, tested=tested)
 
 
 def rank_grammars(config: EngineConfig, rank: int, device: PagedDevice) -> GrammarCompiler | None:
     """What compiles grammars on a rank that draws by them, beside rank 0's own; None on others.
 
-    Rank 0 refuses those that take too long.
+    Rank 0 tests them all before any comes here.
     """
     if rank != config.layout.drawing_rank:
         return None
     spec = device.model.spec
-    return grammar_compiler(Checkpoint.of(config), spec.vocab_size, spec.eos_token_ids, inf)
+    return grammar_compiler(Checkpoint.of(config), spec.vocab_size, spec.eos_token_ids, tested=True)
 
 
 def lengths_of(model: Model) -> str:

@@ -21,6 +21,7 @@ from holdfast.core.config import CacheTypeName, EngineConfig, ExecutorName, Quan
 from holdfast.core.cost import CostModel, LinkCost, PaddedCost
 from holdfast.core.layout import Layout
 from holdfast.engine.checkpoint import JSON_LIMIT, read_json, read_text
+from holdfast.files.regular import open_regular
 from holdfast.lm.types import RowShape, precision_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -220,9 +221,12 @@ def held(path: Path) -> Iterator[None]:
     Engines that start together would slow each other down while they measure. So one measures, and the others find it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # a process that dies lets go
+    lock = open_regular(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a process that dies lets go
         yield
+    finally:
+        os.close(lock)
 
 
 def cached_profile_path(directory: Path, precision: str, device: str) -> Path:

@@ -18,6 +18,7 @@ from holdfast.engine.chunk_wire import Terms
 from holdfast.engine.many_device import ManyDevice
 from holdfast.engine.move_desk import MoveDesk
 from holdfast.engine.paged import weights_of
+from holdfast.files.regular import open_file, read_bytes
 from holdfast.lm.execution.disk_store import DiskStore
 from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -104,12 +105,12 @@ def begin_moves(
 def digest_of_files(config: EngineConfig, checkpoint: Checkpoint) -> str:
     """A digest of a model's configuration, and of samples of its weights' files: cheap, for engines that run now."""
     found = hashlib.sha256(f"{config.load_format} {config.quantization} {config.max_model_len}".encode())
-    found.update((checkpoint.directory / "config.json").read_bytes())
+    found.update(read_bytes(checkpoint.directory / "config.json"))
     for path in sorted(checkpoint.directory.iterdir()):
         if path.suffix in (".safetensors", ".bin", ".pt", ".pth") and config.load_format != "random":
             size = path.stat().st_size
             found.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 for part in range(SAMPLES):
                     file.seek(size * part // SAMPLES)
                     found.update(file.read(SAMPLE_BYTES))

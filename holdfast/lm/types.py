@@ -173,7 +173,7 @@ class ConstrainedRow(NamedTuple):
     """A sampled row whose token a grammar restricts."""
 
     at: int
-    """Its index among the step's sampled rows."""
+    """Its index among the step's sampled rows, of which a segment with a draft has several."""
     row: int
     """Of the executor."""
     start: int
@@ -181,6 +181,8 @@ class ConstrainedRow(NamedTuple):
     stop: int
     tokens: tuple[int, ...]
     sampling: Sampling
+    place: int
+    """Index of its segment among those that sample, in plan order."""
 
 
 class Forced(NamedTuple):
@@ -478,6 +480,7 @@ class StepResult:
         2023, would keep the distribution only.)
         """
         kept: list[int] = []
+        last: list[int] = []
         counts: list[int] = []
         at, tokens = 0, self.tokens
         for draft in drafts:
@@ -486,9 +489,12 @@ class StepResult:
                 right += 1
             kept.extend(range(at, at + right + 1))
             counts.append(right + 1)
+            last.append(at + right)
             at += len(draft) + 1
         logprobs = tuple([self.logprobs[place] for place in kept]) if self.logprobs else ()
-        return replace(self, tokens=tuple([tokens[place] for place in kept]), counts=tuple(counts), logprobs=logprobs)
+        vectors = tuple([self.vectors[place] for place in last]) if self.vectors else ()
+        given = tuple([tokens[place] for place in kept])
+        return replace(self, tokens=given, counts=tuple(counts), logprobs=logprobs, vectors=vectors)
 
 
 @dataclass(slots=True, eq=False)

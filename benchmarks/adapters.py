@@ -26,7 +26,7 @@ from llama8b import LLAMA_3_8B, draw, request
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request
-from holdfast.engine.build import build
+from holdfast.engine.process.build import build
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.peft_files import MODULES, AdapterWeights, LoraPair, module_shapes, write_peft
 from holdfast.loop.loop import Loop

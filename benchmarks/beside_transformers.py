@@ -30,7 +30,7 @@ from invocation import provenance, settle
 from row_engines import GRACE, LLAMA_3_8B, TINY, RowEngines, directory_of, progress, serve
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.build import build
+from holdfast.engine.process.build import build
 from holdfast.lab.workloads import Conversation, Turn, Workload
 from holdfast.lm.types import StepPlan, StepResult
 

@@ -156,7 +156,7 @@ def serve(options: dict[str, Any]) -> None:
 
     from holdfast.core.config import EngineConfig
     from holdfast.core.types import Request, SamplingParams
-    from holdfast.engine.build import build_engine
+    from holdfast.engine.process.build import build_engine
 
     if (threads := options.get("threads")) is not None:
         torch.set_num_threads(threads)

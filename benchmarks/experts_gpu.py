@@ -337,7 +337,7 @@ def rows(
 ) -> Any:
     """Build the engine and run the rows; with `profile`, the kernels of decode steps too."""
     from holdfast.core.config import EngineConfig
-    from holdfast.engine.build import build
+    from holdfast.engine.process.build import build
 
     directory = Path(tempfile.mkdtemp(prefix="qwen3-30b-a3b-"))
     (directory / "config.json").write_text(json.dumps(QWEN3_30B_A3B | shape))

@@ -24,10 +24,10 @@ from row_engines import GRACE, LLAMA_3_8B, TINY, RowEngines, progress, serve, wa
 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.build import build
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.client import EngineClient
-from holdfast.engine.text import TextStream
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.text import TextStream
+from holdfast.engine.process.build import build
 from holdfast.lab import workloads
 from holdfast.lab.load_client import LoadClient, ask_server
 from holdfast.lab.simulator.shapes import MODELS

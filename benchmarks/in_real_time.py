@@ -19,7 +19,7 @@ from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.types import SequenceOutput
-from holdfast.engine.build import build
+from holdfast.engine.process.build import build
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.devices import look_up

@@ -36,8 +36,8 @@ from invocation import add_engine_options, provenance, settle
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
-from holdfast.engine.build import Engine, build_engine
 from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.types import StepPlan, StepResult
 from holdfast.loop.contracts import Executor

@@ -21,7 +21,7 @@ from in_real_time import NAMES, StepRecord, WallClock, checkpoint_of
 from invocation import provenance, settle
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.build import build
+from holdfast.engine.process.build import build
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.run import Clients
 from holdfast.lab.workloads import Conversation, Turn, gamma_arrivals

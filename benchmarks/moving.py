@@ -33,7 +33,7 @@ from multiturn import draw
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client.client import EngineClient
 
 SHAPE = dict(
     vocab_size=4096,

@@ -33,8 +33,8 @@ from llama8b import LLAMA_3_8B
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
-from holdfast.engine.build import build
 from holdfast.engine.messages import EngineInfo
+from holdfast.engine.process.build import build
 from holdfast.lm.types import SchedulerStats
 from holdfast.loop.loop import Loop
 

@@ -38,7 +38,7 @@ from playwright.async_api import Browser, async_playwright
 
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine import messages
-from holdfast.engine.watched import Watched
+from holdfast.engine.process.watched import Watched
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler

@@ -52,7 +52,7 @@ from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client.client import EngineClient
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, percentile

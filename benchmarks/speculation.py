@@ -37,7 +37,7 @@ from llama8b import LLAMA_3_8B
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
-from holdfast.engine.build import build
+from holdfast.engine.process.build import build
 from holdfast.lm.scheduler.speculation import Speculation
 from holdfast.lm.types import LanguageLoop
 

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.build import build
+from holdfast.engine.process.build import build
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite

@@ -28,8 +28,8 @@ from multiturn import SMALL, draw
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
-from holdfast.engine.build import build
 from holdfast.engine.messages import EngineInfo
+from holdfast.engine.process.build import build
 from holdfast.loop.loop import Loop
 
 DECODES, EVERY = 32, 6

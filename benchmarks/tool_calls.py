@@ -28,7 +28,7 @@ from benchmarks.invocation import add_engine_options, provenance
 from benchmarks.structured import judged, random_schema
 from holdfast import LLM, SamplingParams
 from holdfast.core.types import FinishReason
-from holdfast.engine.text import Text, TextStream
+from holdfast.engine.client.text import Text, TextStream
 from holdfast.server.formats.parts import Arguments, CallBegin
 from holdfast.server.formats.registry import THINK, AnswerFormat, Reading
 from holdfast.server.formats.toolset import Tool, Toolset

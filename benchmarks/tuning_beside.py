@@ -43,9 +43,9 @@ from served_pace import give_tokenizer
 from holdfast.cli.targets import ask_engine
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import BATCH_CLASS, SamplingParams
-from holdfast.engine.client import EngineClient
-from holdfast.engine.trace import DEVICE, STEPS, TRAINING
-from holdfast.engine.tuning import EXAMPLES_FILE, JobStart, JobStep, TuningRun, write_examples
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.tuning import EXAMPLES_FILE, JobStart, JobStep, TuningRun, write_examples
+from holdfast.engine.process.trace import DEVICE, STEPS, TRAINING
 from holdfast.lab.load_client import LoadClient
 from holdfast.lab.metrics import Record, percentile
 from holdfast.lab.reports.plots import Line, Panel, panels, png

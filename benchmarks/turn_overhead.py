@@ -24,9 +24,9 @@ import uvloop
 from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.client import Delta, Timings, Usage
+from holdfast.engine.client.client import Delta, Timings, Usage
+from holdfast.engine.client.text import Text
 from holdfast.engine.messages import EngineInfo, Submit, decode_to_engine, encode
-from holdfast.engine.text import Text
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler

@@ -7,7 +7,7 @@ from holdfast.core.types import Grammar, SamplingParams
 from holdfast.core.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast.engine.llm import LLM
+    from holdfast.engine.client.llm import LLM
 
 __all__ = ["LLM", "EngineConfig", "Grammar", "SamplingParams", "__version__"]
 
@@ -16,6 +16,6 @@ def __getattr__(name: str) -> object:
     """Import `LLM` when it is first used: the engine's client takes longer to import than a command's help."""
     if name != "LLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from holdfast.engine.llm import LLM
+    from holdfast.engine.client.llm import LLM
 
     return LLM

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from holdfast.core.config import EngineConfig, SchedulerName
 from holdfast.core.types import Request, SamplingParams
-from holdfast.engine.build import build
+from holdfast.engine.process.build import build
 from scripts.demo import START_SECONDS, free_port
 
 SIZES: dict[str, Any] = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.core.config import AppConfig
-from holdfast.engine.app_client import Inference
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.app_client import Inference
+from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.messages import AppInfo, AppStats, CellTypeStats, Tensor, TensorField
 
 INFO = AppInfo(

@@ -12,11 +12,11 @@ from fake_tuning import FakeTuner
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs
-from holdfast.engine.client import AdapterError, Delta, Timings, Usage
-from holdfast.engine.connection import EngineDead
-from holdfast.engine.generation import GenerationDefaults
+from holdfast.engine.client.client import AdapterError, Delta, Timings, Usage
+from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.generation import GenerationDefaults
+from holdfast.engine.client.pooling import NONE, Pooling
 from holdfast.engine.messages import EngineInfo
-from holdfast.engine.pooling import NONE, Pooling
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 WORDS = ("Ahoy", ", ", "sailor", "!")

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
+from holdfast.engine.client.tuning import EXAMPLES_FILE, TuningClient, auto_batch_size, auto_epochs, digest_of
 from holdfast.engine.messages import (
     ChangeJob,
     JobChanged,
@@ -23,7 +24,6 @@ from holdfast.engine.messages import (
     JobStep,
     StartJob,
 )
-from holdfast.engine.tuning import EXAMPLES_FILE, TuningClient, auto_batch_size, auto_epochs, digest_of
 from holdfast.training.data import Examples
 
 STATE = "job.json"

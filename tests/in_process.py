@@ -14,8 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine import client, connection
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client import client, connection
+from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import (
     EngineInfo,
     FromEngine,
@@ -29,7 +29,7 @@ from holdfast.engine.messages import (
     decode_to_engine,
     encode,
 )
-from holdfast.engine.serve import handle
+from holdfast.engine.process.serve import handle
 from holdfast.loop.loop import Loop
 
 

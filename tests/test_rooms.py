@@ -117,7 +117,7 @@ def test_an_engine_on_a_cpu_starts_without_triton_and_transformers() -> None:
             for alias in node.names
             for name in ([alias.name] if isinstance(node, ast.Import) else [f"{node.module}.{alias.name}", node.module])
         }
-    reached, ahead = set(), ["holdfast.engine.build"]
+    reached, ahead = set(), ["holdfast.engine.process.build"]
     while ahead:
         reached.add(name := ahead.pop())
         ahead += needs.get(name, set()) - reached
@@ -193,7 +193,7 @@ def test_a_room_that_no_layer_names_is_refused() -> None:
 
 PACKAGE_FILES = {"lab.reports.report", "server.routes.page"}
 """Modules that read files of the package itself."""
-SYSTEM_FILES = {"cluster.local_spawner", "engine.ranks", "lm.devices", "lm.grammar.trial"}
+SYSTEM_FILES = {"cluster.local_spawner", "engine.ranks.ranks", "lm.devices", "lm.grammar.trial"}
 """Modules that read files below /proc and /sys."""
 DESCRIPTORS = {
     "lm.execution.disk_store": "reads by a descriptor",

@@ -91,7 +91,7 @@ def run(command: str, asked: Asked) -> int:
     except BaseException as error:
         import asyncio  # only now: `serve` starts its engine before it imports any of these
 
-        from holdfast.engine.connection import EngineDead, EngineStartError
+        from holdfast.engine.client.connection import EngineDead, EngineStartError
         from holdfast.server.conversations.values import StoreError
 
         match error:

@@ -11,8 +11,8 @@ from rich.text import Text
 from holdfast.cli.output import require_writable, stage_printer
 from holdfast.core.config import AppConfig, EngineConfig, option
 from holdfast.core.cost import PaddedCost
-from holdfast.engine.app_client import AppClient
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client.app_client import AppClient
+from holdfast.engine.client.client import EngineClient
 from holdfast.engine.profiles import CellProfile, CostProfile
 from holdfast.lab.reports.tables import table
 

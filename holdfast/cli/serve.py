@@ -17,7 +17,7 @@ from holdfast.cluster.replicas import Replicas
 from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.core.stages import in_words
 from holdfast.core.version import __version__
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
 from holdfast.server.config import ServerConfig

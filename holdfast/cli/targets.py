@@ -19,10 +19,10 @@ from holdfast.cli.output import progress_bar, stage_printer
 from holdfast.cli.talkers import server_client
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import EngineClient
-from holdfast.engine.connection import QueueFull
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import QueueFull
+from holdfast.engine.process.trace import TracedExecutor, about_engine
 from holdfast.engine.profiles import CostProfile
-from holdfast.engine.trace import TracedExecutor, about_engine
 from holdfast.lab.load_client import Ask, LoadClient, ask_server
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline

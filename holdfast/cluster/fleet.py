@@ -15,8 +15,8 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replica import Replica, State
 from holdfast.cluster.spawner import Spawner
 from holdfast.core.types import AdapterInfo
-from holdfast.engine.client import AdapterError, EngineClient
-from holdfast.engine.connection import EngineDead, EngineStartError
+from holdfast.engine.client.client import AdapterError, EngineClient
+from holdfast.engine.client.connection import EngineDead, EngineStartError
 from holdfast.lm.types import SchedulerStats
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.client import EngineClient
-from holdfast.engine.connection import EngineStartError
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.spawn import EngineProcess
 
 CPU_CACHE_GB = 4.0

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from holdfast.engine.client import EngineClient
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineDead
 
 FIRST_BYTES_PER_SECOND = 1e9
 """What moves are believed to reach before any was measured."""

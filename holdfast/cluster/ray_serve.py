@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from holdfast.engine.connection import EngineStartError
+from holdfast.engine.client.connection import EngineStartError
 
 try:
     import ray

@@ -6,7 +6,7 @@ import asyncio
 import enum
 from dataclasses import dataclass, field
 
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client.client import EngineClient
 from holdfast.lm.types import SchedulerStats
 
 

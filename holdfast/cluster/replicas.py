@@ -42,13 +42,13 @@ from holdfast.cluster.spawner import Spawner
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import MAX_SEED, AdapterInfo, SamplingParams
 from holdfast.engine import messages
-from holdfast.engine.client import Delta, EngineClient, Stream, prepare
-from holdfast.engine.connection import EngineDead, QueueFull
-from holdfast.engine.generation import GenerationDefaults
-from holdfast.engine.pooling import Pooling
+from holdfast.engine.client.client import Delta, EngineClient, Stream, prepare
+from holdfast.engine.client.connection import EngineDead, QueueFull
+from holdfast.engine.client.generation import GenerationDefaults
+from holdfast.engine.client.pooling import Pooling
+from holdfast.engine.client.text import Text
+from holdfast.engine.client.tuning import TuningClient, TuningError
 from holdfast.engine.profiles import CostProfile
-from holdfast.engine.text import Text
-from holdfast.engine.tuning import TuningClient, TuningError
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.types import SchedulerStats

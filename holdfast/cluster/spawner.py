@@ -8,7 +8,7 @@ from typing import Protocol
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.local_spawner import LocalSpawner
 from holdfast.core.config import EngineConfig
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client.client import EngineClient
 from holdfast.engine.spawn import EngineProcess
 
 

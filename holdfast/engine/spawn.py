@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, Self
 
 from holdfast.core.config import KEY_VARIABLE, OPERATOR_VARIABLE
 
-BUILD, APPS = "holdfast.engine.build", "holdfast.engine.apps"
+BUILD, APPS = "holdfast.engine.process.build", "holdfast.engine.process.apps"
 """What builds the engine of a language model, and that of an application."""
 
 
@@ -79,7 +79,7 @@ class EngineProcess:
         """
         self.began = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "holdfast.engine.serve", str(os.getpid()), device, builder],
+            [sys.executable, "-P", "-m", "holdfast.engine.process.serve", str(os.getpid()), device, builder],
             stdin=subprocess.PIPE,  # end of file tells the engine that we are gone
             stdout=2,  # what libraries print is not output of the program
             env=child_environment() | dict(environment or {}),

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
-from holdfast.engine.app_client import AppClient
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client.app_client import AppClient
+from holdfast.engine.client.client import EngineClient
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from holdfast.core.types import TokenLogprobs
-from holdfast.engine.client import Delta
-from holdfast.engine.text import Text
+from holdfast.engine.client.client import Delta
+from holdfast.engine.client.text import Text
 
 LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have. The same as in vLLM."""

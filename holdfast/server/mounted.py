@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.core.config import AppConfig, EngineConfig
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.connection import EngineDead
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.run import Engines, close_books, end_work, log_as, open_store, start, start_jobs

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from holdfast.core.types import FinishReason, TokenLogprobs
-from holdfast.engine.client import Delta
-from holdfast.engine.text import Text
+from holdfast.engine.client.client import Delta
+from holdfast.engine.client.text import Text
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said, joined
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading

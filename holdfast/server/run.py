@@ -20,9 +20,9 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.spawner import make_spawner
 from holdfast.core.config import AppConfig, EngineConfig
-from holdfast.engine.app_client import AppClient
-from holdfast.engine.client import EngineClient
-from holdfast.engine.connection import EngineConnection, EngineStartError
+from holdfast.engine.client.app_client import AppClient
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineConnection, EngineStartError
 from holdfast.engine.spawn import EngineProcess
 from holdfast.server.address import loopback, url_of
 from holdfast.server.config import ServerConfig

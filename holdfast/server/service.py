@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.core.types import BATCH_CLASS, MAX_DEADLINE, FinishReason, SamplingParams, TokenLogprobs
-from holdfast.engine.client import Delta, EngineClient
-from holdfast.engine.connection import EngineConnection, EngineDead, QueueFull
+from holdfast.engine.client.client import Delta, EngineClient
+from holdfast.engine.client.connection import EngineConnection, EngineDead, QueueFull
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 from holdfast.server.config import ServerConfig
 from holdfast.server.formats.registry import AnswerFormat, Reading

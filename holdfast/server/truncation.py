@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence, Sized
 from typing import Any, TypeVar
 
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.formats.toolset import Toolset
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from holdfast.core.version import __version__
 from holdfast.engine.activity import ChunkRecord, StepRecord
-from holdfast.engine.client import EngineClient
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.messages import Activity
 from holdfast.lm.memory.block_map import ConversationBlocks
 from holdfast.lm.scheduler.look import QueueLook

@@ -34,7 +34,7 @@ from holdfast.cli.talkers import (
     piece_of_response,
 )
 from holdfast.core.config import EngineConfig
-from holdfast.engine.client import Usage
+from holdfast.engine.client.client import Usage
 
 
 class Echo:

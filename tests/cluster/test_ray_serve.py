@@ -25,7 +25,7 @@ import openai
 import pytest
 import yaml
 
-from holdfast.engine.connection import EngineStartError
+from holdfast.engine.client.connection import EngineStartError
 from tests.cluster.ray_nodes import ray_nodes
 from tests.served import environment, make_checkpoint
 

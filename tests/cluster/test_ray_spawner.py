@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from holdfast.cluster.config import ClusterConfig
-from holdfast.engine.connection import EngineStartError
+from holdfast.engine.client.connection import EngineStartError
 from tests.cluster.ray_nodes import Nodes, ray_nodes
 from tests.served import Serving, make_checkpoint, started
 

@@ -21,11 +21,11 @@ from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams, SequenceOutput
-from holdfast.engine.client import AdapterError, Delta, EngineClient, Stream
-from holdfast.engine.connection import EngineDead, EngineStartError, QueueFull
-from holdfast.engine.generation import GenerationDefaults
-from holdfast.engine.pooling import NONE
-from holdfast.engine.text import TokenIds
+from holdfast.engine.client.client import AdapterError, Delta, EngineClient, Stream
+from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
+from holdfast.engine.client.generation import GenerationDefaults
+from holdfast.engine.client.pooling import NONE
+from holdfast.engine.client.text import TokenIds
 from holdfast.lm.types import SchedulerStats
 from tests.lab.simulator.simulation import PROFILE
 

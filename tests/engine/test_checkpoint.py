@@ -7,7 +7,7 @@ import pytest
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.engine import checkpoint
 from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, read_json, read_text, tokenizer_file
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 from tests.tokenizers_made import byte_level
 
 

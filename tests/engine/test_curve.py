@@ -16,11 +16,12 @@ import zmq
 import zmq.asyncio
 
 from holdfast.core.types import SamplingParams
-from holdfast.engine import connection, curve
-from holdfast.engine.client import EngineClient
-from holdfast.engine.connection import EngineDead, EngineStartError
+from holdfast.engine import curve
+from holdfast.engine.client import connection
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineDead, EngineStartError
+from holdfast.engine.link import Child
 from holdfast.engine.messages import Failure, Progress, encode
-from holdfast.engine.process import Child
 from holdfast.engine.spawn import EngineProcess, Link, Remote
 
 SKEW = 86400.0
@@ -65,7 +66,9 @@ async def test_an_engine_with_another_clock_answers_and_its_times_are_ours(small
 
 
 async def test_a_checkpoint_that_the_host_lacks_is_named_with_the_host(small, monkeypatch):
-    monkeypatch.setattr("holdfast.engine.client.for_other_hosts", lambda config, found: small(model="/models/none"))
+    monkeypatch.setattr(
+        "holdfast.engine.client.client.for_other_hosts", lambda config, found: small(model="/models/none")
+    )
     said = "node 2: model '/models/none': /models/none does not exist"
     with Distant() as process, pytest.raises(EngineStartError, match=said):
         await EngineClient.start(small(), process=process)
@@ -202,10 +205,10 @@ async def test_an_engine_that_cannot_reach_its_client_ends_and_says_so(tmp_path)
             sys.executable,
             "-P",
             "-m",
-            "holdfast.engine.serve",
+            "holdfast.engine.process.serve",
             str(os.getpid()),
             "cpu",
-            "holdfast.engine.build",
+            "holdfast.engine.process.build",
         ]
         key = zmq.curve_keypair()
         link = Link(f"tcp://127.0.0.1:{port}", key[0].decode(), key[0].decode(), key[1].decode())

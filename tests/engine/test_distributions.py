@@ -22,8 +22,8 @@ import torch
 from holdfast import LLM, SamplingParams
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar
-from holdfast.engine import build as build_module
-from holdfast.engine.build import build
+from holdfast.engine.process import build as build_module
+from holdfast.engine.process.build import build
 from holdfast.engine.profiles import CostProfile
 from tests import adapters
 from tests.checkpoints import SIZES, make

@@ -13,8 +13,8 @@ import pytest_asyncio
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import EngineClient
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.client import EngineClient
+from holdfast.engine.client.connection import EngineDead
 from tests.engine.conftest import SMALL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

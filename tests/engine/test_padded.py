@@ -12,11 +12,11 @@ import torch
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import PaddedCost
 from holdfast.core.types import Request, SamplingParams
-from holdfast.engine.build import build, pace_of
+from holdfast.engine.process.build import build, pace_of
 from holdfast.engine.profiles import CostProfile
 from holdfast.lm.padded.driver import Driver
 from tests.engine.conftest import SMALL
-from tests.engine.test_build import beside_a_stream
+from tests.engine.process.test_build import beside_a_stream
 from tests.lm.padded.test_abilities import phi3
 from tests.padded_checks import draw_prompts, generate_alone, write_tiny
 
@@ -262,7 +262,7 @@ def test_a_profile_of_rows_is_estimated_corrected_in_service_and_used_by_the_nex
 
 @pytest.mark.parametrize("name", ["bloom", "mamba", "rwkv"])
 def test_a_profile_measured_in_full_leaves_no_state_behind(tmp_path, own_cache, monkeypatch, name):
-    monkeypatch.setattr("holdfast.engine.in_service.SECONDS", 0.3)
+    monkeypatch.setattr("holdfast.engine.process.in_service.SECONDS", 0.3)
     directory = tmp_path / name
     module = write_tiny(directory, name)
     loop, info, profile, stages = start(with_target(directory), measure=True)

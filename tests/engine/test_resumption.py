@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.client import EngineClient, prepare
+from holdfast.engine.client.client import EngineClient, prepare
 from holdfast.lm.grammar.dialects import schema_grammar
 from holdfast.lm.limits import RequestRefused
 from tests.engine.conftest import SMALL

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from holdfast import LLM, SamplingParams
-from holdfast.engine.llm import Completion
+from holdfast.engine.client.llm import Completion
 from tests.engine.conftest import SMALL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

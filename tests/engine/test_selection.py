@@ -10,13 +10,13 @@ import pytest
 import transformers
 
 from holdfast.core.config import EngineConfig
-from holdfast.engine.build import build
-from holdfast.engine.trace import TracedExecutor
+from holdfast.engine.process.build import build
+from holdfast.engine.process.trace import TracedExecutor
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.padded.executor import PaddedExecutor
 from tests.checkpoints import make
 from tests.engine.conftest import SMALL
-from tests.engine.test_build import run_to_the_end
+from tests.engine.process.test_build import run_to_the_end
 from tests.padded_checks import draw_prompts, generate_alone, write_tiny
 from tests.scheduling import create_requests
 

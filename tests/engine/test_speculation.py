@@ -13,8 +13,8 @@ import pytest
 from holdfast import LLM, SamplingParams
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, Request
-from holdfast.engine import build as build_module
-from holdfast.engine.build import build
+from holdfast.engine.process import build as build_module
+from holdfast.engine.process.build import build
 from holdfast.engine.profiles import CostProfile
 from tests.engine.conftest import SMALL
 

@@ -17,12 +17,12 @@ from holdfast import LLM, SamplingParams
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Grammar, Request
 from holdfast.engine import messages
-from holdfast.engine.build import build_engine
-from holdfast.engine.serve import serve
+from holdfast.engine.process.build import build_engine
+from holdfast.engine.process.serve import serve
 from holdfast.lm.grammar.dialects import schema_grammar
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import StepPlan
-from tests.engine.test_adapter_desk import Client
+from tests.engine.process.test_adapter_desk import Client
 
 LIST = schema_grammar(list_schema(0))
 ROWS = schema_grammar(

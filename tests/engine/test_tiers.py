@@ -10,9 +10,9 @@ import pytest
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
-from holdfast.engine.build import build_engine
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import ChunksFound
+from holdfast.engine.process.build import build_engine
 from holdfast.lm.memory.digests import block_digests
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4

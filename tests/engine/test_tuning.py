@@ -23,12 +23,12 @@ from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.core.training_cost import TrainingCost
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
-from holdfast.engine.build import build_engine
-from holdfast.engine.client import AdapterError, EngineClient
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.client import AdapterError, EngineClient
+from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.tuning import EXAMPLES_FILE, VALIDATION_FILE, TuningError, write_examples
 from holdfast.engine.messages import JobEnded, JobInfo, JobStart, JobStatus, JobStep
-from holdfast.engine.serve import handle, serve
-from holdfast.engine.tuning import EXAMPLES_FILE, VALIDATION_FILE, TuningError, write_examples
+from holdfast.engine.process.build import build_engine
+from holdfast.engine.process.serve import handle, serve
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler

@@ -12,9 +12,9 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
-from holdfast.engine.build import build, choose_device
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.trace import TracedExecutor
+from holdfast.engine.process.build import build, choose_device
+from holdfast.engine.process.trace import TracedExecutor
 from holdfast.lm.execution import paged_device
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
@@ -109,7 +109,9 @@ def test_random_weights_need_no_file(small, checkpoint, tmp_path):
 def test_the_device_is_the_one_of_the_option(small, monkeypatch):
     asked = []
     resolve = paged_device.resolve_device
-    monkeypatch.setattr("holdfast.engine.paged.resolve_device", lambda name: (asked.append(name), resolve("cpu"))[1])
+    monkeypatch.setattr(
+        "holdfast.engine.ranks.paged.resolve_device", lambda name: (asked.append(name), resolve("cpu"))[1]
+    )
     for name in ("cuda", "cpu", "auto"):
         build(small(device=name))
     assert asked == ["cuda", "cpu", "auto"]

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 from scripts.tiny.dialogues import Dialogue, write_dialogue, write_text, write_tool_dialogue
 from scripts.tiny.facts import ME, attributes_of
 from scripts.tiny.language import Sentence, Style, expand

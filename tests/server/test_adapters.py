@@ -14,7 +14,7 @@ import pytest
 from fake_engine import FakeClient, engine_info
 
 from holdfast.core.types import AdapterInfo
-from holdfast.engine.client import AdapterError
+from holdfast.engine.client.client import AdapterError
 from holdfast.server.routes import adapters as adapters_module
 from tests.adapters import drawn, write
 from tests.served import CONFIG, Serving, make_checkpoint, serve

@@ -21,9 +21,9 @@ from tokenizers_made import byte_level
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.version import __version__
-from holdfast.engine.client import Delta
-from holdfast.engine.connection import QueueFull
-from holdfast.engine.text import Text
+from holdfast.engine.client.client import Delta
+from holdfast.engine.client.connection import QueueFull
+from holdfast.engine.client.text import Text
 from holdfast.lm.limits import RequestRefused
 from holdfast.server import protocol
 from holdfast.server.app import create_app

@@ -16,7 +16,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, processors
 
-from holdfast.engine.pooling import find_pooling
+from holdfast.engine.client.pooling import find_pooling
 from tests.checkpoints import make
 from tests.served import Serving, started, write_tokenizer
 

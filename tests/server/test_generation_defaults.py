@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fake_engine import FakeClient
 
-from holdfast.engine.generation import GenerationDefaults
+from holdfast.engine.client.generation import GenerationDefaults
 
 Http = Callable[..., httpx.AsyncClient]
 REQUESTS: dict[str, dict[str, Any]] = {

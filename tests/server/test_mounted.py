@@ -11,7 +11,7 @@ from fake_engine import FakeClient
 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.core.config import AppConfig, EngineConfig
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.connection import EngineDead
 from holdfast.server import mounted
 from holdfast.server.config import ServerConfig
 from holdfast.server.mounted import Mounted

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fake_engine import FakeClient, engine_info
 
-from holdfast.engine.client import Delta
+from holdfast.engine.client.client import Delta
 from holdfast.server import search
 from holdfast.server.config import ServerConfig
 from holdfast.server.search import SearchFailed, WebSearch, read_query

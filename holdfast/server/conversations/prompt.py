@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.core.types import FinishReason
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 from holdfast.server.conversations.values import Context
 
 

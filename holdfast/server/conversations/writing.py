@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from holdfast.core.types import FinishReason
-from holdfast.engine.client import Delta
+from holdfast.engine.client.client import Delta
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.items import messages, searched_item, text_size
 from holdfast.server.conversations.prompt import Prompt, compose

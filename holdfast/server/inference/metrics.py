@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from holdfast.engine.app_client import Inference
+from holdfast.engine.client.app_client import Inference
 from holdfast.engine.messages import AppStats
 from holdfast.server.metrics import LONG, SHORT
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from holdfast.engine.app_client import AppClient, AppFailed
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.app_client import AppClient, AppFailed
+from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.messages import AppStats, Tensor
 from holdfast.server.config import ServerConfig
 from holdfast.server.inference.metrics import AppMetrics

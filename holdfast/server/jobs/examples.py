@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.jobs.lines import MAX_FAULTS, BadLine, split
 from holdfast.server.jobs.values import LineFault

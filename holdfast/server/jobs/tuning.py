@@ -15,8 +15,8 @@ from typing import IO, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, structs
 
-from holdfast.engine.connection import EngineDead
-from holdfast.engine.tuning import (
+from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.tuning import (
     ALL_MODULES,
     Hyperparameters,
 )  # fmt: skip

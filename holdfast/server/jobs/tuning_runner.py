@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from msgspec import structs
 
-from holdfast.engine.client import AdapterError
-from holdfast.engine.connection import EngineDead
-from holdfast.engine.tuning import (
+from holdfast.engine.client.client import AdapterError
+from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.tuning import (
     EXAMPLES_FILE,
     VALIDATION_FILE,
     JobEnded,

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from holdfast.core.types import FinishReason
-from holdfast.engine.client import Delta
-from holdfast.engine.text import Text
+from holdfast.engine.client.client import Delta
+from holdfast.engine.client.text import Text
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said, joined
 from holdfast.server.formats.registry import Reading
 from holdfast.server.messages.protocol import MessagesChat

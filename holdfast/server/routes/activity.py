@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 
 from holdfast.cluster.replicas import Replicas
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client.client import EngineClient
 from holdfast.server.address import loopback
 from holdfast.server.config import ServerConfig
 from holdfast.server.protocol import ApiError

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from fastapi import FastAPI, Request, Response
 
-from holdfast.engine.client import AdapterError
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.client import AdapterError
+from holdfast.engine.client.connection import EngineDead
 from holdfast.server.protocol import ApiError, RequestBody
 from holdfast.server.routes.generation import read_request
 from holdfast.server.routes.http import described, tenant_of

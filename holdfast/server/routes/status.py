@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from holdfast.cluster.replicas import Replicas
 from holdfast.core.version import __version__
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.connection import EngineDead
 from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE

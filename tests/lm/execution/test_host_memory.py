@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from holdfast.engine.mailbox import nameless_memory
+from holdfast.engine.ranks.mailbox import nameless_memory
 from holdfast.lm.execution import host_memory
 from holdfast.lm.execution.host_memory import HostBlocks, HostMemory, HostPart, shared_memory, slabs
 from holdfast.lm.kernels.cache.kv_cache import KVCache

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.text import Text, read_tokenizer
+from holdfast.engine.client.text import Text, read_tokenizer
 from holdfast.lm.grammar.compiler import GrammarCompiler
 
 VOCAB = 3072

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from holdfast.core.types import Grammar
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 from holdfast.lm.grammar.compiler import Compiled, GrammarCompiler
 from holdfast.lm.grammar.sources import GrammarError, begun
 from tests.lm.grammar.conftest import END, VOCAB

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from holdfast.core.types import Grammar, SamplingParams
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.types import PENDING, Answer, ConstrainedRow, Forced, Sampling

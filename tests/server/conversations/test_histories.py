@@ -37,9 +37,9 @@ from sqlalchemy import Row, select, update
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.client.spelled import BREAK
 from holdfast.engine.messages import EngineInfo
-from holdfast.engine.spelled import BREAK
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers_made import byte_level, metaspace
 
 from holdfast.core.types import FinishReason
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 from holdfast.server.conversations.prompt import Prompt, compose
 from holdfast.server.conversations.values import Context
 

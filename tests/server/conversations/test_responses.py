@@ -16,7 +16,7 @@ from fake_engine import FakeClient, FakeText, engine_info
 from openai.types.responses import CompactedResponse
 from serving import listening
 
-from holdfast.engine.connection import EngineDead
+from holdfast.engine.client.connection import EngineDead
 from holdfast.server.conversations import service
 from holdfast.server.conversations.compaction import OPENING, SUMMARIZE, Compacted, encode_compacted
 from holdfast.server.conversations.turn_store import TurnStore

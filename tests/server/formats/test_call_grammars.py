@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from holdfast.core.types import Grammar, SamplingParams
-from holdfast.engine.text import Text, TextStream
+from holdfast.engine.client.text import Text, TextStream
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.server.formats.parts import Arguments, CallBegin, Reasoning, Said
 from holdfast.server.formats.registry import AnswerFormat, Reading

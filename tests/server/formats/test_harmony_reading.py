@@ -8,7 +8,7 @@ import pytest
 from tokenizers_made import byte_level
 
 from holdfast.core.types import Grammar, SamplingParams
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 from holdfast.server.formats.harmony import TAGS
 from holdfast.server.formats.parts import Reasoning, Said
 from holdfast.server.formats.registry import AnswerFormat, Reading

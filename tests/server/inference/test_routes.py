@@ -18,7 +18,7 @@ from fake_app import INFO, FakeApp, asked
 from fake_engine import FakeClient
 
 from holdfast.core.config import AppConfig
-from holdfast.engine.app_client import AppFailed
+from holdfast.engine.client.app_client import AppFailed
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 

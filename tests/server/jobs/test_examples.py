@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 from holdfast.server.jobs import examples
 from holdfast.server.jobs.examples import Example, ExampleReader, example_of
 from holdfast.server.protocol import ApiError

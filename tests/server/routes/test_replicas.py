@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
-from holdfast.engine.client import EngineClient
+from holdfast.engine.client.client import EngineClient
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY

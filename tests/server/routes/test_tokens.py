@@ -10,7 +10,7 @@ import pytest
 from fake_engine import FakeClient
 from tokenizers_made import byte_level
 
-from holdfast.engine.text import Text
+from holdfast.engine.client.text import Text
 
 Http = Callable[..., httpx.AsyncClient]
 

@@ -1,0 +1,1 @@
+"""The client's side of an engine, in the API process. Never imports torch."""

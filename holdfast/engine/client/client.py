@@ -1,0 +1,599 @@
+"""EngineClient: an asyncio interface to the engine process: submit, stream, abort. Never imports torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from array import array
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from holdfast.core.config import EngineConfig, check_adapter_name
+from holdfast.core.types import (
+    AdapterInfo,
+    FinishReason,
+    Found,
+    Identity,
+    Request,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprobs,
+)
+from holdfast.engine import messages
+from holdfast.engine.checkpoint import Checkpoint, for_other_hosts, settled
+from holdfast.engine.client.connection import EngineConnection, EngineDead, EngineStartError, QueueFull, fail_all
+from holdfast.engine.client.generation import GenerationDefaults, find_generation
+from holdfast.engine.client.pooling import NONE, find_pooling
+from holdfast.engine.client.text import Text, TextStream
+from holdfast.engine.client.tuning import TuningClient
+from holdfast.engine.spawn import EngineProcess, Process
+from holdfast.lm.limits import RequestRefused
+from holdfast.lm.memory.digests import DigestCache, usable_blocks
+from holdfast.lm.types import SchedulerStats
+
+REMEMBERED_BLOCKS = 1 << 16
+"""Blocks whose digests a client remembers, about 100 bytes each, so that it hashes only what is new in a prompt."""
+
+log = logging.getLogger("holdfast.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """All generated tokens, including the one that ended the sequence."""
+    cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    cached_by_tier: tuple[int, int, int] = (0, 0, 0)
+    """Of these, those from the host, from the disk and from the remote tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Timestamps of one request, in seconds on the client's monotonic clock."""
+
+    arrival: float
+    scheduled: float
+    first_token: float
+    finish: float
+    tokens: int
+    """Generated tokens."""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.first_token - self.arrival
+
+    @property
+    def queued(self) -> float:
+        """Seconds from arrival to the first step."""
+        return self.scheduled - self.arrival
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generation rate after the first token; 0 if there is only one."""
+        seconds = self.finish - self.first_token
+        return (self.tokens - 1) / seconds if self.tokens > 1 and seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A stream's new text and tokens since the last Delta. The final one has finish_reason, usage and timings."""
+
+    text: str
+    """Empty while text is held back: an incomplete character, or a possible beginning of a stop string."""
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """Of each of the tokens, if the request asks; not of the end token, which has no place in the text."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's next tokens, from its second one on, if the request asks. All come before the answer's end."""
+    vector: bytes = b""
+    """The prompt's embedding, if the request asks: float32 numbers in native order. With the final Delta."""
+    stop_string: str | None = None
+    """The stop string that ended the answer, if one did. With the final Delta."""
+
+
+class AdapterError(ValueError):
+    """An adapter that is not loaded or unloaded. The message says why; it names no directory."""
+
+    def __init__(self, message: str, *, missing: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
+        """There is no adapter of this name."""
+
+
+class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
+    """One engine process and its streams. Made by `start`, for one event loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_progress: Callable[[str], None] | None = None,
+        measure: bool = False,
+        process: Process | None = None,
+        *,
+        priced: bool = False,
+        chunk_secret: bytes = b"",
+    ) -> None:
+        """Use `start` instead."""
+        self.config = config
+        self._chunk_secret = chunk_secret
+        self._digests = DigestCache(config.block_size, REMEMBERED_BLOCKS)
+        self._searches: dict[int, asyncio.Future[Found]] = {}
+        self._fetches: dict[int, asyncio.Future[int]] = {}
+        """Questions about KV blocks that the engine has not answered, by number."""
+        self.text: Text
+        self._closes_text = True
+        self.pooling = NONE
+        """How embeddings are made, if the model gives any."""
+        self.generation = GenerationDefaults()
+        """Sampling of requests that do not say."""
+        self._measure, self._priced = measure, priced
+        self._streams: dict[str, Stream] = {}
+        self._waiting: set[str] = set()
+        self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
+        """Called with the tokens and the seconds of the engine's steps, some at a time."""
+        self.on_activity: Callable[[messages.Activity], None] = lambda activity: None
+        """Called with what the engine does, while it is watched (`watch`)."""
+        self.adapters: dict[str, AdapterInfo] = {}
+        """The adapters that requests may name, by name."""
+        self._changing: set[str] = set()
+        """Names of adapters that are being loaded or unloaded."""
+        self._asked: dict[int, asyncio.Future[AdapterInfo | None]] = {}
+        """Loads and unloads that the engine has not answered, by number."""
+        super().__init__(process or EngineProcess(config.device), on_progress)
+        self.tuning = TuningClient(lambda message: self._child.send(message), self.adapters, self._check_alive)
+        """The tuning jobs of the engine."""
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        on_progress: Callable[[str], None] | None = None,
+        measure: bool = False,
+        process: Process | None = None,
+        *,
+        priced: bool = False,
+        chunk_secret: bytes = b"",
+    ) -> EngineClient:
+        """Start an engine in a new process, or in one that was begun before, and wait until it takes requests.
+
+        `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
+        and writes it to `info.profile_path`; with `priced`, it finds one even if it needs none. With `chunk_host`,
+        engines of one `chunk_secret` fetch blocks from each other; empty: from no other. Raises EngineStartError with
+        the reason. If the wait ends early, for whatever reason, so does the process.
+        """
+        try:
+            checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
+            elsewhere = process is not None and process.remote is not None
+            config = for_other_hosts(config, checkpoint) if elsewhere else settled(config, checkpoint)
+            client = cls(config, on_progress, measure, process, priced=priced, chunk_secret=chunk_secret)
+            client.pooling = find_pooling(checkpoint.directory, config.convert)
+            client.generation = find_generation(
+                checkpoint.directory, config.generation_config, config.override_generation_config
+            )
+        except (ValueError, OSError) as error:
+            raise EngineStartError(str(error)) from error
+        async with client._starting():
+            # At the same time: the tokenizer loads here, the weights in the engine. The first failure ends the wait.
+            read = asyncio.to_thread(Text.from_directory, checkpoint.directory, config.chat_template)
+            text = asyncio.create_task(read)
+            client.info, client.text = await asyncio.gather(client._ready, text)
+            client.adapters.update({adapter.name: adapter for adapter in client.info.adapters})
+        return client
+
+    def use_text(self, text: Text) -> None:
+        """Use a text that somebody else closes, in place of the engine's own."""
+        if text is not self.text:
+            self.text.close()
+        self.text = text
+        self._closes_text = False
+
+    @property
+    def full(self) -> bool:
+        """Whether as many requests wait as may."""
+        return len(self._waiting) >= self.config.max_waiting
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model itself, first the one that it goes by."""
+        return self.info.model, *self.config.served_model_name[1:]
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        adapter: str = "",
+        deadline: float | None = None,
+        shown: Collection[int] = (),
+        conversation: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        """The deltas of one request. It is submitted when the first delta is awaited.
+
+        `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
+        the same `tenant`, and with the same adapter. `deadline` is the time until
+        the first token is due, in seconds from now, for the deadline order. `shown` are special tokens whose names
+        belong to the text. `conversation` names the one that this is a turn of, for who chooses among several engines.
+        Leaving the iterator before its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at
+        once for a request that can never be served, QueueFull, and EngineDead, also while it runs.
+        """
+        request_id = request_id or uuid.uuid4().hex
+        self._admit(request_id)
+        return self.run(
+            prepare(
+                self.info,
+                self.text,
+                self.adapters,
+                prompt,
+                params,
+                request_id,
+                priority,
+                tenant,
+                adapter,
+                deadline,
+                shown,
+            )
+        )
+
+    @property
+    def chunk_address(self) -> str:
+        """Where other engines fetch KV blocks from this one; empty if they cannot, and `info.chunk_reason` says why."""
+        return self.info.chunk_address
+
+    def chain(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> list[bytes]:
+        """The digests of those blocks of a prompt whose state a request can use, as the engine makes them.
+
+        Equal for all engines of one model, precision and block size. Raises RequestRefused for an unknown adapter.
+        """
+        if adapter and adapter not in self.adapters:
+            raise RequestRefused(f"there is no adapter {adapter}", "model")
+        tokens = prompt[: usable_blocks(len(prompt), self.info.block_size) * self.info.block_size]
+        return self._digests.digests(self._identity(tenant, adapter).root(), tokens)
+
+    async def found(self, chain: Sequence[bytes]) -> Found:
+        """How many tokens of a chain (`chain`) the engine has, by tier. A dictionary look-up for each block.
+
+        Raises EngineDead.
+        """
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+        self._searches[number] = answer
+        try:
+            self._child.send(messages.FindChunks(number, list(chain)))
+            return await answer
+        finally:
+            self._searches.pop(number, None)
+
+    async def fetch(self, chain: Sequence[bytes], indices: Sequence[int], source: str) -> int:
+        """Bring the blocks at these places of a chain from the engine at `source`, its `chunk_address`.
+
+        Returns how many tokens have come. Requests find them then, in the host tier. It is less than asked for if the
+        source does not have all, if the host tier holds what is worth more, if the source ends, or if this engine moves
+        nothing; the engine's log says why. What has come stays in any case, also when this is cancelled. Raises
+        EngineDead.
+        """
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._fetches[number] = answer
+        digests = [chain[index] for index in indices]
+        try:
+            message = messages.FetchChunks(number, digests, list(indices), source, self.info.block_size)
+            self._child.send(message)
+            return await answer
+        finally:
+            if self._fetches.pop(number, None) is not None and not self.dead.is_set() and not answer.done():
+                self._child.send(messages.StopFetch(number))
+
+    def _identity(self, tenant: str, adapter: str) -> Identity:
+        content = self.adapters[adapter].id if adapter else ""
+        return Identity(self.info.model, content, self.info.precision, tenant)
+
+    def watch(self, seconds: float) -> None:
+        """Have the engine tell what it does (`on_activity`) for so many seconds from now on; 0: no more.
+
+        Raises EngineDead.
+        """
+        self._check_alive()
+        self._child.send(messages.Watch(seconds))
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
+        """Serve the adapter in a directory under a name. With `replace`, the name may have another one by now.
+
+        Requests that name the adapter which it replaces run to their end. Raises AdapterError, EngineDead.
+        """
+        with self._change(name):
+            try:
+                check_adapter_name(name)
+            except ValueError as error:
+                raise AdapterError(str(error)) from None
+            before = self.adapters.get(name)
+            if name in self.names or name in self.tuning.names or (before is not None and not replace):
+                raise AdapterError(f"the name {name} is taken")
+            loaded = await self._ask(lambda number: messages.LoadAdapter(number, name, path))
+            assert loaded is not None
+            self.adapters[name] = loaded
+        if before is not None and before.id != loaded.id:
+            await self._ask(lambda number: messages.UnloadAdapter(number, before.id), wait=False)
+        return loaded
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter, and forget it once the running ones have ended.
+
+        Raises AdapterError, with `missing`, for a name that has none, and EngineDead.
+        """
+        with self._change(name):
+            if name not in self.adapters:
+                raise AdapterError(f"there is no adapter {name}", missing=True)
+            adapter = self.adapters.pop(name)
+            await self._ask(lambda number: messages.UnloadAdapter(number, adapter.id))
+
+    @contextmanager
+    def _change(self, name: str) -> Iterator[None]:
+        """Let nobody else load or unload this name meanwhile. Raises AdapterError."""
+        if name in self._changing:
+            raise AdapterError(f"adapter {name} is being loaded or unloaded; try again in a moment")
+        self._changing.add(name)
+        try:
+            yield
+        finally:
+            self._changing.discard(name)
+
+    async def _ask(
+        self, message: Callable[[int], messages.LoadAdapter | messages.UnloadAdapter], *, wait: bool = True
+    ) -> AdapterInfo | None:
+        """Send a message about an adapter and wait for its answer. Raises AdapterError for a refusal."""
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self._child.send(message(number))
+        return await asyncio.shield(answer) if wait else None
+
+    async def close(self) -> None:
+        """End the engine process. Running streams raise EngineDead. May be called more than once."""
+        if self._closes_text:
+            self.text.close()
+        await super().close()
+
+    async def run(self, stream: Stream) -> AsyncGenerator[Delta, None]:
+        """Submit a request when the first delta is awaited, and give its deltas. Raises as `stream` does."""
+        request_id = stream.request.id
+        self._admit(request_id)  # again: this may be long after `stream` was called
+        self._streams[request_id] = stream
+        self._waiting.add(request_id)
+        try:
+            request = stream.request
+            there = request if self._remote is None else replace(request, arrival=request.arrival + self.ahead)
+            self._child.send(messages.Submit(there))
+            while not stream.given:
+                yield await stream.next()
+        finally:
+            if self._forget(request_id) and not self.dead.is_set():
+                self._child.send(messages.Abort(request_id))
+
+    def _forget(self, request_id: str) -> bool:
+        """Drop a request's stream. Returns whether there was one."""
+        self._waiting.discard(request_id)
+        return self._streams.pop(request_id, None) is not None
+
+    def _admit(self, request_id: str) -> None:
+        """Raise if a request of this id cannot be taken now."""
+        self._check_alive()
+        if request_id in self._streams:
+            raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
+        if self.full:
+            raise QueueFull(f"{len(self._waiting)} requests wait, and max_waiting is {self.config.max_waiting}")
+
+    def _start_message(self) -> messages.Start:
+        return messages.Start(self.config, self._began + self.ahead, self._measure, self._chunk_secret, self._priced)
+
+    def _take_output(self, message: messages.FromEngine) -> None:
+        match message:
+            case messages.Outputs():
+                now = time.monotonic()
+                for output in message.outputs:
+                    self._deliver(output, now)
+            case messages.Steps(tokens, seconds):
+                self.on_steps(tokens, seconds)
+            case messages.Activity():
+                self.on_activity(message)
+            case messages.Refused(request_id, reason, param):
+                stream = self._streams.get(request_id)
+                if stream is not None and self._forget(request_id):
+                    stream.fail(RequestRefused(reason, param))
+            case messages.ChunksFound(number, device, host, lower):
+                self._settle(self._searches.get(number), Found(device, host, lower))
+            case messages.ChunksFetched(number, tokens, reason):
+                if reason:
+                    log.debug("holdfast: a fetch gave %d tokens: %s", tokens, reason)
+                self._settle(self._fetches.get(number), tokens)
+            case messages.AdapterLoaded(number, info):
+                self._settle(self._asked.pop(number, None), info)
+            case messages.AdapterUnloaded(number):
+                self._settle(self._asked.pop(number, None), None)
+            case messages.AdapterRefused(number, reason):
+                refused = self._asked.pop(number, None)
+                if refused is not None and not refused.done():
+                    refused.set_exception(AdapterError(reason))
+                    refused.exception()  # marks it as retrieved, because nobody may wait any more
+            case messages.JobStarted() | messages.JobChanged() | messages.JobRefused() | messages.JobProgress():
+                self.tuning.take(message)
+
+    def _deliver(self, output: SequenceOutput, now: float) -> None:
+        """Hand a stream its output of one step.
+
+        The text is decoded here and not by the reader: a slow reader must not delay the abort after a stop string.
+        """
+        stream = self._streams.get(output.request_id)
+        if stream is None:  # its reader has left
+            return
+        self._waiting.discard(output.request_id)
+        stream.take(output, now, output.scheduled_at - self.ahead)
+        if stream.finish_reason is not None:
+            self._forget(output.request_id)
+            if output.finish_reason is None:  # a stop string, which only the client looks for
+                self._child.send(messages.Abort(output.request_id))
+
+    def _fail_requests(self, reason: str) -> None:
+        for stream in self._streams.values():
+            stream.fail(EngineDead(reason))
+        self._streams.clear()
+        self._waiting.clear()
+        fail_all([*self._asked.values(), *self._searches.values(), *self._fetches.values()], reason)
+        self._asked.clear()
+        self.tuning.fail(reason)
+
+
+class Stream:
+    """One request in progress, from the engine's outputs to deltas. Outputs that are not read yet are merged."""
+
+    def __init__(self, request: Request, text: TextStream) -> None:
+        self.request = request
+        self.finish_reason: FinishReason | None = None
+        self.given = False
+        """Whether the reader has the last Delta."""
+        self._text = text
+        self._pieces: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._vector = b""
+        self._count = 0
+        self._cached = 0
+        self._by_tier = 0, 0, 0
+        self._scheduled = self._first = self._last = 0.0
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+        self._answer = array("I")
+        self._told = self._told_again = 0
+
+    @property
+    def answer(self) -> Sequence[int]:
+        """All tokens so far, with those that no reader has."""
+        return self._answer
+
+    def resume(self) -> None:
+        """Prepare the request to go on at another engine, after this one has ended.
+
+        The tokens so far then begin its answer, and what was told of the prompt is not told again. Draws depend on the
+        seed and the position alone, so a request that has a seed goes on as if nothing had happened.
+        """
+        request, params = self.request, self.request.params
+        if self._answer:
+            params = replace(params, prompt_logprobs=None)  # all is told when the first token comes
+        prompt = array("I", request.prompt[: request.answer_start]) + self._answer
+        self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer))
+        self._told_again = self._told
+        self._error = None
+        if not (self._tokens or self._prompt_logprobs):
+            self._changed.clear()
+
+    def take(self, output: SequenceOutput, now: float, scheduled: float) -> None:
+        """Add the output of one step of a sequence that was first scheduled then, on our clock."""
+        tokens, reason = output.tokens, output.finish_reason
+        if not self._count:
+            self._first, self._scheduled, self._cached = now, scheduled, output.cached_tokens
+            self._by_tier = output.cached_by_tier
+        self._vector = output.vector or self._vector
+        self._last = now
+        # The token that stopped the sequence is not part of its text.
+        visible = tokens[:-1] if reason is FinishReason.STOP else tokens
+        if len(visible) > 1 and self.request.params.stop:
+            # Those behind the end of a stop string do not count, as if each had come alone.
+            for count, token in enumerate(visible, 1):
+                self._pieces.append(self._text.push((token,), last=reason is not None and count == len(visible)))
+                if self._text.stopped:
+                    tokens = visible = visible[:count]
+                    break
+        else:
+            self._pieces.append(self._text.push(visible, last=reason is not None))
+        self._count += len(tokens)
+        self._tokens.extend(tokens)
+        self._answer.extend(tokens)
+        if output.logprobs:
+            self._logprobs.extend(output.logprobs[: len(visible)])
+        if output.prompt_logprobs:
+            again = min(self._told_again, len(output.prompt_logprobs))
+            self._told_again -= again
+            self._told += len(output.prompt_logprobs) - again
+            self._prompt_logprobs.extend(output.prompt_logprobs[again:])
+        self.finish_reason = FinishReason.STOP if self._text.stopped else reason
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error."""
+        self._error = error
+        self._changed.set()
+
+    async def next(self) -> Delta:
+        """Wait for the next Delta. Raises the error given to `fail`."""
+        await self._changed.wait()
+        self._changed.clear()
+        if self._error is not None:
+            raise self._error
+        text, tokens, logprobs = "".join(self._pieces), tuple(self._tokens), tuple(self._logprobs)
+        prompt = tuple(self._prompt_logprobs)
+        for taken in (self._pieces, self._tokens, self._logprobs, self._prompt_logprobs):
+            taken.clear()
+        if self.finish_reason is None:
+            return Delta(text, tokens, logprobs=logprobs, prompt_logprobs=prompt)
+        self.given = True
+        request = self.request
+        usage = Usage(request.answer_start, self._count, self._cached, self._by_tier)
+        timings = Timings(request.arrival, self._scheduled, self._first, self._last, self._count)
+        stop = self._text.stop_string
+        return Delta(text, tokens, self.finish_reason, usage, timings, logprobs, prompt, self._vector, stop)
+
+
+def prepare(
+    info: messages.EngineInfo,
+    text: Text,
+    adapters: Mapping[str, AdapterInfo],
+    prompt: Sequence[int],
+    params: SamplingParams,
+    request_id: str,
+    priority: int = 0,
+    tenant: str = "",
+    adapter: str = "",
+    deadline: float | None = None,
+    shown: Collection[int] = (),
+) -> Stream:
+    """Check a request for an engine as `EngineClient.stream` does, to be run by it or another like it.
+
+    `adapters` are those that requests may name. Raises RequestRefused.
+    """
+    if adapter and adapter not in adapters:
+        raise RequestRefused(f"there is no adapter {adapter}", "model")
+    content = adapters[adapter].id if adapter else ""
+    identity = Identity(info.model, content, info.precision, tenant)
+    tokens = info.limits.check(
+        prompt, params, identity=identity, priority=priority, deadline=deadline, adapters=(content,)
+    )
+    request = Request(
+        id=request_id,
+        prompt=tokens,
+        params=params,
+        priority=priority,
+        identity=identity,
+        arrival=time.monotonic(),
+        deadline=deadline,
+    )
+    try:
+        text_stream = TextStream(text, params.stop, params.min_tokens, shown)
+    except ValueError as error:
+        raise RequestRefused(str(error), "stop") from error
+    return Stream(request, text_stream)

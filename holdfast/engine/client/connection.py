@@ -1,0 +1,194 @@
+"""EngineConnection: one engine process as its client sees it: its start, questions about its health, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+from holdfast.engine import messages
+from holdfast.engine.link import Child
+from holdfast.engine.spawn import Process
+
+HEALTH_SECONDS = 10.0
+TICK_SECONDS = 1.5
+"""An engine on another host is asked for its clock so often, and a connection that is lost is noticed by then."""
+CLOCKS = 40
+"""Answers that the difference of the clocks is taken from: those of the last minute. Clocks drift."""
+
+Info = TypeVar("Info")
+Stats = TypeVar("Stats")
+
+
+class EngineStartError(RuntimeError):
+    """The engine could not start; the message says why in one line."""
+
+
+class EngineDead(RuntimeError):
+    """The engine process has ended; the message says why in one line."""
+
+
+class QueueFull(RuntimeError):
+    """The queue of waiting requests is full; try again later."""
+
+
+class EngineConnection(ABC, Generic[Info, Stats]):
+    """One engine process, for one event loop. A kind of engine defines what it is started with and what it answers."""
+
+    def __init__(self, process: Process, on_progress: Callable[[str], None] | None = None) -> None:
+        """Connect to a new process. `on_progress` gets the name of each stage of its start. Raises OSError."""
+        self.info: Info
+        """What the engine said of itself when it was ready."""
+        self.dead = asyncio.Event()
+        """Set when the engine has ended."""
+        self.reason = ""
+        """Why it ended, in one line."""
+        self._on_progress = on_progress or (lambda stage: None)
+        self._began = process.began
+        self._ready: asyncio.Future[Info] = asyncio.get_running_loop().create_future()
+        self._unanswered: dict[int, asyncio.Future[Stats]] = {}
+        self._numbers = itertools.count()
+        self._closed = False
+        self.retired = False
+        """Whether it ended because it was closed while it lived, and not of itself."""
+        self._remote = process.remote
+        self.ahead = 0.0
+        """Seconds that the engine's clock is ahead of ours; 0 on the same machine.
+
+        Never more than in truth, and less only by what the fastest of some messages took from there. So what the
+        engine dates never seems to lie before what came first here.
+        """
+        self._clocks: deque[float] = deque(maxlen=CLOCKS)
+        self._ticking: asyncio.Task[None] | None = None
+        self._child = Child(self._end, process)
+        self._listening = asyncio.create_task(self._listen())
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id."""
+        return self._child.pid
+
+    async def health(self, timeout: float = HEALTH_SECONDS) -> Stats:
+        """Queues and memory, by a round trip through the engine's loop. Raises EngineDead, TimeoutError."""
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._unanswered[number] = answer
+        try:
+            self._child.send(messages.Ask(number))
+            return await asyncio.wait_for(answer, timeout)
+        finally:
+            del self._unanswered[number]
+
+    async def close(self) -> None:
+        """End the engine process. What still runs raises EngineDead. May be called more than once."""
+        await self._close(at_once=False)
+
+    def kill(self) -> None:
+        """End the engine process at once, in whatever state it is. What runs raises EngineDead a moment later."""
+        self._child.kill()
+
+    @abstractmethod
+    def _start_message(self) -> messages.Start | messages.StartApp:
+        """What the engine is told after its Hello."""
+
+    @abstractmethod
+    def _take_output(self, message: messages.FromEngine) -> None:
+        """Handle a message about requests."""
+
+    @abstractmethod
+    def _fail_requests(self, reason: str) -> None:
+        """End all requests with an EngineDead."""
+
+    @asynccontextmanager
+    async def _starting(self) -> AsyncIterator[None]:
+        """Wait within it until the engine is ready. If that fails or ends early, so does the process.
+
+        Raises EngineStartError with the reason.
+        """
+        try:
+            yield
+        except BaseException as error:
+            await self._close(at_once=True)
+            if isinstance(error, (ValueError, EngineDead)):
+                raise EngineStartError(str(error)) from error
+            raise
+
+    async def _close(self, *, at_once: bool) -> None:
+        self.retired |= not self.dead.is_set()
+        self._end("the engine was closed")
+        if not self._closed:
+            self._closed = True
+            self._listening.cancel()
+            if self._ticking is not None:
+                self._ticking.cancel()
+            await self._child.close(at_once=at_once)
+
+    def _check_alive(self) -> None:
+        if self.dead.is_set():
+            raise EngineDead(self.reason)
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                self._take(await self._child.receive())
+        except Exception as error:  # nothing reads the socket any more, so no request may wait for it
+            self._end(f"the engine's messages cannot be read: {type(error).__name__}: {error}")
+            self._child.kill()
+
+    def _take(self, message: messages.FromEngine) -> None:
+        match message:
+            case messages.Stats(number, stats) | messages.AppAnswer(number, stats):
+                self._settle(self._unanswered.get(number), stats)
+            case messages.Hello(there):
+                if self._remote is not None:
+                    self._note_clock(there)
+                    self._ticking = asyncio.create_task(self._tick())
+                self._child.hide()
+                self._child.send(self._start_message())
+            case messages.Progress(stage):
+                self._on_progress(stage)
+            case messages.Ready(info) | messages.AppReady(info):
+                self._settle(self._ready, info)
+            case messages.Failure(reason):
+                self._end(reason if self._remote is None else f"{self._remote.place}: {reason}")
+            case messages.Clock(there):
+                self._note_clock(there)
+            case _:
+                self._take_output(message)
+
+    def _note_clock(self, there: float) -> None:
+        self._clocks.append(there - time.monotonic())
+        self.ahead = max(self._clocks)
+
+    async def _tick(self) -> None:
+        while not self.dead.is_set():
+            await asyncio.sleep(TICK_SECONDS)
+            self._child.send(messages.Tick())
+
+    @staticmethod
+    def _settle(future: asyncio.Future[Any] | None, result: Any) -> None:
+        if future is not None and not future.done():
+            future.set_result(result)
+
+    def _end(self, reason: str) -> None:
+        """Fail everything that waits for the engine, which has ended. Only the first call counts."""
+        if self.dead.is_set():
+            return
+        self.reason = reason
+        self.dead.set()
+        self._fail_requests(reason)
+        fail_all([self._ready, *self._unanswered.values()], reason)
+
+
+def fail_all(futures: Iterable[asyncio.Future[Any]], reason: str) -> None:
+    """End with an EngineDead all that have not ended."""
+    for future in futures:
+        if not future.done():
+            future.set_exception(EngineDead(reason))
+            future.exception()  # marks it as retrieved, because there may be no waiter

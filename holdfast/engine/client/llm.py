@@ -1,0 +1,342 @@
+"""LLM: offline generation, with the same engine process and client as the server."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs
+from holdfast.engine.client.client import Delta, EngineClient, Timings
+from holdfast.engine.client.text import Text
+from holdfast.engine.client.tuning import EXAMPLES_FILE, JobEnded, JobStart, JobStep, TuningError, write_examples
+from holdfast.engine.messages import EngineInfo
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The result of one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    """All generated tokens, including the one that ended the sequence."""
+    finish_reason: FinishReason
+    cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    timings: Timings
+    """Includes `ttft` in seconds and `tokens_per_second`."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each token but the one that ended the sequence, where `SamplingParams.logprobs` asks."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each token of the prompt but the first, where `SamplingParams.prompt_logprobs` asks."""
+
+
+class LLM:
+    """A model in an engine process of its own, for scripts and notebooks.
+
+        with LLM("holdfast-tiny") as llm:
+            print(llm.generate("Hello", SamplingParams(max_tokens=32))[0].text)
+
+    Methods may be called from any thread, even one that runs an event loop. The process ends with `close`, at the end
+    of the `with` block, when the object is collected, or with the interpreter.
+    """
+
+    def __init__(self, model: str = BUILTIN_MODEL, **options: Any) -> None:
+        """`options` are fields of EngineConfig. Raises ValueError for a wrong one, EngineStartError with the reason.
+
+        Raises TypeError for an option that there is not.
+        """
+        check_options(options)
+        config = EngineConfig(model=model, **options)
+        self._thread = _LoopThread()
+        try:
+            self._client = self._thread.run(EngineClient.start(config))
+        except BaseException:
+            self._thread.stop()
+            raise
+        self._slots = asyncio.Semaphore(config.max_waiting)
+        """Bounds the prompts in the engine at once to what its queue takes."""
+        self._close = weakref.finalize(self, _close, self._thread, self._client)
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's sizes: blocks, budget, limits."""
+        return self._client.info
+
+    @property
+    def text(self) -> Text:
+        """The model's tokenizer and chat template."""
+        return self._client.text
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The sampling of prompts that are given none: by the checkpoint's generation_config.json."""
+        return self._client.generation.params()
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str = "",
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Continue prompts, each a text or its token ids, in parallel. Returns the completions in the prompts' order.
+
+        `sampling_params` is one for all prompts, or one for each; by default `default_params`. `adapter` is the name of
+        a LoRA adapter given as an option, as in LLM(adapter=("name=directory",)). Raises RequestRefused (a ValueError)
+        for a prompt that can never be served; this aborts the others, as Ctrl-C does.
+        """
+        ids = [self.text.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in _many(prompts)]
+        return self._complete(ids, sampling_params, adapter, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        adapter: str = "",
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Answer one conversation or several, each a list of {"role": …, "content": …}; otherwise as `generate`.
+
+        `tools` are those that the model may call, as in requests for chat completions. They go to the chat template, as
+        do `chat_template_kwargs`, its further variables. A call is in the completion's text, in the model's own format.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        shown: dict[str, Any] = {
+            "tools": tools,
+            "options": chat_template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        ids = [self.text.encode_chat(conversation, **shown) for conversation in conversations]
+        return self._complete(ids, sampling_params, adapter, progress)
+
+    def tune(
+        self,
+        examples: Iterable[tuple[Sequence[int], Sequence[float]]],
+        directory: str | Path,
+        *,
+        name: str,
+        progress: bool = True,
+        **hyperparameters: Any,
+    ) -> AdapterInfo:
+        """Tune a LoRA adapter and serve it as `name`, for an LLM made with tuning=True. Returns when it is served.
+
+        Each example is its token ids and as many weights: 1 for a token whose prediction is to be learned, 0 for
+        others. `hyperparameters` are fields of JobStart: epochs, batch_size, learning_rate, rank, seed. `directory`
+        keeps the job: its checkpoints, in PEFT's format, are in `checkpoints` by step. The same call goes on where an
+        earlier one was interrupted (Ctrl-C). Raises TuningError (a ValueError) with the reason.
+        """
+        place = Path(directory).resolve()
+        place.mkdir(parents=True, exist_ok=True)
+        digest = write_examples(place / EXAMPLES_FILE, examples)
+        job = JobStart(id=place.name, directory=str(place), name=name, data_digest=digest, **hyperparameters)
+        with _Bar(0, shown=progress, what="Tuning") as bar:
+            return self._thread.run(self._tune(job, bar))
+
+    async def _tune(self, job: JobStart, bar: _Bar) -> AdapterInfo:
+        run = await self._client.tuning.start(job)
+        bar.begin(run.info.steps, run.info.step)
+        try:
+            async for event in run.events():
+                if isinstance(event, JobStep):
+                    bar.advance(event.tokens, f"loss {event.loss:.3f}")
+                elif isinstance(event, JobEnded):
+                    if event.adapter is None:
+                        raise TuningError(f"job {job.id} has {event.outcome}: {event.reason}")
+                    return event.adapter
+        except asyncio.CancelledError:
+            await run.leave()
+            async for _ in run.events():  # until it is closed, so that it can be started again
+                pass
+            raise
+        raise AssertionError("the events of a job end with JobEnded")
+
+    def close(self) -> None:
+        """End the engine process. May be called more than once."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str,
+        progress: bool,
+    ) -> list[Completion]:
+        if not self._close.alive:
+            raise RuntimeError("this LLM is closed; create a new one")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or self.default_params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
+        with _Bar(len(prompts), shown=progress) as bar:
+            return self._thread.run(self._run_all(prompts, params, adapter, bar))
+
+    async def _run_all(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], adapter: str, bar: _Bar
+    ) -> list[Completion]:
+        tasks = [
+            asyncio.ensure_future(self._run_one(*pair, adapter, bar)) for pair in zip(prompts, params, strict=True)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_one(self, prompt: Sequence[int], params: SamplingParams, adapter: str, bar: _Bar) -> Completion:
+        async with self._slots:
+            completion = await complete(prompt, self._client.stream(prompt, params, adapter=adapter))
+        bar.advance(len(completion.token_ids))
+        return completion
+
+
+def check_options(options: Iterable[str]) -> None:
+    """Raises TypeError for an option that EngineConfig does not have. Names the nearest one."""
+    known = [each.name for each in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; EngineConfig has them all"
+            raise TypeError(f"LLM has no option {name}{hint}")
+
+
+async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -> Completion:
+    """Read a stream to its end."""
+    pieces: list[str] = []
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    of_prompt: list[TokenLogprobs] = []
+    async with aclosing(stream) as deltas:
+        async for delta in deltas:
+            pieces.append(delta.text)
+            tokens.extend(delta.tokens)
+            logprobs.extend(told for told in delta.logprobs if told is not None)
+            of_prompt.extend(delta.prompt_logprobs)
+    assert delta.finish_reason is not None and delta.usage is not None and delta.timings is not None
+    return Completion(
+        tuple(prompt),
+        "".join(pieces),
+        tuple(tokens),
+        delta.finish_reason,
+        delta.usage.cached_tokens,
+        delta.timings,
+        tuple(logprobs),
+        tuple(of_prompt),
+    )
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, so that the caller's thread may run another."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="holdfast-llm", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a coroutine's result. An interrupt (Ctrl-C) cancels the coroutine and waits for its clean-up."""
+        tasks: list[asyncio.Task[T]] = []
+        done = threading.Event()
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda task: done.set())
+
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # the interrupt came before the loop was asked to begin
+                work.close()
+                done.set()
+
+        try:
+            self._loop.call_soon_threadsafe(begin)
+            done.wait()
+        except BaseException:
+            self._loop.call_soon_threadsafe(cancel)
+            done.wait()
+            raise
+        return tasks[0].result()
+
+    def stop(self) -> None:
+        """End the thread. No coroutine may run any more."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class _Bar:
+    """A progress bar on standard error: finished prompts, or optimizer steps; tokens a second."""
+
+    def __init__(self, total: int, *, shown: bool, what: str = "Generating") -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[pace]}"),
+            console=Console(stderr=True),
+            disable=not shown,
+        )
+        self._task = self._progress.add_task(what, total=total, pace="")
+        self._tokens = 0
+
+    def begin(self, total: int, done: int) -> None:
+        """Say how much there is, and how much of it was done before."""
+        self._progress.update(self._task, total=total, completed=done)
+
+    def advance(self, tokens: int, more: str = "") -> None:
+        """Count one finished prompt, or optimizer step, with its number of tokens."""
+        self._tokens += tokens
+        seconds = self._progress.tasks[0].elapsed
+        pace = f"{self._tokens / seconds:,.0f} tok/s" if seconds else ""
+        self._progress.update(self._task, advance=1, pace=f"{pace} {more}".strip())
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._progress.stop()
+
+
+def _many(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as a list, where one prompt may be given alone."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    single = bool(listed) and all(isinstance(item, int) for item in listed)
+    return [listed] if single else listed
+
+
+def _close(thread: _LoopThread, client: EngineClient) -> None:
+    thread.run(client.close())
+    thread.stop()

@@ -1,0 +1,238 @@
+"""TuningClient: tuning jobs of an engine, as the API process sees them: start, pause, resume, cancel, and their events.
+
+A job lives in a directory of its own, which the caller makes: it puts `examples.bin` there, and `validation.bin` if
+there is one (`write_examples`). The engine adds job.json, the job's states and its checkpoints. To go on with a job
+after an engine has ended, start it again over the same directory: what job.json says counts then, and the job goes on
+after its last stored step. Whoever wants a job in the next engine has to remember its directory; engines do not look
+for jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+
+from holdfast.core.types import AdapterInfo
+from holdfast.engine import messages
+from holdfast.engine.client.connection import EngineDead
+from holdfast.engine.messages import JobAction, JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
+from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, digest_of, write_examples
+from holdfast.training.jobs import (
+    ALL_MODULES,
+    VALIDATION_EXAMPLES,
+    Hyperparameters,
+    auto_batch_size,
+    auto_epochs,
+)
+
+__all__ = [
+    "ALL_MODULES",
+    "EXAMPLES_FILE",
+    "VALIDATION_EXAMPLES",
+    "VALIDATION_FILE",
+    "Hyperparameters",
+    "JobAction",
+    "JobEnded",
+    "JobEvent",
+    "JobInfo",
+    "JobStart",
+    "JobStatus",
+    "JobStep",
+    "TuningClient",
+    "TuningError",
+    "TuningRun",
+    "auto_batch_size",
+    "auto_epochs",
+    "digest_of",
+    "write_examples",
+]
+
+
+class TuningError(ValueError):
+    """A job that is not started or changed. The message says why; it names no directory."""
+
+    def __init__(self, message: str, *, missing: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
+        """There is no open job of this id."""
+
+
+class TuningRun:
+    """One open job. Its events wait here until they are read, so leaving early does not stop it; `change` does."""
+
+    def __init__(self, client: TuningClient, info: JobInfo) -> None:
+        """Made by `TuningClient.start`."""
+        self.info = info
+        """Sizes of the job, and how far it had come when it was started here."""
+        self._client = client
+        self._events: deque[JobEvent] = deque()
+        self._changed = asyncio.Event()
+        self._dead: str | None = None
+
+    @property
+    def id(self) -> str:
+        return self.info.id
+
+    async def events(self) -> AsyncGenerator[JobEvent, None]:
+        """What happens to the job, in order, from its start here: for one reader. JobEnded is the last.
+
+        A JobStep is stored before it is told, and is told once, unless the engine is killed between the two: the steps
+        before `info.step` were not told by this engine. Raises EngineDead when the engine ends before the job.
+        """
+        while True:
+            while self._events:
+                event = self._events.popleft()
+                yield event
+                if isinstance(event, JobEnded):
+                    return
+            if self._dead is not None:
+                raise EngineDead(self._dead)
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def pause(self) -> None:
+        """Plan no more of the job until `resume`; JobStatus "paused" follows when its state is on the disk."""
+        await self._client.change(self.id, "pause")
+
+    async def resume(self) -> None:
+        """Go on where `pause` stopped it."""
+        await self._client.change(self.id, "resume")
+
+    async def cancel(self) -> None:
+        """End the job and delete its states; its checkpoints stay. JobEnded "cancelled" follows."""
+        await self._client.change(self.id, "cancel")
+
+    async def leave(self) -> None:
+        """Store the job on the disk and close it, to be started again; JobEnded "left" follows, or how it ended."""
+        await self._client.change(self.id, "leave")
+
+    def take(self, event: JobEvent) -> None:
+        """Add an event."""
+        self._events.append(event)
+        self._changed.set()
+
+    def fail(self, reason: str) -> None:
+        """The engine has ended."""
+        self._dead = reason
+        self._changed.set()
+
+
+class TuningClient:
+    """The jobs of one engine: `EngineClient.tuning`. For one event loop."""
+
+    def __init__(
+        self,
+        send: Callable[[messages.ToEngine], None],
+        adapters: dict[str, AdapterInfo],
+        check_alive: Callable[[], None],
+    ) -> None:
+        """`adapters` are those that requests may name. `check_alive` raises EngineDead for an engine that has ended."""
+        self._send, self._adapters, self._check_alive = send, adapters, check_alive
+        self._runs: dict[str, TuningRun] = {}
+        self._starting: dict[str, JobStart] = {}
+        """Jobs that are open, or about to be."""
+        self._started: dict[str, TuningRun] = {}
+        """Runs that `start` has not returned yet. A short one may have ended by then."""
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[JobInfo | None]] = {}
+
+    @property
+    def runs(self) -> dict[str, TuningRun]:
+        """The open jobs, by id."""
+        return dict(self._runs)
+
+    @property
+    def names(self) -> set[str]:
+        """Those that jobs which are open, or about to be, will give to their adapters."""
+        return {job.name for job in self._starting.values()}
+
+    async def start(self, job: JobStart) -> TuningRun:
+        """Begin a job, or go on with one whose directory has a job.json; returns when the engine has taken it.
+
+        The engine reads the directory's files and checks their digests, so this may take seconds. The job then waits
+        for its turn. Cancelling this wait does not stop the job.
+
+        Raises TuningError for a job that cannot be run (an unknown or damaged file, another base model, an example that
+        is too long, an id or a name that is taken, too little memory lent to tuning, an engine without tuning) and
+        EngineDead.
+        """
+        if job.id in self._starting:
+            raise TuningError(f"job {job.id} is open already")
+        if job.name in self._adapters or job.name in self.names:
+            raise TuningError(f"the name {job.name} is taken")
+        return await asyncio.shield(asyncio.ensure_future(self._start(job)))
+
+    async def change(self, job: str, action: JobAction) -> None:
+        """Pause, resume, cancel or leave an open job; returns when the engine knows. What comes of it is an event.
+
+        Pausing a paused job, and so on, is no error. Raises TuningError, with `missing` for a job that is not open (it
+        may have ended just now), and EngineDead.
+        """
+        if job not in self._runs:
+            raise TuningError(f"there is no open job {job}", missing=True)
+        await self._ask(lambda number: messages.ChangeJob(number, job, action))
+
+    async def _start(self, job: JobStart) -> TuningRun:
+        self._starting[job.id] = job
+        try:
+            info = await self._ask(lambda number: messages.StartJob(number, job))
+            assert info is not None
+        except BaseException:
+            self._starting.pop(job.id, None)
+            raise
+        return self._started.pop(job.id)
+
+    async def _ask(self, message: Callable[[int], messages.ToEngine]) -> JobInfo | None:
+        self._check_alive()
+        number = next(self._numbers)
+        answer: asyncio.Future[JobInfo | None] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self._send(message(number))
+        return await asyncio.shield(answer)
+
+    def take(self, message: messages.TuningAnswer) -> None:
+        """Handle a message about jobs."""
+        match message:
+            case messages.JobStarted(number, info):
+                self._runs[info.id] = self._started[info.id] = TuningRun(self, info)
+                self._settle(number, info)
+            case messages.JobChanged(number):
+                self._settle(number, None)
+            case messages.JobRefused(number, reason, missing):
+                answer = self._asked.pop(number, None)
+                if answer is not None and not answer.done():
+                    answer.set_exception(TuningError(reason, missing=missing))
+                    answer.exception()  # marks it as retrieved, because nobody may wait any more
+            case messages.JobProgress(events):
+                for event in events:
+                    self._deliver(event)
+
+    def fail(self, reason: str) -> None:
+        """The engine has ended, and with it all runs. The jobs are as they were stored last."""
+        for run in self._runs.values():
+            run.fail(reason)
+        self._runs.clear()
+        self._starting.clear()
+        for answer in self._asked.values():
+            with suppress(asyncio.InvalidStateError):
+                answer.set_exception(EngineDead(reason))
+                answer.exception()
+        self._asked.clear()
+
+    def _settle(self, number: int, info: JobInfo | None) -> None:
+        answer = self._asked.pop(number, None)
+        if answer is not None and not answer.done():
+            answer.set_result(info)
+
+    def _deliver(self, event: JobEvent) -> None:
+        run = self._runs.get(event.job)
+        if run is None:
+            return
+        if isinstance(event, JobEnded):
+            del self._runs[event.job], self._starting[event.job]
+            if event.adapter is not None:
+                self._adapters[event.adapter.name] = event.adapter
+        run.take(event)

@@ -1,0 +1,298 @@
+"""ChunkService: the threads that move KV blocks between this engine's host tier and those of others, over sockets.
+
+One thread listens, and each connection has a thread that answers it. Each fetch from another engine has a thread, of
+which a few run at a time. Bytes go between the socket and the host tier's memory directly. The threads change no books:
+`MoveDesk` does so between two steps.
+
+A fetch asks the other engine what it has, then goes on in batches: host blocks are reserved for the next one while
+the last one comes in. A block counts once its checksum is right and requests can find it. If the other engine ends,
+what has come stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from holdfast.engine import messages
+from holdfast.engine.process.chunk_wire import (
+    DIGEST,
+    MAX_DIGESTS,
+    ChunkPeer,
+    Kind,
+    PeerError,
+    Terms,
+    digests_in,
+    join_address,
+    split_address,
+)
+from holdfast.engine.process.move_desk import Loan, MoveDesk, Room
+from holdfast.lm.tiers import Pieces
+from holdfast.lm.types import SchedulerStats
+
+T = TypeVar("T")
+
+BATCH_BYTES = 128 << 20
+"""What a fetch asks for at a time. Host blocks are reserved for two of these."""
+LOAN_BYTES = 32 << 20
+"""What is held at a time for a reader, twice: the next blocks are looked up while the last ones are sent."""
+MOST_BLOCKS = 512
+"""Of a batch or a loan at most, however small they are: the loop looks at each between two steps."""
+MAX_CONNECTIONS = 16
+"""Readers at a time. More are turned away."""
+MAX_FETCHES = 4
+"""Fetches that run at a time."""
+MAX_QUEUED = 64
+"""Fetches that wait. More are refused."""
+IDLE_SECONDS = 60.0
+"""A reader that asks for nothing for so long is given up."""
+LOOP_SECONDS = 10.0
+"""Time for the loop to come to the end of a step."""
+RATE_WEIGHT = 0.3
+"""Of the last batch, in the moving average of the rate."""
+LEAST_TIMED = 1 << 16
+"""Bytes of a batch that says anything of the rate."""
+
+log = logging.getLogger("holdfast.engine")
+
+
+class Blocks(Protocol):
+    """The host tier: `holdfast.lm.execution.host_memory.HostBlocks`."""
+
+    def __getitem__(self, block: int) -> Pieces:
+        """The bytes of a block, in place."""
+        ...
+
+
+class ChunkService:
+    """Serves the host tier's blocks to other engines, and fetches theirs. Its methods are for the loop's thread."""
+
+    def __init__(self, desk: MoveDesk, terms: Terms, blocks: Blocks, address: str) -> None:
+        """Listen at `address` (`host` or `host:port`, port 0 is any). Raises OSError, ValueError."""
+        self._desk, self._terms, self._blocks = desk, terms, blocks
+        host, port = split_address(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        self.address = join_address(host, self._listener.getsockname()[1])
+        """Where other engines find this one."""
+        self._lock = threading.Lock()
+        self._readers: set[socket.socket] = set()
+        """Connections of other engines."""
+        self._sources: set[ChunkPeer] = set()
+        """Connections to other engines."""
+        self._closing = False
+        self._fetches: dict[int, threading.Event] = {}
+        """By number, what stops it."""
+        self._bytes_in = self._bytes_out = self._failed = 0
+        self._rate = 0.0
+        self._pool = ThreadPoolExecutor(MAX_FETCHES, "holdfast-fetch")
+        threading.Thread(target=self._listen, name="holdfast-chunks", daemon=True).start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a fetch is under way."""
+        return bool(self._fetches)
+
+    def fetch(self, message: messages.FetchChunks) -> None:
+        """Begin a fetch."""
+        if len(self._fetches) >= MAX_FETCHES + MAX_QUEUED:
+            refusal = f"{len(self._fetches)} fetches run or wait; at most {MAX_FETCHES + MAX_QUEUED} may"
+            self._desk.tell(messages.ChunksFetched(message.number, 0, refusal))
+            return
+        stop = self._fetches[message.number] = threading.Event()
+        self._pool.submit(self._fetch, message, stop)
+
+    def stop(self, number: int) -> None:
+        """Give up the rest of a fetch."""
+        if (stop := self._fetches.get(number)) is not None:
+            stop.set()
+
+    def with_stats(self, stats: SchedulerStats) -> SchedulerStats:
+        """These figures with those of moves."""
+        return replace(
+            stats,
+            chunk_bytes_in=self._bytes_in,
+            chunk_bytes_out=self._bytes_out,
+            chunk_rate=self._rate,
+            chunk_failures=self._failed,
+        )
+
+    def close(self) -> None:
+        """End all connections. Nothing is waited for: the process ends."""
+        with self._lock:
+            self._closing = True
+            for connection in self._readers:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            for peer in self._sources:
+                peer.close()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for stop in tuple(self._fetches.values()):
+            stop.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with self._lock:
+                if self._closing or len(self._readers) >= MAX_CONNECTIONS:
+                    connection.close()
+                    continue
+                self._readers.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="holdfast-chunk-reader", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer one reader until it has nothing more to ask."""
+        try:
+            with ChunkPeer.accept(connection, self._terms) as peer:
+                while peer.wait(IDLE_SECONDS):
+                    self._answer(peer)
+        except OSError as error:
+            if str(error):
+                log.debug("holdfast: a reader of chunks ended: %s", error)
+        finally:
+            with self._lock:
+                self._readers.discard(connection)
+            connection.close()
+
+    def _answer(self, peer: ChunkPeer) -> None:
+        kind, payload = peer.receive(most=MAX_DIGESTS * DIGEST)
+        digests = digests_in(payload)
+        if kind is Kind.HOLDS:
+            peer.send(Kind.HELD, self._ask(partial(self._desk.which, digests)))
+        elif kind is Kind.FETCH:
+            self._give(peer, digests)
+        elif kind is Kind.ARRIVED:
+            self._desk.call(partial(self._desk.give_way, digests))
+        else:
+            raise PeerError(f"the peer sends a {kind.name} in place of a question")
+
+    def _give(self, peer: ChunkPeer, digests: Sequence[bytes]) -> None:
+        """Send blocks. Those of the next loan are looked up meanwhile."""
+        size = max(1, min(LOAN_BYTES // self._terms.block_bytes, MOST_BLOCKS, self._desk.most_lent))
+        parts = [digests[at : at + size] for at in range(0, len(digests), size)]
+        loans: list[Loan] = []
+        try:
+            for number in range(len(parts)):
+                while len(loans) < min(number + 2, len(parts)):
+                    loans.append(Loan(self._desk, parts[len(loans)]))
+                    self._desk.begin(loans[-1])
+                for block in loans[number].given.result(LOOP_SECONDS):
+                    if block is None:
+                        peer.send(Kind.MISSING)
+                    else:
+                        peer.send(Kind.CHUNK, *self._blocks[block])
+                        self._bytes_out += self._terms.block_bytes
+                self._desk.call(loans[number].end)
+        finally:
+            for loan in loans:
+                self._desk.call(loan.end)
+
+    def _ask(self, work: Callable[[], T]) -> T:
+        answer: Future[T] = self._desk.call(work)
+        return answer.result(LOOP_SECONDS)
+
+    def _fetch(self, message: messages.FetchChunks, stop: threading.Event) -> None:
+        """Bring blocks from another engine, and tell how many tokens have come."""
+        came, reason = _Count(), ""
+        try:
+            with ChunkPeer.connect(message.source, self._terms) as peer:
+                with self._lock:
+                    if self._closing:
+                        return
+                    self._sources.add(peer)
+                try:
+                    reason = self._bring(peer, list(zip(message.indices, message.digests, strict=True)), stop, came)
+                finally:
+                    with self._lock:
+                        self._sources.discard(peer)
+        except (OSError, ValueError) as error:
+            self._failed += 1
+            reason = f"{type(error).__name__}: {error}" if type(error) not in (PeerError, ValueError) else str(error)
+            log.warning("holdfast: a move from %s ended after %d blocks: %s", message.source, came.blocks, reason)
+        except Exception:
+            self._failed += 1
+            reason = "the move failed; the log says why"
+            log.exception("holdfast: a move from %s failed", message.source)
+        finally:
+            self._fetches.pop(message.number, None)
+            self._desk.tell(messages.ChunksFetched(message.number, came.blocks * message.block_size, reason))
+
+    def _bring(self, peer: ChunkPeer, pairs: Sequence[tuple[int, bytes]], stop: threading.Event, came: _Count) -> str:
+        """Bring what the other engine has and this one lacks. Returns why it is less than all, if it is."""
+        here = self._ask(partial(self._desk.which, [digest for _, digest in pairs]))
+        pairs = [pair for pair, is_here in zip(pairs, here, strict=True) if not is_here]
+        there = b"".join(
+            self._held_by(peer, [digest for _, digest in pairs[at : at + MAX_DIGESTS]])
+            for at in range(0, len(pairs), MAX_DIGESTS)
+        )
+        found = [pair for pair, is_there in zip(pairs, there, strict=True) if is_there]
+        size = max(1, min(BATCH_BYTES // self._terms.block_bytes, MOST_BLOCKS))
+        batches = [found[at : at + size] for at in range(0, len(found), size)]
+        rooms: list[Room] = []
+        arrived: list[bytes] = []
+        try:
+            for number, batch in enumerate(batches):
+                while len(rooms) < min(number + 2, len(batches)):
+                    rooms.append(Room(self._desk, batches[len(rooms)]))
+                    self._desk.begin(rooms[-1])
+                places = rooms[number].given.result(LOOP_SECONDS)
+                if stop.is_set():
+                    return "the move was stopped"
+                arrived += self._fill(peer, rooms[number], places, came)
+                if len(places) < len(batch):
+                    return "the host tier has no room that is worth less"
+        finally:
+            # All stay held until now, so that no block of a move makes room for another one of it.
+            ends = [self._desk.call(room.end) for room in rooms]
+            for end in ends:
+                with contextlib.suppress(TimeoutError):
+                    end.result(LOOP_SECONDS)
+        if arrived:
+            peer.send(Kind.ARRIVED, b"".join(arrived[-MAX_DIGESTS:]))
+        return "" if len(found) == len(pairs) else "the source does not have all of it"
+
+    def _held_by(self, peer: ChunkPeer, digests: Sequence[bytes]) -> bytes:
+        peer.send(Kind.HOLDS, b"".join(digests))
+        kind, held = peer.receive(most=len(digests))
+        if kind is not Kind.HELD or len(held) != len(digests):
+            raise PeerError(f"the peer answers with {len(held)} bytes to {len(digests)} digests")
+        return held
+
+    def _fill(self, peer: ChunkPeer, room: Room, places: dict[int, tuple[int, bytes]], came: _Count) -> list[bytes]:
+        """Fill these reserved blocks: the digests of those that have come, which count also where this fails."""
+        if not places:
+            return []
+        filled: list[int] = []
+        began = time.monotonic()
+        try:
+            peer.send(Kind.FETCH, b"".join(digest for _, digest in places.values()))
+            for block in places:
+                if peer.receive_block(self._blocks[block]):
+                    filled.append(block)
+        finally:
+            size, seconds = len(filled) * self._terms.block_bytes, time.monotonic() - began
+            self._bytes_in += size
+            if size >= LEAST_TIMED and seconds > 0:
+                self._rate += (size / seconds - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
+            came.blocks += self._ask(partial(room.arrived, filled))
+        return [places[block][1] for block in filled]
+
+
+class _Count:
+    """Blocks that have come."""
+
+    blocks = 0

@@ -1,0 +1,383 @@
+"""TuningDesk: takes, changes and ends tuning jobs while an engine serves, and tells their owner what becomes of them.
+
+Files are read in a thread of its own, and states are written in one of the trainer's; the loop waits for neither. A job
+ends here in this order: the scheduler has it off the device, the trainer has stored all of it, its adapter is read and
+served, its owner is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.config import check_adapter_name
+from holdfast.engine import messages
+from holdfast.engine.messages import JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
+from holdfast.engine.process.adapter_desk import AdapterDesk
+from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
+from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
+from holdfast.training.jobs import ALL_MODULES, Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
+from holdfast.training.state import JOB_FILE, read_job, write_job
+from holdfast.training.storage import JobFailure, StepReport
+from holdfast.training.trainer import Trainer
+
+log = logging.getLogger("holdfast.engine")
+
+LEAST_MICRO_BATCH = 512
+"""Tokens. Where the engine chooses a micro-batch, it is no smaller for the sake of time."""
+REASON_CHARACTERS = 500
+LOOK_SECONDS = 0.02
+"""While steps follow each other, jobs are looked at so often; at once if one has ended or has stored a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuningRules:
+    """What the engine's configuration says about jobs."""
+
+    base_model: str
+    """What checkpoints name as their base."""
+    base_digest: str
+    micro_batch: int | None
+    """None: chosen for each job."""
+    target: float | None
+    """Seconds between tokens."""
+    bound: float
+    """Of the deferral rule, in seconds; where there is no target. A request waits for one iteration in any case, so a
+    bound of 0 or infinity makes none longer than DEFAULT_BOUND."""
+    max_rank: int
+    """Of the adapters that are served."""
+    threads: int
+    """CPU threads, on which the last bits depend; 0 on a GPU."""
+
+
+@dataclass(eq=False)
+class _Open:
+    """A job that is open in the trainer."""
+
+    start: JobStart
+    checkpoint: str
+    """The directory of the newest adapter; empty if there is none."""
+    told: str = ""
+    """The status that its owner knows."""
+    failure: str = ""
+    """Why it cannot go on."""
+    cancelled: bool = False
+    left: bool = False
+    off_device: bool = False
+    adapter: Future[Any] | None = None
+    """Of a job that is complete: reads its adapter."""
+
+
+class TuningDesk:
+    """Answers the client's messages about tuning jobs. For the thread of the loop."""
+
+    def __init__(self, tuner: Tuner, trainer: Trainer, adapters: AdapterDesk, rules: TuningRules) -> None:
+        self._tuner, self._trainer, self._adapters, self._rules = tuner, trainer, adapters, rules
+        self._reader = ThreadPoolExecutor(1, "holdfast-read-job")
+        self._reading: deque[tuple[int, JobStart, Future[Any]]] = deque()
+        """Jobs in the order in which they were asked for: number, job, and what the trainer has prepared."""
+        self._open: dict[str, _Open] = {}
+        self._answers: deque[messages.FromEngine] = deque()
+        self._step: tuple[str, int] | None = None
+        """The step under way when `between_steps` was asked last."""
+        self._look, self._looked_at = False, 0.0
+        """Whether another thread has something to look at, and when all jobs were looked at."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called in another thread when there is something to look at."""
+        trainer.wake = self._call
+
+    @property
+    def ready(self) -> bool:
+        """Whether `answers` would find something now."""
+        return (
+            bool(self._answers or self._tuner.ended or self._tuner.refused)
+            or self._trainer.has_reports
+            or any(
+                self._visible(job, known, self._trainer.settled(job)) != known.told
+                for job, known in self._open.items()
+                if not known.off_device
+            )
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether another thread will `wake` the loop because there is something to find."""
+        return bool(self._reading) or any(
+            known.off_device or not self._trainer.settled(job) for job, known in self._open.items()
+        )
+
+    def between_steps(self) -> bool:
+        """Whether an optimizer step has ended since this was asked last."""
+        running = next((job for job in self._open if self._status(job) == "running"), None)
+        step = None if running is None else (running, self._tuner.step_of(running)[0])
+        before, self._step = self._step, step
+        return step != before
+
+    def start(self, number: int, job: JobStart) -> None:
+        """Begin to read a job; `answers` says what became of it."""
+        reading = self._reader.submit(self._prepare, job)
+        self._reading.append((number, job, reading))
+        reading.add_done_callback(lambda _: self._call())
+
+    def change(self, number: int, job: str, action: messages.JobAction) -> None:
+        """Pause, resume, cancel or leave a job; `answers` says what became of it."""
+        known = self._open.get(job)
+        if known is None:
+            self._answers.append(messages.JobRefused(number, f"there is no open job {job}", True))
+            return
+        if not known.off_device:
+            if action in ("cancel", "leave"):
+                known.cancelled |= action == "cancel"
+                known.left = True
+                self._tuner.remove(job)
+            elif self._status(job) != "ending":
+                (self._tuner.pause if action == "pause" else self._tuner.resume)(job)
+        self._look = True
+        self._answers.append(messages.JobChanged(number))
+
+    def answers(self) -> Iterator[messages.FromEngine]:
+        """What has become of jobs since the last call."""
+        while self._answers:
+            yield self._answers.popleft()
+        while self._reading and self._reading[0][2].done():
+            number, job, reading = self._reading.popleft()
+            yield self._take(number, job, reading)
+        now = time.monotonic()
+        urgent = self._tuner.ended or self._tuner.refused or self._trainer.has_reports or self._look
+        if self._open and (urgent or now >= self._looked_at + LOOK_SECONDS):
+            self._look, self._looked_at = False, now
+            if events := self._events():
+                yield messages.JobProgress(events)
+
+    def _call(self) -> None:
+        """In another thread: let the loop look at all jobs."""
+        self._look = True
+        self.wake()
+
+    def close(self) -> None:
+        """Store all jobs on the disk. No step may run any more."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._trainer.shut_down()
+
+    # Taking a job
+
+    def _prepare(self, start: JobStart) -> Any:
+        """Read a job's files, and write its job.json if it is new. In the reader's thread. Raises ValueError."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", start.id):
+            raise ValueError(f"the job's id is {start.id[:128]!r}; it must have 1 to 128 letters, digits, or . _ -")
+        check_adapter_name(start.name)
+        if start.name == self._rules.base_model:
+            raise ValueError(f"the name {start.name} is taken: it is the model's")
+        directory = Path(start.directory)
+        try:
+            if not (directory / JOB_FILE).exists():
+                write_job(directory, self._new_job(start, directory))
+            job = read_job(directory)
+            if (job.id, job.data_digest, job.validation_digest) != (
+                start.id,
+                start.data_digest,
+                start.validation_digest,
+            ):
+                raise ValueError(f"the directory of job {start.id} is that of job {job.id}, or of other examples")
+            if job.hyperparameters.rank > self._rules.max_rank:
+                rank = job.hyperparameters.rank
+                raise ValueError(
+                    f"rank is {rank}; max_adapter_rank is {self._rules.max_rank}, so it could not be served"
+                )
+            return self._trainer.prepare(directory)
+        except OSError as error:
+            raise ValueError(f"a file of job {start.id} cannot be read or written: {error.strerror}") from None
+
+    def _new_job(self, start: JobStart, directory: Path) -> TrainingJob:
+        """The job as it will always be, with what was left to the engine. Raises ValueError, OSError."""
+        for name, digest in ((EXAMPLES_FILE, start.data_digest), (VALIDATION_FILE, start.validation_digest)):
+            if digest and digest_of(directory / name) != digest:
+                raise ValueError(f"{name} of job {start.id} is not the file of its digest")
+        lengths = Examples(directory / EXAMPLES_FILE).lengths.tolist()
+        longest = max(lengths)
+        if start.validation_digest:
+            longest = max(longest, int(Examples(directory / VALIDATION_FILE).lengths.max()))
+        batch_size = min(start.batch_size or auto_batch_size(len(lengths)), max(1, len(lengths)))
+        given = Hyperparameters(
+            epochs=start.epochs or auto_epochs(len(lengths), batch_size),
+            batch_size=batch_size,
+            learning_rate=start.learning_rate,
+            rank=start.rank,
+            alpha=2.0 * start.rank if start.alpha is None else start.alpha,
+            modules=start.modules or ALL_MODULES,
+            micro_batch=start.micro_batch or self._rules.micro_batch or 1,
+            seed=start.seed,
+        )
+        if not (start.micro_batch or self._rules.micro_batch):
+            given = self._sized(given, longest, most=sum(sorted(lengths)[-batch_size:]))
+        return TrainingJob(
+            id=start.id,
+            hyperparameters=given,
+            base_model=self._rules.base_model,
+            base_digest=self._rules.base_digest,
+            data_digest=start.data_digest,
+            validation_digest=start.validation_digest,
+            threads=self._rules.threads,
+        )
+
+    def _sized(self, given: Hyperparameters, longest: int, *, most: int) -> Hyperparameters:
+        """With the micro-batch that suits the target, or the bound, and the memory that may be lent.
+
+        `longest` is the number of tokens of the longest example; no step has more than `most`.
+        """
+        tuner, rules = self._tuner, self._rules
+        bound = rules.bound if 0 < rules.bound < inf else DEFAULT_BOUND
+        tokens = tuner.cost.auto_micro_batch(rules.target, longest)
+
+        def in_time() -> bool:
+            if rules.target is not None:
+                return tuner.largest_unit(tokens) <= tuner.max_unit_seconds
+            return tokens < 2 * LEAST_MICRO_BATCH or tuner.cost.iteration((tokens,)) <= bound
+
+        def in_memory() -> bool:
+            return self._trainer.blocks_for(given, min(tokens, most)) <= tuner.max_blocks
+
+        while tokens // 2 >= longest and not (in_time() and in_memory()):
+            tokens //= 2
+        return replace(given, micro_batch=tokens)
+
+    def _take(self, number: int, start: JobStart, reading: Future[Any]) -> messages.FromEngine:
+        """Open a job that was read."""
+        error = reading.exception()
+        if error is not None:
+            if not isinstance(error, ValueError):
+                raise error
+            return messages.JobRefused(number, str(error)[:REASON_CHARACTERS])
+        job = start.id
+        try:
+            steps = self._trainer.add(reading.result())
+        except ValueError as refusal:
+            return messages.JobRefused(number, str(refusal)[:REASON_CHARACTERS])
+        records = self._trainer.records(job)
+        try:
+            self._tuner.add(
+                job,
+                steps,
+                lambda tokens, keep: self._trainer.blocks(job, tokens, keep=keep),
+                step=len(records),
+                tenant=start.tenant,
+                keeps_up=lambda: self._trainer.keeps_up(job),
+            )
+        except ValueError as refusal:
+            self._trainer.close(job)
+            return messages.JobRefused(number, str(refusal)[:REASON_CHARACTERS])
+        if start.paused and len(records) < steps.count:
+            self._tuner.pause(job)
+        chosen, checkpoint = steps.job.hyperparameters, self._trainer.newest_checkpoint(job)
+        self._open[job], self._look = _Open(start, checkpoint), True
+        validations = [record.validation for record in records if record.validation is not None]
+        return messages.JobStarted(number, JobInfo(
+            id=job, step=len(records), steps=steps.count, examples=len(steps.lengths),
+            trained_tokens=sum(record.tokens for record in records),
+            loss=records[-1].loss if records else None,
+            validation=validations[-1] if validations else None,
+            checkpoint=checkpoint,
+            epochs=chosen.epochs, batch_size=chosen.batch_size, learning_rate=chosen.learning_rate, rank=chosen.rank,
+            alpha=chosen.alpha, modules=chosen.modules, micro_batch=chosen.micro_batch,
+        ))  # fmt: skip
+
+    # Following jobs
+
+    def _status(self, job: str) -> str:
+        try:
+            return self._tuner.status(job)
+        except KeyError:
+            return "ending"
+
+    def _events(self) -> list[JobEvent]:
+        """What has happened, in order."""
+        events: list[JobEvent] = []
+        while self._tuner.ended:
+            self._open[self._tuner.ended.popleft()].off_device = True
+        # A job that has settled has told all its steps before this looks for reports.
+        settled = {job for job in self._open if self._trainer.settled(job)}
+        leaving = {job for job in settled if self._open[job].off_device}
+        for report in self._trainer.reports():
+            known = self._open[report.job]
+            if isinstance(report, JobFailure):
+                known.failure = report.reason
+                self._tuner.remove(report.job)
+                continue
+            events += self._told(known, "running")
+            events.append(_step_event(report))
+            if report.checkpoint is not None:
+                known.checkpoint = str(report.checkpoint)
+        while self._tuner.refused:
+            job, reason = self._tuner.refused.popleft()
+            if job in self._open:
+                self._open[job].failure = reason
+                self._tuner.remove(job)
+        while self._tuner.ended:  # one that failed and was not on the device
+            self._open[self._tuner.ended.popleft()].off_device = True
+        for job in [*self._open]:
+            known = self._open[job]
+            if not known.off_device:
+                events += self._told(known, self._visible(job, known, job in settled))
+            elif job in leaving:
+                events += self._end(job, known)
+        return events
+
+    def _visible(self, job: str, known: _Open, settled: bool) -> str:
+        """The status that a job's owner should know of; `settled`: all of it is stored, and all its steps are told."""
+        status = self._status(job)
+        if status == "paused" and (self._trainer.is_resident(job) or not settled):
+            return known.told  # it leaves the device, or its state is on the way to the disk
+        return known.told if status == "ending" else status
+
+    def _told(self, known: _Open, status: str) -> list[JobEvent]:
+        """The event of a status, if it is a new one."""
+        if status == known.told or status not in ("queued", "running", "paused"):
+            return []
+        known.told = status
+        return [JobStatus(known.start.id, status)]  # type: ignore[arg-type]
+
+    def _end(self, job: str, known: _Open) -> list[JobEvent]:
+        """End a job that is off the device and stored; of one that is complete, once its adapter is served."""
+        if known.cancelled and not known.failure:
+            self._forget(job, self._trainer.discard)
+            return [JobEnded(job, "cancelled")]
+        if known.failure:
+            self._forget(job, self._trainer.close)
+            return [JobEnded(job, "failed", " ".join(known.failure.split())[:REASON_CHARACTERS])]
+        if known.left and self._trainer.next_slice(job)[0] < self._trainer.steps(job).count:
+            self._forget(job, self._trainer.close)
+            return [JobEnded(job, "left")]
+        if known.adapter is None:
+            known.adapter = self._reader.submit(self._adapters.read, known.start.name, known.checkpoint)
+            known.adapter.add_done_callback(lambda _: self._call())
+            return []
+        if not known.adapter.done():
+            return []
+        error = known.adapter.exception()
+        if error is not None and not isinstance(error, ValueError):
+            raise error
+        self._forget(job, self._trainer.close)
+        if error is not None:
+            return [JobEnded(job, "failed", f"the adapter cannot be served: {error}", checkpoint=known.checkpoint)]
+        info = self._adapters.register(known.adapter.result())
+        return [JobEnded(job, "succeeded", adapter=info, checkpoint=known.checkpoint)]
+
+    def _forget(self, job: str, how: Callable[[str], None]) -> None:
+        how(job)
+        del self._open[job]
+
+
+def _step_event(report: StepReport) -> JobStep:
+    record, checkpoint = report.record, "" if report.checkpoint is None else str(report.checkpoint)
+    return JobStep(
+        report.job, report.step + 1, report.steps, record.tokens, record.loss, record.validation, checkpoint
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""An engine of several devices: its processes, and what makes them look like one device."""

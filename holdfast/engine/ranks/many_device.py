@@ -1,0 +1,343 @@
+"""ManyDevice: the devices of all ranks as one. Every rank runs the same plans over its own part of the model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from math import inf
+from typing import Any, NamedTuple
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.layout import Layout
+from holdfast.core.types import Grammar
+from holdfast.engine.ranks.messages import (
+    Allocate,
+    BeginHost,
+    Compile,
+    CompileGrammar,
+    Done,
+    Loaded,
+    Measure,
+    Measured,
+    PlanWriter,
+    Prepare,
+    Stepped,
+    TimeLinks,
+)
+from holdfast.engine.ranks.paged import weights_of
+from holdfast.engine.ranks.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, STEP_SECONDS, Ranks
+from holdfast.lm.execution.executor import PagedExecutor, PagedMemory
+from holdfast.lm.execution.host_memory import HostPart
+from holdfast.lm.execution.link_times import LinkTimes
+from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.grammar.matchers import Matchers
+from holdfast.lm.kernels.attention.protocol import Attention
+from holdfast.lm.models.base import Model
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.types import (
+    CopyTime,
+    DeviceExecutor,
+    EngineShape,
+    HostTier,
+    LanguageDevice,
+    MemoryMeasurement,
+    StepPlan,
+    StepResult,
+)
+
+log = logging.getLogger("holdfast.engine")
+
+
+class ManyDevice(LanguageDevice):
+    """A model that several ranks share, each on a device of its own. This process is rank 0."""
+
+    def __init__(self, own: PagedDevice, ranks: Ranks, loaded: Sequence[Loaded]) -> None:
+        """`own` is rank 0's part; `loaded` is what the other ranks have said of theirs."""
+        self._own, self._ranks, self._loaded = own, ranks, loaded
+        self.block_bytes = own.block_bytes + sum(other.block_bytes for other in loaded)
+        """Of a block of the cache, on all ranks together."""
+        self.max_step_tokens = own.max_step_tokens
+        """Most tokens of one step."""
+
+    @property
+    def kind(self) -> str:
+        return self._own.kind
+
+    @property
+    def precision(self) -> str:
+        return self._own.precision
+
+    @property
+    def captures(self) -> bool:
+        return self._own.captures
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's configuration."""
+        return self._own.config
+
+    @property
+    def description(self) -> str:
+        """The devices in words."""
+        return in_words(self._own.description, self._ranks.layout)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        model = self._own.model
+        assert isinstance(model, Decoder)
+        return model.decoder.num_layers
+
+    @property
+    def model(self) -> Model:
+        """Rank 0's part of the model."""
+        return self._own.model
+
+    @property
+    def memory(self) -> PagedMemory:
+        """What rank 0 has allocated."""
+        return self._own.memory
+
+    @property
+    def attention(self) -> Attention[Any]:
+        """What computes attention."""
+        return self._own.attention
+
+    @cached_property
+    def executor(self) -> ManyExecutor:
+        """The executor of all ranks. Raises RuntimeError before `allocate`."""
+        return ManyExecutor(self._own.executor, self._ranks, captures=self.captures)
+
+    @property
+    def host(self) -> ManyHost | None:
+        return None if self._own.host is None else ManyHost(self._own.host, self._ranks)
+
+    @cached_property
+    def host_parts(self) -> list[HostPart]:
+        """The bytes of the host tier's blocks by rank; empty without one. Raises RuntimeError before `allocate`.
+
+        They are as all ranks have them once a copy is complete (`StepResult`). The configuration must move blocks.
+        """
+        kept = self.memory.host_cache
+        if kept is None:
+            return []
+        others = zip(self._ranks.hosts, self._loaded, strict=True)
+        parts = [HostPart.shared(memory, kept.num_blocks, loaded.block_bytes) for memory, loaded in others]
+        return [*self._own.host_parts, *parts]
+
+    @property
+    def weights(self) -> str:
+        """A digest of all ranks' weights, where there are tiers behind the host tier. Raises ValueError."""
+        digests = [weights_of(self._own), *(loaded.weights for loaded in self._loaded)]
+        return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+    def follow(self, matchers: Matchers) -> None:
+        """As `PagedDevice.follow`, where rank 0 draws: it gives the others its masks."""
+        self._own.follow(matchers)
+
+    def expect(self, grammar: Grammar) -> None:
+        """Let the rank that draws compile a grammar in time, where that is another. Raises RankFailure."""
+        self._ranks.send(CompileGrammar(grammar))
+
+    def compile(self) -> None:
+        """Compile on rank 0, then on the others, which find most of it done."""
+        self._ranks.do(self._own.compile)
+        self._ranks.together(Compile(), lambda: None)
+
+    def measure(self) -> MemoryMeasurement:
+        """What all ranks have together. A block is what all keep of it, and there are as many as the least rank has."""
+        self._own.whole_block_bytes = self.block_bytes
+        own, answers = self._ranks.together(Measure(self.block_bytes), self._own.measure)
+        others = [answer.memory for answer in answers if isinstance(answer, Measured)]
+        self._measured = own
+        return combined([own, *others], self._ranks.layout, self.kind)
+
+    def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
+        blocks, places = sizes.num_blocks, sizes.num_host_blocks
+        shape, _ = self._ranks.together(
+            Allocate(blocks, places), partial(self._own.allocate, self._measured.with_blocks(blocks, places))
+        )
+        self._ranks.steady = True
+        return shape
+
+    def time_links(self) -> LinkTimes:
+        """Time the messages between ranks, while no step runs."""
+        times, _ = self._ranks.together(TimeLinks(), self._own.time_links)
+        return times
+
+
+def in_words(device: str, layout: Layout) -> str:
+    """The devices of all ranks in words: `4 × NVIDIA H200 (tp 2, pp 2)`."""
+    sizes = [f"{name} {size}" for name, size in (("tp", layout.tp), ("pp", layout.pp)) if size > 1]
+    return f"{layout.ranks} × {device} ({', '.join(sizes)})"
+
+
+def combined(memories: Sequence[MemoryMeasurement], layout: Layout, kind: str) -> MemoryMeasurement:
+    """The memory of all ranks as one. Each holds its part of every block, so the least number of blocks counts."""
+    block = sum(each.block for each in memories)
+    return MemoryMeasurement(
+        device=in_words(memories[0].device, layout),
+        # On a CPU all ranks have the same memory.
+        total=sum(each.total for each in memories) if kind == "cuda" else memories[0].total,
+        weights=sum(each.weights for each in memories),
+        activations=sum(each.activations for each in memories),
+        cache=block * min(each.num_blocks for each in memories),
+        block=block,
+        host_cache=block * min(each.num_host_blocks for each in memories),
+    )
+
+
+class ManyHost(HostTier):
+    """The host tier of all ranks. A block can be used once all have made their part of it usable."""
+
+    def __init__(self, own: HostTier, ranks: Ranks) -> None:
+        self._own, self._ranks = own, ranks
+
+    @property
+    def ready(self) -> int:
+        return min(self._own.ready, self._ranks.least(HOST_READY))
+
+    @property
+    def blocks(self) -> int:
+        return min(self._own.blocks, self._ranks.least(HOST_BLOCKS))
+
+    def begin(self) -> None:
+        self._ranks.send(BeginHost())
+        self._own.begin()
+
+
+TOLD = ("tokens", "logprobs", "prompt_logprobs", "vectors", "forced")
+"""What the last stage tells of a step."""
+
+
+class _Flight(NamedTuple):
+    """A plan in flight."""
+
+    step: int
+    waits: bool
+    """Whether it has no segments, so that it is complete when all copies are."""
+
+
+class ManyExecutor(DeviceExecutor):
+    """`loop.contracts.Executor` for all ranks: each gets every plan, in order, and runs its part of it.
+
+    Tokens come from the first rank of the last stage. A copy is complete when it is on every rank. Once a rank has
+    failed, all raises RankFailure.
+    """
+
+    def __init__(self, own: PagedExecutor, ranks: Ranks, *, captures: bool) -> None:
+        """`captures`: whether there may be graphs to capture in pauses."""
+        self._own, self._ranks, self._captures = own, ranks, captures
+        layout = ranks.layout
+        self._later = [layout.ranks_of(stage)[0] for stage in range(1, layout.pp)]
+        """The first ranks of later stages, which say how long each step took them; the last has the tokens."""
+        self._writer = PlanWriter()
+        self._in_flight: deque[_Flight] = deque()
+        self._stepped: dict[int, deque[Stepped]] = {rank: deque() for rank in self._later}
+        """What they have said, in order, of steps that were not collected."""
+        self._copying: dict[tuple[int, bool], list[CopyTime]] = {}
+        """By step and direction (True: to the device), in order: the copies that ranks have completed."""
+
+    def submit(self, plan: StepPlan) -> None:
+        self._ranks.send(self._writer.write(plan))
+        try:
+            self._own.submit(plan)
+        except Exception as error:
+            raise self._ranks.cause(error) from error
+        self._copying |= {
+            (plan.step, inward): [] for inward, copies in ((True, plan.swap_in), (False, plan.swap_out)) if copies
+        }
+        self._in_flight.append(_Flight(plan.step, not plan.segments))
+
+    def collect(self) -> StepResult:
+        flight, deadline = self._in_flight.popleft(), time.monotonic() + STEP_SECONDS
+        while not self._own.wait(BEAT_SECONDS):
+            self._check(flight, deadline)
+        try:
+            result = self._own.collect()
+        except Exception as error:
+            raise self._ranks.cause(error) from error
+        self._note(result.copies)
+        self._take()
+        while not self._complete(flight):
+            self._ranks.wait(BEAT_SECONDS)
+            self._check(flight, deadline)
+            self._take()
+        if self._later and not flight.waits:
+            parts = [self._stepped[rank].popleft() for rank in self._later]
+            seconds = (result.seconds, *(part.seconds for part in parts))
+            told = {name: getattr(parts[-1], name) for name in TOLD}
+            result = replace(result, **told, seconds=sum(seconds), stages=seconds)
+        return self._with_copies(result)
+
+    def prepare(self) -> bool:
+        """Use a pause to capture one more graph on every rank. False if none is left on any."""
+        if not self._captures or self._in_flight:
+            return False
+        own, answers = self._ranks.together(Prepare(), self._own.prepare)
+        self._captures = own or any(isinstance(answer, Done) and answer.result for answer in answers)
+        return self._captures
+
+    def close(self) -> None:
+        """End the steps in flight on all ranks, then the ranks. Once one has failed, none is waited for."""
+        try:
+            while self._in_flight:
+                self.collect()
+        except Exception as error:
+            log.debug("holdfast: steps in flight were abandoned: %s", error)
+        failed = bool(self._ranks.failure)
+        self._ranks.close()
+        if not failed:  # else a step may wait on the device for one that will never come
+            self._own.close()
+
+    def _check(self, flight: _Flight, deadline: float) -> None:
+        """Raise RankFailure if a rank has failed, or if it is too late."""
+        self._ranks.check()
+        if time.monotonic() > deadline:
+            self._ranks.give_up(flight.step)
+
+    def _take(self) -> None:
+        """Take note of what the other ranks have sent."""
+        for number, said in self._ranks.of_steps():
+            if isinstance(said, Stepped):
+                self._stepped[number].append(said)
+            else:
+                self._note(said.copies)
+
+    def _note(self, copies: Iterable[CopyTime]) -> None:
+        """Take note of copies that one rank has completed."""
+        for copy in copies:
+            self._copying[copy.step, copy.inward].append(copy)
+
+    def _complete(self, flight: _Flight) -> bool:
+        """Whether all is known that a step's result is put together from."""
+        if flight.waits:
+            return all(step > flight.step or self._copied(done) for (step, _), done in self._copying.items())
+        return all(self._stepped.values())
+
+    def _copied(self, done: list[CopyTime]) -> bool:
+        return len(done) == self._ranks.layout.ranks
+
+    def _with_copies(self, result: StepResult) -> StepResult:
+        """Rank 0's result with the copies that are complete on all ranks. Each took as long as on the slowest."""
+        found: list[CopyTime] = []
+        for (step, inward), done in list(self._copying.items()):
+            if self._copied(done):
+                del self._copying[step, inward]
+                size, seconds = sum(copy.bytes for copy in done), max(copy.seconds for copy in done)
+                found.append(CopyTime(step, inward, size, seconds))
+        last_in, last_out = (
+            min((step - 1 for step, inward in self._copying if inward is direction), default=inf)
+            for direction in (True, False)
+        )
+        return replace(
+            result,
+            swapped_in=int(min(result.swapped_in, last_in)),
+            swapped_out=int(min(result.swapped_out, last_out)),
+            copies=tuple(found),
+        )

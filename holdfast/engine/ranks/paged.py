@@ -1,0 +1,158 @@
+"""A model over a paged cache, on one device, or this rank's part of it where several ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from holdfast.core.config import PADDED_OPTIONS, EngineConfig
+from holdfast.core.stages import Stages
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.client.text import read_tokenizer
+from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
+from holdfast.lm.execution.place import Place
+from holdfast.lm.grammar.compiler import GrammarCompiler
+from holdfast.lm.kernels.attention import backends as attention
+from holdfast.lm.models.base import Model
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.hf import TransformersModel
+from holdfast.lm.models.loader import decoder_spec, load
+from holdfast.lm.models.shard import shard_of
+from holdfast.lm.scheduler.choice import capacity_of
+from holdfast.lm.types import DEFAULT_TOKEN_BUDGET
+from holdfast.training.base import digest_of_model
+
+LARGE_STEP = 16
+"""Steps of many whole prompts hold at most this many default token budgets, unless the budget is configured.
+
+By calculation, 32,768 tokens (CUDA) of an 8B model take 3 GB of activations and about a second on an H100.
+"""
+
+
+def check_layout(config: EngineConfig, checkpoint: Checkpoint) -> None:
+    """Raise ValueError for a model or a machine that cannot be shared by so many ranks."""
+    layout = config.layout
+    shard_of(decoder_spec(checkpoint.directory), layout, 0)
+    if resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < layout.ranks:
+        raise ValueError(
+            f"tp is {layout.tp} and pp is {layout.pp}, which takes {layout.ranks} GPUs, and PyTorch finds "
+            f"{torch.cuda.device_count()}"
+        )
+
+
+def weights_of(device: PagedDevice) -> str:
+    """A digest of the weights on a device, by which state of other weights is told apart. Raises ValueError."""
+    if not isinstance(device.model, Decoder):
+        name = device.model.spec.architecture
+        raise ValueError(f"a disk or remote cache needs a native decoder, and {name} runs by Transformers' code")
+    return digest_of_model(device.model)
+
+
+def threads_of(config: EngineConfig) -> int:
+    """CPU threads of each rank: they share the cores."""
+    return max(1, (config.threads or torch.get_num_threads()) // config.layout.ranks)
+
+
+def make_rank(
+    config: EngineConfig, rank: int, meeting: str, stages: Stages | None = None, *, host: int | None = None
+) -> PagedChoice:
+    """One rank's part of the model, on its device. All ranks do this at the same time.
+
+    `meeting` is a directory of these ranks alone, where they find each other. `host` is the file descriptor of memory
+    that rank 0 can map as well: the rank lays its part of the host tier there if rank 0 moves its blocks.
+    """
+    if rank:
+        torch.set_num_threads(threads_of(config))
+    device = resolve_device(config.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    place = Place(config.layout, rank, device, meeting, host if config.moves_blocks else None)
+    return make_paged_device(config, Checkpoint.of(config), stages, place)
+
+
+def grammar_compiler(
+    checkpoint: Checkpoint, vocab_size: int, eos_token_ids: Collection[int], *, tested: bool = False
+) -> GrammarCompiler:
+    """What compiles grammars for a checkpoint's vocabulary. `tested`: another one tests them first."""
+    read = partial(read_tokenizer, checkpoint.directory)
+    return GrammarCompiler(read, vocab_size, eos_token_ids, tested=tested)
+
+
+def rank_grammars(config: EngineConfig, rank: int, device: PagedDevice) -> GrammarCompiler | None:
+    """What compiles grammars on a rank that draws by them, beside rank 0's own; None on others.
+
+    Rank 0 tests them all before any comes here.
+    """
+    if rank != config.layout.drawing_rank:
+        return None
+    spec = device.model.spec
+    return grammar_compiler(Checkpoint.of(config), spec.vocab_size, spec.eos_token_ids, tested=True)
+
+
+def lengths_of(model: Model) -> str:
+    """What may surprise about the longest sequence of a native decoder, in words that follow its name."""
+    if not isinstance(model, Decoder):
+        return ""
+    spec, length = model.decoder, model.spec.max_model_len
+    kind, switch = spec.rope.kind, spec.rope.original_length
+    if kind not in ("dynamic", "longrope") or max(length, spec.most_positions) <= switch:
+        return ""
+    if length > switch:
+        return f"; all positions have the {kind} frequencies of sequences longer than {switch} tokens (max_model_len)"
+    return f"; sequences end at {length} tokens, where its {kind} frequencies change: max_model_len takes them further"
+
+
+class PagedChoice(NamedTuple):
+    """A model over a paged cache."""
+
+    device: PagedDevice
+    reason: str
+    """As in Choice."""
+
+
+def make_paged_device(
+    config: EngineConfig, checkpoint: Checkpoint, stages: Stages | None, place: Place | None = None
+) -> PagedChoice:
+    """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped.
+
+    With a `place`, this rank's part of it.
+    """
+    device = resolve_device(config.device) if place is None else place.device
+    if device.type == "cuda" and config.cuda_graphs:
+        from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
+
+        prepare()
+    attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
+    model = load(
+        checkpoint.directory,
+        device=device,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        load_format=config.load_format,
+        quantization=config.quantization,
+        layout=config.layout,
+        rank=0 if place is None else place.rank,
+        group=None if place is None else place.group,
+    )
+    name = model.spec.architecture
+    swapped = isinstance(model, TransformersModel)
+    for option in PADDED_OPTIONS:
+        # Leave to run a checkpoint's code may be given to a model that needs none.
+        if option != "trust_remote_code" and (value := getattr(config, option)) != getattr(EngineConfig, option):
+            raise ValueError(f"{option} is {value}, which is for the padded executor, and {name} runs on the paged one")
+    capacity = capacity_of(
+        config.scheduler,
+        token_budget=config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[device.type],
+        max_model_len=model.spec.max_model_len,
+        max_sequences=config.max_sequences,
+        limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],
+    )
+    return PagedChoice(
+        PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages, place=place),
+        f"{name} lets Transformers swap its attention"
+        if swapped
+        else f"{name} has a native decoder{lengths_of(model)}",
+    )

@@ -1,0 +1,178 @@
+"""A rank's process, started by `Ranks`: do what rank 0 commands, run its plans, and say what they gave."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NoReturn
+
+from holdfast.engine.link import FAILED, die_with_parent, end_process, exit_at_end_of_input, one_line
+from holdfast.engine.ranks import messages
+from holdfast.engine.ranks.mailbox import Mailbox
+from holdfast.engine.ranks.ranks import BEAT_SECONDS, BEATS, HOST_BLOCKS, HOST_READY, STEPS, Board, Seat
+
+if TYPE_CHECKING:
+    from holdfast.lm.execution.paged_device import PagedDevice  # it imports PyTorch
+    from holdfast.lm.grammar.compiler import GrammarCompiler
+
+GRAMMAR_THREADS = 4
+"""Number of grammars that this rank compiles at a time: as many as rank 0 announces at a time."""
+IDLE_SECONDS = 60.0
+"""How long to wait for a command at a time."""
+
+
+def main(parent_pid: int, seat: str) -> int:
+    """Do a rank's work until rank 0 says to end. Returns the exit status."""
+    die_with_parent(parent_pid)
+    exit_at_end_of_input()
+    rank = Rank(Seat.from_json(seat))
+    try:
+        rank.work()
+    except Exception as error:
+        rank.fail(error)
+    return 0
+
+
+class Rank:
+    """A rank in its own process."""
+
+    def __init__(self, seat: Seat) -> None:
+        """Take its seat, and begin to show that it runs."""
+        self._seat = seat
+        self._commands = Mailbox.open(seat.commands).reader(seat.rank - 1)
+        self._answers = Mailbox.open(seat.answers)
+        self._answering = threading.Lock()
+        self._board = Board(seat.ranks, seat.board)
+        self._submitted: queue.Queue[bool] = queue.Queue()
+        """For each step in flight, whether it has segments."""
+        self._device: PagedDevice | None = None
+        """Once it is allocated."""
+        self._grammars: GrammarCompiler | None = None
+        """What this rank compiles grammars with, if it draws by them."""
+        self._compiling = ThreadPoolExecutor(GRAMMAR_THREADS, "holdfast-grammar")
+        threading.Thread(target=self._beat, name="holdfast-beat", daemon=True).start()
+
+    def work(self) -> None:
+        """Load this rank's part of the model, then do what comes. Raises what a command raises."""
+        start = self._next()
+        assert isinstance(start, messages.StartRank), f"the first command was {start}"
+        gc.disable()  # it would look at all modules again and again while they are imported
+        from holdfast.engine.ranks.paged import make_rank, rank_grammars, weights_of  # it imports PyTorch
+
+        device = make_rank(start.config, self._seat.rank, start.meeting, host=self._seat.host).device
+        self._grammars = rank_grammars(start.config, self._seat.rank, device)
+        weights = weights_of(device) if start.config.lower_tiers else ""
+        self._answer(messages.Loaded(device.block_bytes, weights))
+        self._obey(device, reports=start.config.pp > 1 and start.config.layout.shard_of(self._seat.rank) == 0)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Say why this rank cannot go on, and end the process, whatever its other threads wait for."""
+        if os.environ.get("HOLDFAST_DEBUG"):
+            traceback.print_exception(error)
+        reason = one_line(error) if isinstance(error, Exception) else type(error).__name__
+        self._answer(messages.Failed(reason, time.monotonic()))
+        sys.stderr.flush()
+        os._exit(FAILED)
+
+    def _obey(self, device: PagedDevice, *, reports: bool) -> None:
+        """Do what is commanded until the end. `reports`: whether rank 0 needs to know of every step."""
+        from holdfast.lm.grammar.matchers import Matchers
+
+        plans = messages.PlanReader()
+        while True:
+            match self._next():
+                case messages.Plan() as plan:
+                    device.executor.submit(plans.read(plan))
+                    self._submitted.put(bool(plan.rows))
+                case messages.Compile():
+                    device.compile()
+                    self._answer(messages.Done())
+                case messages.Measure(block_bytes):
+                    device.whole_block_bytes = block_bytes
+                    measured = device.measure()
+                    self._answer(messages.Measured(measured))
+                case messages.Allocate(num_blocks, num_host_blocks):
+                    device.allocate(measured.with_blocks(num_blocks, num_host_blocks))
+                    if self._grammars is not None:
+                        device.follow(Matchers(self._grammars))
+                    self._begin_steps(device, reports=reports)
+                    self._answer(messages.Done())
+                case messages.TimeLinks():
+                    self._submitted.join()
+                    device.time_links()
+                    self._answer(messages.Done())
+                case messages.BeginHost():
+                    assert device.host is not None
+                    device.host.begin()
+                case messages.Prepare():
+                    self._submitted.join()
+                    self._answer(messages.Done(device.executor.prepare()))
+                case messages.CompileGrammar(grammar):
+                    if self._grammars is not None:  # rank 0 refuses what cannot be compiled
+                        self._compiling.submit(self._grammars.prepare, grammar)
+                case messages.End():
+                    return
+                case other:
+                    raise RuntimeError(f"the rank was sent {type(other).__name__}")
+
+    def _begin_steps(self, device: PagedDevice, *, reports: bool) -> None:
+        """Get ready for plans: what exists now lives as long as the process, so no collection need scan it."""
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        self._device = device
+        self._show_host()
+        threading.Thread(target=self._collect, args=(device, reports), name="holdfast-collect", daemon=True).start()
+
+    def _collect(self, device: PagedDevice, reports: bool) -> None:
+        """Collect the steps, in order, in a thread, and say what they gave."""
+        try:
+            steps, board, rank = 0, self._board, self._seat.rank
+            device.in_thread()
+            while True:
+                has_segments = self._submitted.get()
+                result = device.executor.collect()
+                steps += 1
+                board.set(rank, STEPS, steps)
+                if result.copies:
+                    self._answer(messages.Copied(result.copies))
+                if reports and has_segments:
+                    told = result.logprobs, result.prompt_logprobs, result.vectors, result.forced
+                    self._answer(messages.Stepped(result.tokens, result.seconds, *told))
+                self._submitted.task_done()
+        except BaseException as error:
+            self.fail(error)
+
+    def _beat(self) -> None:
+        """Show that this process runs, from a thread."""
+        for beat in itertools.count(1):
+            self._board.set(self._seat.rank, BEATS, beat)
+            self._show_host()
+            time.sleep(BEAT_SECONDS)
+
+    def _show_host(self) -> None:
+        """Show how much of the host tier can be used."""
+        if self._device is not None and (host := self._device.host) is not None:
+            self._board.set(self._seat.rank, HOST_BLOCKS, host.blocks)
+            self._board.set(self._seat.rank, HOST_READY, host.ready)
+
+    def _next(self) -> messages.Command:
+        """Wait for the next command."""
+        while (data := self._commands.receive(IDLE_SECONDS)) is None:
+            pass
+        return messages.decode_command(data)
+
+    def _answer(self, answer: messages.Answer) -> None:
+        with self._answering:
+            self._answers.send(messages.encode(answer))
+
+
+if __name__ == "__main__":
+    end_process(main(int(sys.argv[1]), sys.argv[2]))

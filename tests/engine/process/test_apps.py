@@ -1,0 +1,168 @@
+"""The engine of an application, in a process of its own behind AppClient."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_apps
+
+from holdfast.cells.cell import Field
+from holdfast.core.config import AppConfig
+from holdfast.engine.client.app_client import AppClient, AppFailed
+from holdfast.engine.client.connection import EngineDead, EngineStartError
+from holdfast.engine.messages import Tensor
+from holdfast.engine.process.apps import as_declared, devices_of
+from holdfast.engine.process.tensors import pack, unpack
+from tests.engine.conftest import build_app
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines find the modules of tests."""
+    monkeypatch.chdir(Path(tiny_apps.__file__).parent)
+
+
+async def start(app: str = "tiny_apps:adding", **options: Any) -> AppClient:
+    config = AppConfig(app=(app,), **{"app_device": ("cpu",), "app_capacity": 64, **options})
+    return await AppClient.start(app, config, threads=1)
+
+
+def inputs(*numbers: int) -> dict[str, Tensor]:
+    return {
+        "numbers": pack(np.array(numbers)),
+        "scale": pack(np.array([1, 2], np.float32)),
+        "label": pack(np.array(["a"], object)),
+    }
+
+
+async def test_requests_side_by_side_give_each_its_own() -> None:
+    client = await start(app_device=("cpu", "cpu"))
+    try:
+        done = await asyncio.gather(*(client.infer(inputs(*range(1, n + 1))) for n in range(1, 40)))
+        for n, each in enumerate(done, 1):
+            assert unpack(each.outputs["totals"])[-1].tolist() == [n * (n + 1) / 2, n * (n + 1)]
+            assert unpack(each.outputs["steps"]).tolist() == [n]
+            assert each.arrival <= each.scheduled <= each.finish
+        stats = await client.health()
+        assert (stats.rows_used, stats.running, stats.waiting) == (0, 0, 0)
+        (cell,) = stats.cells
+        assert sum(size * count for size, count in cell.batches.items()) == sum(range(1, 40))
+        assert cell.cell == "adding-cell" and client.info.devices == ("cpu", "cpu")
+    finally:
+        await client.close()
+    with pytest.raises(EngineDead):
+        await client.infer(inputs(1))
+
+
+async def test_refusals_and_failures_concern_their_request_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    client = await start()
+    try:
+        good, refused, failed = await asyncio.gather(
+            client.infer(inputs(1, 2)), client.infer(inputs(tiny_apps.BAD)), client.infer(inputs(tiny_apps.BROKEN)),
+            return_exceptions=True,
+        )  # fmt: skip
+        assert unpack(good.outputs["steps"]).tolist() == [2]
+        assert isinstance(refused, ValueError) and str(refused) == "numbers[0] is -1; it must be at least 0"
+        assert isinstance(failed, AppFailed) and "adding" in str(failed)
+        assert "this application is broken" in capfd.readouterr().err
+    finally:
+        await client.close()
+
+
+async def test_a_cancelled_request_leaves_no_rows() -> None:
+    client = await start("tiny_apps:slow")
+    try:
+        running = [asyncio.create_task(client.infer(inputs(*[1] * 4000))) for _ in range(3)]
+        while (await client.health()).running < 3:
+            await asyncio.sleep(0.01)
+        for task in running[:2]:
+            task.cancel()
+        while (await client.health()).running > 1:
+            await asyncio.sleep(0.01)
+        running[2].cancel()
+        while (await client.health()).rows_used:
+            await asyncio.sleep(0.01)
+        assert not client._running
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(("ending", "reason"), [("kill", "killed by SIGKILL"), ("cell", "a deadly number")])
+async def test_an_engine_that_ends_fails_what_runs_with_its_reason(ending: str, reason: str) -> None:
+    client = await start("tiny_apps:slow")
+    try:
+        running = asyncio.create_task(client.infer(inputs(*[1] * 4000)))
+        while not (await client.health()).running:
+            await asyncio.sleep(0.01)
+        if ending == "kill":
+            os.kill(client.pid, signal.SIGKILL)
+        else:
+            with pytest.raises(EngineDead, match=reason):
+                await client.infer(inputs(tiny_apps.DEADLY))
+        with pytest.raises(EngineDead, match=reason):
+            await running
+        with pytest.raises(EngineDead, match=reason):
+            await client.health()
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("app", "reason"),
+    [
+        ("nobody", "nobody"),
+        ("tiny_apps:nobody", "nobody"),
+        ("no_such_module:app", "no_such_module"),
+        ("tiny_apps:nothing", "has no"),
+        ("tiny_apps:two_alike", "two inputs named x"),
+        ("tiny_apps:unrunnable", "unrunnable-cell"),
+    ],
+)
+def test_an_application_that_cannot_be_served_is_refused_with_the_reason(app: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        build_app(AppConfig(app=(app,), app_device=("cpu",), app_capacity=64))
+
+
+async def test_a_device_that_is_not_there_ends_the_start() -> None:
+    with pytest.raises(EngineStartError, match=r"device is cuda:99; this machine has \d CUDA devices"):
+        await start(app_device=("cuda:99",))
+
+
+def test_workers_run_where_the_options_say() -> None:
+    assert devices_of(AppConfig(app_device=("cuda", "cuda:1", "cpu"))) == ["cuda:0", "cuda:1", "cpu"]
+    assert len(devices_of(AppConfig())) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        (Field("x", "float32", (2,)), {}),
+        (Field("x", "float32", (2,)), {"x": np.zeros(3, np.float32)}),
+        (Field("x", "float32", (2,)), {"x": np.zeros(2)}),
+        (Field("x", "float32", (-1,)), {"x": np.zeros((2, 2), np.float32)}),
+        (Field("x", "string", (1,)), {"x": np.zeros(1)}),
+        (Field("x", "float32", (1,)), {"x": np.array(["a"])}),
+    ],
+)
+def test_outputs_that_are_not_as_declared_are_an_error_of_the_application(field: Field, given: Any) -> None:
+    with pytest.raises(TypeError, match="x"):
+        as_declared(field, given)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (Field("x", "float32", (-1, 2)), np.zeros((3, 2), np.float32)),
+        (Field("x", "string", (1,)), ["a"]),
+        (Field("x", "string", (1,)), np.array(["a"])),
+        (Field("x", "int64", (2,)), [1, 2]),
+    ],
+)
+def test_outputs_as_declared_pass(field: Field, value: Any) -> None:
+    assert as_declared(field, {"x": value}).tolist() == np.asarray(value).tolist()

@@ -1,0 +1,53 @@
+"""The notes of steps, and when they are sent."""
+
+from __future__ import annotations
+
+from holdfast.engine.messages import Ask, Stats, Steps, Submit
+from holdfast.engine.process import serve as serving
+from holdfast.engine.process.serve import serve
+from holdfast.engine.process.step_log import StepLog
+from holdfast.lm.types import StepPlan
+from holdfast.loop.loop import Loop
+from tests.engine.process.test_serve import ShutdownWhenIdle, engine
+from tests.scheduling import FakeDevice, create_requests, create_scheduler
+
+
+def test_each_step_is_noted_once_with_its_tokens_and_time():
+    (request,) = create_requests(5, max_tokens=4)
+    device = FakeDevice(64, 4)
+    device.expect(request)
+    log = StepLog(device)
+    loop = Loop(create_scheduler(), log, 2, clock=lambda: 0.0)
+    loop.add(request)
+    seconds = []
+    while loop.has_work():
+        loop.step()
+        seconds += log.take().seconds
+        assert len(log) == 0
+    assert len(seconds) == 4 and all(each >= 0 for each in seconds)
+
+
+def test_a_step_without_tokens_is_not_noted():
+    device = FakeDevice(64, 4)
+    log = StepLog(device)
+    log.submit(StepPlan(0, ()))
+    log.collect()
+    assert log.take() == Steps([], [])
+
+
+def test_the_engine_tells_its_steps_before_its_stats():
+    (request,) = create_requests(5, max_tokens=3)
+    parent = ShutdownWhenIdle(Submit(request), None, None, None, Ask(1))
+    serve(engine(request, steps_in_flight=1), parent)
+    told = [message for message in parent.sent if isinstance(message, Steps | Stats)]
+    assert [type(message) for message in told] == [Steps, Stats]
+    assert told[0].tokens == [5, 1, 1]
+
+
+def test_the_engine_tells_many_steps_unasked(monkeypatch):
+    monkeypatch.setattr(serving, "STEPS_PER_MESSAGE", 8)
+    (request,) = create_requests(5, max_tokens=12)
+    parent = ShutdownWhenIdle(Submit(request))
+    serve(engine(request), parent)
+    (told,) = [message for message in parent.sent if isinstance(message, Steps)]
+    assert told.tokens == [5, *[1] * 7] and len(told.seconds) == 8

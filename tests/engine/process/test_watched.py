@@ -1,0 +1,201 @@
+"""What an engine tells while it is watched, and that it is as before when it is not."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from holdfast.engine.activity import StepRecord
+from holdfast.engine.messages import Activity, Submit, Watch, decode_from_engine, encode
+from holdfast.engine.process import watched as watching
+from holdfast.engine.process.serve import serve
+from holdfast.engine.process.trace import TracedExecutor
+from holdfast.engine.process.watched import RecordedExecutor, Watched, merge
+from holdfast.loop.loop import Loop
+from tests.engine.process.test_serve import ShutdownWhenIdle, engine
+from tests.scheduling import FakeDevice, create_requests, create_scheduler
+
+
+class Clock:
+    """Passes by a fixed time at each look."""
+
+    def __init__(self, tick=0.01):
+        self.now, self.tick = 100.0, tick
+
+    def __call__(self):
+        self.now += self.tick
+        return self.now
+
+
+def watched_loop(*requests, clock=None, **options):
+    clock, device, sent = clock or Clock(), FakeDevice(64, 4), []
+    for request in requests:
+        device.expect(request)
+    loop = Loop(create_scheduler(**options), device, 2, clock)
+    for request in requests:
+        loop.add(request)
+    return loop, device, Watched(loop, sent.append, clock), sent
+
+
+def test_an_engine_that_nobody_watches_runs_its_own_executor_and_tells_nothing():
+    loop, device, watched, sent = watched_loop(*create_requests(5, max_tokens=3))
+    assert not watched.on and loop.executor is device
+    watched.watch(5.0)
+    assert watched.on and isinstance(loop.executor, RecordedExecutor)
+    watched.watch(0)
+    assert not watched.on and loop.executor is device
+    assert len(sent) == 1
+
+
+def test_the_lease_ends_by_itself():
+    loop, device, watched, sent = watched_loop(*create_requests(5, max_tokens=40), clock=Clock(0.05))
+    watched.watch(1.0)
+    while loop.has_work():
+        loop.step()
+        if watched.on:
+            watched.tell()
+    assert loop.executor is device
+    assert 0 < sum(len(activity.steps) for activity in sent) < 40
+
+
+def test_each_step_is_told_once_with_its_decodes_and_chunks():
+    loop, _, watched, sent = watched_loop(*create_requests(5, 30, max_tokens=4), budget=16)
+    watched.watch(60.0)
+    while loop.has_work():
+        loop.step()
+        watched.tell()
+    watched._tell(watched._clock())
+    steps = [step for activity in sent for step in activity.steps]
+    assert [(step.step, step.tokens, step.decodes, step.prefill) for step in steps[:3]] == [
+        (0, 16, 0, 16), (1, 16, 1, 15), (2, 5, 1, 4),
+    ]  # fmt: skip
+    assert [tuple(chunk) for chunk in steps[1].chunks] == [("1", 11, 26)]
+    assert all(step.budget == 16 for step in steps)
+    assert [step.step for step in steps] == list(range(len(steps)))
+    assert sent[0].begins and not any(activity.begins for activity in sent[1:])
+
+
+def test_steps_that_were_in_flight_when_watching_began_are_left_out():
+    loop, _, watched, sent = watched_loop(*create_requests(5, max_tokens=6))
+    loop.step()
+    watched.watch(60.0)
+    while loop.has_work():
+        loop.step()
+        watched.tell()
+    watched._tell(watched._clock())
+    assert [step.step for activity in sent for step in activity.steps] == [2, 3, 4, 5]
+
+
+def test_the_served_loop_tells_steps_queues_and_blocks(monkeypatch):
+    monkeypatch.setattr(watching, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(watching, "SHARE", 1e9)
+    (request,) = create_requests(9, max_tokens=3)
+    parent = ShutdownWhenIdle(Watch(30.0), Submit(request))
+    serve(engine(request), parent)
+    told = [message for message in parent.sent if isinstance(message, Activity)]
+    assert sum(step.tokens for activity in told for step in activity.steps) == 11
+    assert told[0].queues is not None and told[0].stats is not None and told[0].costs
+    assert any(row.request == request.id for activity in told for row in activity.blocks)
+
+
+def test_activity_crosses_between_the_processes():
+    loop, _, watched, sent = watched_loop(*create_requests(5, 30, max_tokens=4), budget=16)
+    watched.watch(60.0)
+    for _ in range(4):
+        loop.step()
+        watched.tell()
+    for activity in sent:
+        assert decode_from_engine(encode(activity)) == activity
+
+
+def test_blocks_are_looked_at_seldom_enough_to_keep_their_share_of_the_time():
+    tick = 0.001
+    loop, _, watched, _ = watched_loop(*create_requests(5, max_tokens=100), clock=Clock(tick))
+    watched.watch(60.0)
+    looks, scene = [], watched._scene
+    scene_blocks = scene.blocks
+    scene.blocks = lambda now, most: looks.append(now) or scene_blocks(now, most)
+    while loop.has_work():
+        loop.step()
+        watched.tell()
+    apart = [later - earlier for earlier, later in zip(looks, looks[1:], strict=False)]  # noqa: RUF007
+    assert min(apart, default=1.0) >= tick / watching.SHARE
+
+
+def record(step, **fields):
+    numbers = {"at": float(step), "seconds": 0.5, "tokens": 3, "decodes": 3, "prefill": 0, "segments": 3}
+    return StepRecord(step, **{**numbers, "preempted": [], **fields})
+
+
+def test_short_steps_that_only_decode_share_a_record():
+    last = record(1)
+    assert merge(last, record(2)) and merge(last, record(3))
+    assert (last.step, last.steps, last.tokens, last.seconds) == (1, 3, 9, 2.5)
+
+
+@pytest.mark.parametrize("fields", [{"prefill": 4}, {"swap_out": 1}, {"swap_in": 1}, {"preempted": ["x"]}])
+def test_a_step_that_does_more_keeps_its_own_record(fields):
+    assert not merge(record(1), record(2, **fields))
+    assert not merge(record(1, **fields), record(2))
+
+
+def test_a_message_has_a_bounded_number_of_records(monkeypatch):
+    monkeypatch.setattr(watching, "MOST_STEPS", 5)
+    loop, _, watched, _ = watched_loop(*create_requests(5, max_tokens=90))
+    watched.watch(60.0)
+    while loop.has_work():
+        loop.step()
+    records = loop.executor.take()
+    assert len(records) == 5 and sum(record.steps for record in records) == 90
+
+
+def test_a_trace_has_the_records_of_a_live_view(tmp_path):
+    """Each step's bar has the arguments that the record has as JSON, and queues and blocks are marks."""
+    path, requests = tmp_path / "t.json", create_requests(5, 30, max_tokens=4)
+    clock, device, told = Clock(), FakeDevice(64, 4), []
+    for request in requests:
+        device.expect(request)
+    recorded = RecordedExecutor(device, clock, lambda plan: None)
+    traced = TracedExecutor(recorded, path, clock)
+    scheduler = create_scheduler(budget=16)
+    traced.introduce(scheduler, {"model": "tiny"})
+    loop = Loop(scheduler, traced, 1, clock)
+    for request in requests:
+        loop.add(request)
+    while loop.has_work():
+        loop.step()
+        told += recorded.take()
+    loop.close()
+    events = json.loads(path.read_text())
+    bars = [event["args"] for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (0, 0)]
+    expected = [json.loads(msgspec.json.encode(each)) for each in told]
+    assert bars == [{k: v for k, v in each.items() if k not in ("at", "seconds")} for each in expected]
+    marks = {event["name"]: event["args"] for event in events if event["pid"] == 3 and event["ph"] == "i"}
+    assert set(marks) == {"engine", "queues", "stats", "blocks"}
+    assert marks["engine"]["model"] == "tiny" and marks["engine"]["costs"]
+    assert set(marks["queues"]) == {"waiting", "running", "free_rows", "first", "rows"}
+
+
+def test_a_record_of_a_draft_counts_what_is_verified_as_decodes():
+    from tests.engine.process.test_trace import Sampling, Segment, StepPlan, StepResult
+
+    class Verifying:
+        def submit(self, plan):
+            self.plan = plan
+
+        def collect(self):
+            return StepResult(self.plan.step, (1,), 0.01, counts=(1,))
+
+    recorded = RecordedExecutor(Verifying(), Clock(), lambda plan: None)
+    segment = Segment("a", 0, 9, 12, (1, 2, 3), Sampling(0.0, 0, 1.0, 1))
+    recorded.submit(StepPlan(0, [segment, replace_segment(segment)], samples=(3,)))
+    recorded.collect()
+    (record,) = recorded.take()
+    assert (record.tokens, record.decodes, record.prefill) == (6, 3, 3)
+
+
+def replace_segment(segment):
+    """A chunk of a prompt, of the same length."""
+    return segment._replace(sequence_id="b", row=1, sampling=None)

@@ -1,0 +1,110 @@
+"""The messages of ranks: a plan arrives as it was sent, and a sampling record is sent once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.columns import Columns
+from holdfast.core.config import EngineConfig
+from holdfast.core.types import Grammar, TokenLogprobs
+from holdfast.engine.ranks.messages import (
+    Allocate,
+    CompileGrammar,
+    Copied,
+    Failed,
+    Loaded,
+    Measured,
+    PlanReader,
+    PlanWriter,
+    StartRank,
+    Stepped,
+    decode_answer,
+    decode_command,
+    encode,
+)
+from holdfast.lm.types import (
+    PENDING,
+    Answer,
+    BlockCopy,
+    BlockMove,
+    CopyTime,
+    Forced,
+    MemoryMeasurement,
+    Sampling,
+    Segment,
+    StepPlan,
+    TableWrite,
+    Telling,
+)
+
+RECORDS = [Sampling(temperature=0.5 * seed, top_k=seed, top_p=0.9, seed=seed) for seed in range(3)]
+numbers = st.integers(0, 1 << 40)
+copies = st.lists(st.builds(BlockCopy, numbers, numbers), max_size=3).map(tuple)
+
+
+@st.composite
+def segments(draw):
+    start, length = draw(numbers), draw(st.integers(1, 5))
+    tokens = draw(st.lists(st.integers(PENDING, 1 << 20), min_size=length, max_size=length))
+    return Segment(
+        "", draw(st.integers(0, 4)), start, start + length, tuple(tokens), draw(st.sampled_from([None, *RECORDS]))
+    )
+
+
+plans = st.builds(
+    StepPlan,
+    numbers,
+    st.lists(segments(), max_size=6),
+    st.lists(st.builds(TableWrite, numbers, numbers, st.lists(numbers, max_size=4).map(tuple)), max_size=3).map(tuple),
+    swap_in=copies,
+    swap_out=copies,
+    awaits=st.integers(-1, 100),
+    block_moves=st.lists(st.builds(BlockMove, numbers, numbers), max_size=3).map(tuple),
+    samples=st.none() | st.lists(st.integers(1, 8), max_size=6).map(tuple),
+    tells=st.lists(st.builds(Telling, numbers, numbers, st.just((3, 4)), st.just(5)), max_size=2).map(tuple),
+    answers=st.lists(st.builds(Answer, numbers, numbers, st.just((3, 4))), max_size=2).map(tuple),
+)
+
+
+@given(st.lists(plans, max_size=5))
+def test_plans_arrive_as_they_were_sent(sent):
+    writer, reader = PlanWriter(), PlanReader()
+    for plan in sent:
+        read = reader.read(decode_command(encode(writer.write(plan))))
+        assert isinstance(read.segments, Columns)
+        assert read == dataclasses.replace(plan, segments=read.segments)
+        assert list(read.segments) == list(plan.segments)
+
+
+def test_a_decode_is_sent_without_the_record_that_its_row_has_already():
+    record = RECORDS[2]
+    plan = StepPlan(3, [Segment("a name", 1, 9, 10, (PENDING,), record)])
+    writer, reader = PlanWriter(), PlanReader()
+    first, second = writer.write(plan), writer.write(plan)
+    assert (first.drawn, second.drawn) == ({0: record}, {})
+    assert len(encode(second)) < 40
+    read = [reader.read(decode_command(encode(message))) for message in (first, second)]
+    assert read[1].segments[0].sampling is read[0].segments[0].sampling, "so the batch need not look at it again"
+
+
+def test_commands_and_answers_arrive_as_they_were_sent():
+    memory = MemoryMeasurement(device="cpu", total=9, weights=1, activations=1, cache=4, block=2, host_cache=6)
+    for command in (
+        StartRank(EngineConfig(tp=2, cache_gb=0.5), "/tmp/x"),
+        Allocate(3, 4),
+        CompileGrammar(Grammar("regex", "a")),
+    ):
+        assert decode_command(encode(command)) == command
+    for answer in (
+        Loaded(64, "a digest"),
+        Measured(memory),
+        Stepped((1, 2), 0.25),
+        Stepped((), 0.25, (), ((TokenLogprobs(-0.5, (1,), (-0.5,)),), ())),
+        Stepped((1, 2), 0.25, forced=(Forced(1, (5, 6)),)),
+        Copied((CopyTime(3, True, 64, 0.5),)),
+        Failed("out of memory", 12.5),
+    ):
+        assert decode_answer(encode(answer)) == answer

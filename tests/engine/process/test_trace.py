@@ -59,9 +59,8 @@ class CopyingDevice(FakeDevice):
     def collect(self):
         (plan, result) = self.plans[0], super().collect()
         ways = ((False, plan.copies.swap_out), (True, plan.copies.swap_in))
-        return replace(
-            result, copied=TierCopied(times=tuple(CopyTime(plan.step, way, 4096 * len(c), 0.5) for way, c in ways if c))
-        )
+        times = tuple(CopyTime(plan.step, way, 4096 * len(copies), 0.5) for way, copies in ways if copies)
+        return replace(result, copied=result.copied._replace(times=times))
 
 
 def test_copies_have_their_own_lanes_and_suspensions_are_marked(tmp_path):

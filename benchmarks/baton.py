@@ -43,7 +43,8 @@ from holdfast.lab.simulator.padded import ENGINE, Batch, RowSoftware
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Workload
-from holdfast.lm.types import LanguageExecutor, StepPlan, StepResult
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import EngineShape, StepPlan, StepResult
 
 MODEL = "llama-2-7b"
 GENERATE, OWN_LOOP = 0.0667, 0.0435
@@ -150,28 +151,25 @@ class Ran:
 
 
 class Watched:
-    """Wraps an executor of padded rows and notes how large the batch is when each step ends."""
+    """Observes a loop over padded rows and notes how large the batch is when each step ends."""
 
-    def __init__(self, executor: LanguageExecutor, clock: Callable[[], float], software: RowSoftware = ENGINE) -> None:
-        self._executor, self._clock = executor, clock
+    def __init__(self, clock: Callable[[], float], software: RowSoftware = ENGINE) -> None:
+        self._clock = clock
         self._batch = Batch(junk=software.junk, kept=software.kept_columns)
         self._sizes: deque[tuple[int, int]] = deque()
         self.positions: list[tuple[float, float]] = []
         self.widest = 0
 
-    def submit(self, plan: StepPlan) -> None:
-        self._executor.submit(plan)
+    def planned(self, plan: StepPlan) -> None:
         self._sizes.append(self._batch.follow(plan))
 
-    def collect(self) -> StepResult:
-        result = self._executor.collect()
+    def ended(self, result: StepResult) -> None:
         positions, width = self._sizes.popleft()
         self.widest = max(self.widest, width)
         self.positions.append((self._clock(), positions))
-        return result
 
     def close(self) -> None:
-        self._executor.close()
+        """Do nothing: the sizes stay."""
 
 
 def workload_of(target: str, batch: int, scale: float = 1.0, seed: int = SEED) -> Workload:
@@ -215,11 +213,11 @@ def simulated(target: str, name: str, batch: int, device: str, cause: Cause = CA
     config = EngineConfig(**options_of(method, batch, len(work)), max_model_len=longest, steps_in_flight=1)
     watched: list[Watched] = []
 
-    def watch(executor: LanguageExecutor, clock: Callable[[], float]) -> LanguageExecutor:
-        watched.append(Watched(executor, clock, software))
-        return watched[0]
+    def watch(scheduler: Scheduler, shape: EngineShape, clock: Callable[[], float]) -> list[Watched]:
+        watched.append(Watched(clock, software))
+        return watched
 
-    outcome = simulate(config, profile, work, software=software, wrap=watch)
+    outcome = simulate(config, profile, work, software=software, watch=watch)
     stats = outcome.stats
     return Ran(
         name, batch, outcome.seconds, outcome.steps, stats.idle_tokens, stats.preemptions, watched[0].widest,

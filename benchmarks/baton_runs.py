@@ -64,27 +64,24 @@ def run(engines: RowEngines, target: str, name: str, batch: int, smaller: float,
     """One method at one batch size."""
     work = baton.workload_of(target, batch, smaller)
     longest = max(baton.longest_row(work), 64)
-    watched: list[baton.Watched] = []
+    watched = baton.Watched(lambda: time.monotonic() - begin)
     begin = 0.0
 
-    def watch(executor: Any) -> Any:
-        watched.append(baton.Watched(executor, lambda: time.monotonic() - begin))
-        return watched[0]
-
     options = baton.options_of(baton.METHODS[name], batch, len(work))
-    with engines.engine(longest, wrap=watch, steps_in_flight=IN_FLIGHT, **options) as (loop, _, _):
+    with engines.engine(longest, steps_in_flight=IN_FLIGHT, **options) as (loop, _, _):
+        loop.observe(watched)
         warm(loop, batch, longest, engines.vocab_size, limit=limit)
         before = loop.stats()
-        watched[0].positions.clear()
-        watched[0].widest = 0
+        watched.positions.clear()
+        watched.widest = 0
         begin = time.monotonic()
         served = serve(loop, work, engines.vocab_size, limit=limit)
     stats, curves = served.stats, {}
     if not served.cut:
-        curves = baton.curves_of(served.records, watched[0].positions, POINTS)
+        curves = baton.curves_of(served.records, watched.positions, POINTS)
     return baton.Ran(
         name, batch, served.seconds, served.steps, stats.idle_tokens - before.idle_tokens,
-        stats.preemptions - before.preemptions, watched[0].widest, len(served.records), served.cut, curves,
+        stats.preemptions - before.preemptions, watched.widest, len(served.records), served.cut, curves,
     )  # fmt: skip
 
 

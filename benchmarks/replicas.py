@@ -60,7 +60,7 @@ from holdfast.lab.simulator.cluster import simulate_cluster
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.workloads import Conversation, PromptTokens, Turn
 from holdfast.lm.memory.digests import block_digests
-from holdfast.lm.types import LanguageExecutor, StepPlan, StepResult
+from holdfast.lm.types import StepPlan, StepResult
 
 MOST_DECODES = 8
 """A step of no more tokens has decodes alone."""
@@ -238,23 +238,20 @@ def of_records(records: Sequence[Record], reusable: int, seconds: float, besides
 
 
 class Noted:
-    """A simulated executor whose steps are noted."""
+    """An observer that notes the tokens and the seconds of each step."""
 
-    def __init__(self, executor: LanguageExecutor, steps: list[tuple[int, float]]) -> None:
-        self._executor, self._steps = executor, steps
+    def __init__(self, steps: list[tuple[int, float]]) -> None:
+        self._steps = steps
         self._tokens = deque[int]()
 
-    def submit(self, plan: StepPlan) -> None:
+    def planned(self, plan: StepPlan) -> None:
         self._tokens.append(plan.num_tokens)
-        self._executor.submit(plan)
 
-    def collect(self) -> StepResult:
-        result = self._executor.collect()
+    def ended(self, result: StepResult) -> None:
         self._steps.append((self._tokens.popleft(), result.seconds))
-        return result
 
     def close(self) -> None:
-        self._executor.close()
+        """Do nothing: the steps stay."""
 
 
 def seconds_of(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -281,7 +278,7 @@ def simulate(
         outcome = simulate_cluster(
             config, slower, conversations(args), make_router(policy, profile.cost, rules),  # type: ignore[arg-type]
             replicas=args.replicas, link=LOOPBACK, asks=False, sharing=lambda computing: paces[computing - 1],
-            wrap=lambda executor, clock, steps=steps: Noted(executor, steps),  # type: ignore[misc]
+            watch=lambda scheduler, shape, clock, steps=steps: [Noted(steps)],  # type: ignore[misc]
         )  # fmt: skip
         figures = of_records(outcome.records, outcome.reusable_tokens, outcome.seconds, besides_ms) | dict(
             busy_s=[round(each, 2) for each in outcome.busy], busy_spread=round(outcome.spread, 3),

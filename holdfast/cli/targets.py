@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import httpx
 import uvloop
@@ -21,11 +20,12 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import QueueFull
-from holdfast.engine.process.trace import TracedExecutor, about_engine
+from holdfast.engine.process.trace import Trace, about_engine
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.load_client import Ask, LoadClient, ask_server
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
+from holdfast.lab.simulator.executor import VirtualClock
 from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.tiers import DISK_RATE
 from holdfast.lab.workloads import PromptTokens, Workload, num_requests
@@ -130,19 +130,14 @@ def simulated_engine(
     """A simulated engine: the real loop, scheduler and memory on a virtual clock."""
 
     def run(workload: Workload, title: str) -> list[Record]:
-        traces: list[TracedExecutor] = []
         with ExitStack() as open_files, progress_bar(title, num_requests(workload)) as on_progress:
 
-            def wrap(executor: Any, clock: Any) -> Any:
+            def watch(planner: Scheduler, shape: EngineShape, clock: VirtualClock) -> list[Trace]:
                 if config.trace is None:
-                    return executor
-                suspends = config.host_cache_gb not in ("auto", 0)
-                traces.append(TracedExecutor(executor, config.trace, clock, suspends=suspends))
-                return open_files.enter_context(closing(traces[0]))
-
-            def introduce(planner: Scheduler, shape: EngineShape) -> None:
-                for traced in traces:
-                    traced.introduce(planner, about_engine(config, shape))
+                    return []
+                suspends, about = config.host_cache_gb not in ("auto", 0), about_engine(config, shape)
+                trace = Trace(config.trace, clock, suspends=suspends, planner=planner, about=about)
+                return [open_files.enter_context(closing(trace))]
 
             return simulate(
                 config,
@@ -151,8 +146,7 @@ def simulated_engine(
                 concurrency=concurrency,
                 pipeline=pipeline,
                 host_seconds=host_seconds,
-                wrap=wrap,
-                on_planner=introduce,
+                watch=watch,
                 on_progress=on_progress,
                 disk_rate=disk_rate,
             ).records

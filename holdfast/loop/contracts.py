@@ -1,4 +1,4 @@
-"""The contracts of the loop: a Planner decides steps, an Executor runs them, a Device measures and allocates."""
+"""The contracts of the loop: a Planner decides steps, an Executor runs them, an Observer watches, a Device measures."""
 
 from __future__ import annotations
 
@@ -64,6 +64,22 @@ class Executor(Protocol[PlanIn, ResultOut]):
 
     def close(self) -> None:
         """Release the device. Steps in flight are abandoned."""
+        ...
+
+
+class Observer(Protocol[PlanIn, ResultIn]):
+    """Watches the steps of a loop, in their order, and changes none of them."""
+
+    def planned(self, plan: PlanIn) -> None:
+        """A plan has been made; it is submitted next."""
+        ...
+
+    def ended(self, result: ResultIn) -> None:
+        """The oldest step in flight has ended; the planner has not read its result yet."""
+        ...
+
+    def close(self) -> None:
+        """The loop is closed: nothing comes any more."""
         ...
 
 

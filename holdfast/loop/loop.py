@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Generic, TypeVar
 
-from holdfast.loop.contracts import Clock, Executor, Planner
+from holdfast.loop.contracts import Clock, Executor, Observer, Planner
 
 Request = TypeVar("Request")
 Plan = TypeVar("Plan")
@@ -30,10 +31,12 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         refresh: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
         prepare: Callable[[], bool] = lambda: False,
+        observers: Iterable[Observer[Plan, Result]] = (),
     ) -> None:
         """`refresh` is called before the planner plans or gives its stats, to tell it what has changed.
 
         `on_close` is called when the loop is closed, before the executor is released. `Loop.prepare` calls `prepare`.
+        `observers` see every step, in this order; `observe` adds one to them.
         """
         if steps_in_flight < 1:
             raise ValueError(f"steps_in_flight is {steps_in_flight}; it must be at least 1")
@@ -42,7 +45,16 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         self._steps_in_flight = steps_in_flight
         self._clock = clock
         self._refresh, self._on_close, self._prepare = refresh, on_close, prepare
+        self._observers = [*observers]
         self._plans: deque[Plan] = deque()
+
+    def observe(self, observer: Observer[Plan, Result]) -> None:
+        """Let this one see the plans and results to come, too. Results of steps in flight are among them."""
+        self._observers.append(observer)
+
+    def ignore(self, observer: Observer[Plan, Result]) -> None:
+        """Let this one see no more. Whoever added it closes it."""
+        self._observers.remove(observer)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError, with the reason, if it can never run."""
@@ -62,11 +74,15 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
             plan = self.planner.schedule(self._clock())
             if plan is None:
                 break
+            for observer in self._observers:
+                observer.planned(plan)
             self.executor.submit(plan)
             self._plans.append(plan)
         if not self._plans:
             return None
         result = self.executor.collect()
+        for observer in self._observers:
+            observer.ended(result)
         return self.planner.update(self._plans.popleft(), result, self._clock())
 
     def has_work(self) -> bool:
@@ -83,8 +99,9 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         return self.planner.stats()
 
     def close(self) -> None:
-        """Release the executor. Steps in flight are abandoned."""
-        try:
-            self._on_close()
-        finally:
-            self.executor.close()
+        """Release the executor, and close the observers. Steps in flight are abandoned."""
+        with ExitStack() as closing:
+            for observer in self._observers:
+                closing.callback(observer.close)
+            closing.callback(self.executor.close)
+            closing.callback(self._on_close)

@@ -11,7 +11,7 @@ import transformers
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.process.build import build
-from holdfast.engine.process.trace import TracedExecutor
+from holdfast.engine.process.trace import Trace
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.padded.executor import PaddedExecutor
 from tests.checkpoints import make
@@ -187,7 +187,7 @@ def test_weights_that_the_paged_executor_refused_are_read_once(bloom, monkeypatc
 def test_a_trace_of_padded_rows_shows_the_forwards_of_each_step(bloom, tmp_path):
     path = tmp_path / "t.json"
     loop, _ = build(config(bloom[0], trace=str(path)))
-    assert isinstance(loop.executor, TracedExecutor)
+    assert isinstance(loop._observers[0], Trace)
     tokens_of(loop, draw_prompts(5, 9), 3)
     loop.close()
     bars = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]

@@ -14,7 +14,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.build import build, choose_device
-from holdfast.engine.process.trace import TracedExecutor
+from holdfast.engine.process.trace import Trace
 from holdfast.lm.execution import paged_device
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
@@ -178,11 +178,11 @@ def test_drafts_are_guessed_as_the_options_say(small):
 
 
 def test_a_trace_is_written_to_the_given_file(small, tmp_path):
-    assert not isinstance(build(small())[0].executor, TracedExecutor)
+    assert not build(small())[0]._observers
     path = tmp_path / "trace.json"
     loop, _ = build(small(trace=str(path)))
     loop.close()
-    assert isinstance(loop.executor, TracedExecutor) and path.stat().st_size
+    assert isinstance(loop._observers[0], Trace) and path.stat().st_size
 
 
 def test_threads_are_set(small):

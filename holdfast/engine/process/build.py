@@ -26,7 +26,7 @@ from holdfast.engine.process.in_service import in_service
 from holdfast.engine.process.move_desk import MoveDesk
 from holdfast.engine.process.state_beyond import begin_moves, open_tiers
 from holdfast.engine.process.tier_desk import TierDesk
-from holdfast.engine.process.trace import TracedExecutor, about_engine
+from holdfast.engine.process.trace import Trace, about_engine
 from holdfast.engine.process.tuning_desk import TuningDesk, TuningRules
 from holdfast.engine.profiles import CostProfile, cached_profile_path, held
 from holdfast.engine.ranks.many_device import ManyDevice
@@ -207,10 +207,10 @@ def put_together(
     if tuned is not None and tuner is not None and isinstance(device, PagedDevice) and desk is not None:
         with stages.stage("tuning"):
             tuning = make_tuning(config, checkpoint, tuned, device, tuner, desk)
-    executor: LanguageExecutor = device.executor
+    traces = []
     if config.trace:
-        executor = traced = TracedExecutor(executor, config.trace, clock, suspends=shape.num_host_blocks > 0)
-        traced.introduce(scheduler, about_engine(config, shape))
+        about, suspends = about_engine(config, shape), shape.num_host_blocks > 0
+        traces.append(Trace(config.trace, clock, suspends=suspends, planner=scheduler, about=about))
     keep, grow = nothing, nothing
     if profile is not None and not profile.measured and isinstance(policy, LatencyTarget):
         keep = partial(keep_corrected, profile, policy, path)
@@ -222,7 +222,14 @@ def put_together(
         tiers = TierDesk(scheduler, threads, clock)
         grow, keep = both(grow, tiers.exchange), both(keep, tiers.close)
     loop: LanguageLoop = Loop(
-        scheduler, executor, steps_in_flight(config, config.pp), clock, grow, keep, device.executor.prepare
+        scheduler,
+        device.executor,
+        steps_in_flight(config, config.pp),
+        clock,
+        grow,
+        keep,
+        device.executor.prepare,
+        traces,
     )
     moves = MoveDesk(scheduler, clock)
     unmoved = moves_of(config, checkpoint, device, shape, moves, chunk_secret)
@@ -575,8 +582,6 @@ def make_padded_profile(device: PaddedDevice, shape: EngineShape, *, in_full: bo
 def as_in_service(cost: CostModel, config: EngineConfig, shape: EngineShape, executor: LanguageExecutor) -> CostModel:
     """The cost as steps in service correct it. The states that these steps leave have no owner."""
 
-    def practice(watched: LanguageExecutor) -> LanguageLoop:
-        scheduler = make_scheduler(config, shape, None, policy=StallFree(shape.max_step_tokens), stages=config.pp)
-        return Loop(scheduler, watched, steps_in_flight(config, config.pp), clock)
-
-    return in_service(cost, executor, practice, vocab_size=shape.vocab_size, clock=clock)
+    scheduler = make_scheduler(config, shape, None, policy=StallFree(shape.max_step_tokens), stages=config.pp)
+    loop: LanguageLoop = Loop(scheduler, executor, steps_in_flight(config, config.pp), clock)
+    return in_service(cost, loop, vocab_size=shape.vocab_size, clock=clock)

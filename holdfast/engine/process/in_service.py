@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
 from statistics import median
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
-from holdfast.lm.types import LanguageExecutor, LanguageLoop, StepPlan, StepResult
+from holdfast.lm.types import LanguageLoop, StepPlan, StepResult
 from holdfast.loop.contracts import Clock
 
 SECONDS = 3.0
@@ -29,22 +28,21 @@ LEAST = 8
 
 def in_service(
     cost: CostModel,
-    executor: LanguageExecutor,
-    make_loop: Callable[[LanguageExecutor], LanguageLoop],
+    loop: LanguageLoop,
     *,
     vocab_size: int,
     clock: Clock,
 ) -> CostModel:
     """Scale decode steps and mixed steps by their median measured/predicted ratio in the loop.
 
-    Serves requests of random tokens below `vocab_size` for SECONDS of `clock`. `make_loop` builds a loop around an
-    executor, with a block pool of its own; the blocks that it writes have no owner afterwards.
+    Serves requests of random tokens below `vocab_size` for SECONDS of `clock`. The loop has a block pool of its own;
+    the blocks that it writes have no owner afterwards.
     """
     longest = min(PROMPT, cost.attention_contexts[-1] - OUTPUT[1] - 1)
     if longest < 1:
         return cost
-    watched = _Watched(executor)
-    loop, choose = make_loop(watched), random.Random(0)
+    watched, choose = _StepTimes(), random.Random(0)
+    loop.observe(watched)
     began, number = clock(), 0
     while clock() - began < SECONDS:
         if number % STEPS_BETWEEN_REQUESTS == 0:
@@ -53,7 +51,8 @@ def in_service(
             loop.add(Request(f"pace-{number}", prompt, params, arrival=clock()))
         loop.step()
         number += 1
-    watched.drain()
+    while watched.in_flight:  # nothing of them is planned on
+        watched.ended(loop.executor.collect())
     kinds: tuple[list[float], list[float]] = [], []
     for plan, seconds in watched.steps:
         spans = [(segment.length, segment.stop) for segment in plan.segments]
@@ -62,29 +61,21 @@ def in_service(
     return cost.slower(decodes, others)
 
 
-class _Watched:
-    """Wraps an executor and records how long each step took."""
+class _StepTimes:
+    """An observer that notes how long each step took."""
 
-    def __init__(self, inner: LanguageExecutor) -> None:
+    def __init__(self) -> None:
         self.steps: list[tuple[StepPlan, float]] = []
-        self._inner = inner
-        self._plans: deque[StepPlan] = deque()
+        """The steps that computed tokens, and the seconds of each."""
+        self.in_flight: deque[StepPlan] = deque()
 
-    def submit(self, plan: StepPlan) -> None:
-        self._inner.submit(plan)
-        self._plans.append(plan)
+    def planned(self, plan: StepPlan) -> None:
+        self.in_flight.append(plan)
 
-    def collect(self) -> StepResult:
-        result = self._inner.collect()
-        plan = self._plans.popleft()
+    def ended(self, result: StepResult) -> None:
+        plan = self.in_flight.popleft()
         if plan.num_tokens:
             self.steps.append((plan, result.seconds))
-        return result
-
-    def drain(self) -> None:
-        """Wait for the steps in flight."""
-        while self._plans:
-            self.collect()
 
     def close(self) -> None:
-        self._inner.close()
+        """Do nothing: the times stay."""

@@ -262,7 +262,8 @@ def serve(
     desks = [each for each in (desk, tuning, grammars, moves, tiers) if each is not None]
     for each in desks:
         each.wake = parent.wake
-    loop.executor = steps = StepLog(loop.executor)
+    steps = StepLog()
+    loop.observe(steps)
     watched = Watched(loop, parent.send)
 
     def handled(message: messages.ToEngine) -> bool:

@@ -5,37 +5,37 @@ from __future__ import annotations
 from collections import deque
 
 from holdfast.engine.messages import Steps
-from holdfast.lm.types import LanguageExecutor, StepPlan, StepResult
+from holdfast.lm.types import StepPlan, StepResult
 
 
 class StepLog:
-    """An executor that notes each step that computes tokens. That takes a microsecond or two a step."""
+    """An observer that notes each step that computes tokens. That takes a microsecond or two a step.
 
-    def __init__(self, inner: LanguageExecutor) -> None:
-        self.inner = inner
-        self._planned: deque[int] = deque()
+    It may begin while steps are in flight, which it leaves out.
+    """
+
+    def __init__(self) -> None:
+        self._planned: deque[tuple[int, int]] = deque()
+        """Numbers of the steps in flight, and of their tokens."""
         self._tokens: list[int] = []
         self._seconds: list[float] = []
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def submit(self, plan: StepPlan) -> None:
-        """Start the step."""
-        self._planned.append(plan.num_tokens)
-        self.inner.submit(plan)
+    def planned(self, plan: StepPlan) -> None:
+        self._planned.append((plan.step, plan.num_tokens))
 
-    def collect(self) -> StepResult:
-        """Wait for the oldest step in flight, and note it."""
-        result = self.inner.collect()
-        if tokens := self._planned.popleft():
+    def ended(self, result: StepResult) -> None:
+        if not self._planned or self._planned[0][0] != result.step:
+            return
+        _, tokens = self._planned.popleft()
+        if tokens:
             self._tokens.append(tokens)
             self._seconds.append(result.seconds)
-        return result
 
     def close(self) -> None:
-        """Release the device."""
-        self.inner.close()
+        """Do nothing: what was noted can still be taken."""
 
     def take(self) -> Steps:
         """The steps since the last call."""

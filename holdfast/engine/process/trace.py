@@ -1,4 +1,4 @@
-"""Trace: what every step did and when, in Chrome's trace format. Wraps any executor."""
+"""Trace: what every step did and when, in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from holdfast.core.config import EngineConfig
 from holdfast.engine.activity import CopyRecord, Scene, SliceRecord, StepRecord, StepRecorder, verified_segments
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import EngineShape, LanguageExecutor, RowPlan, Segment, StepPlan, StepResult
+from holdfast.lm.types import EngineShape, RowPlan, Segment, StepPlan, StepResult
 from holdfast.lm.types.tuning import TrainingPlan
 from holdfast.loop.contracts import Clock
 
@@ -31,8 +31,8 @@ LOOKS_PER_SECOND = 10
 """How often a trace tells of queues and blocks."""
 
 
-class TracedExecutor:
-    """An executor that writes each step to a file, for chrome://tracing, ui.perfetto.dev or the server's own page.
+class Trace:
+    """An observer that writes each step to a file, for chrome://tracing, ui.perfetto.dev or the server's own page.
 
     A step is a bar on the device's lane, with its record (`activity.StepRecord`) as arguments. Each of its segments is
     a bar on the lane of its row, so a stall of a stream is a gap in its lane. A counter shows the tokens of each step.
@@ -40,8 +40,8 @@ class TracedExecutor:
     tiers is a bar of its duration, drawn at its earliest possible start. Events are written as steps end, and a
     truncated file can still be read. About 150 bytes a segment.
 
-    Once it is introduced to a planner, marks of a process of their own tell of the queues and of the blocks of each
-    conversation, LOOKS_PER_SECOND times a second of the clock, as far as they have changed.
+    With a planner, marks of a process of their own show the queues and the blocks of each conversation,
+    LOOKS_PER_SECOND times a second of the clock, as far as they have changed.
 
     A slice of training is a bar on a lane below the steps, after its step; a counter shows the blocks lent to training.
 
@@ -52,17 +52,19 @@ class TracedExecutor:
 
     def __init__(
         self,
-        inner: LanguageExecutor,
         path: str | Path,
         clock: Clock,
         *,
         suspends: bool = False,
+        planner: Scheduler | None = None,
+        about: Mapping[str, object] | None = None,
     ) -> None:
         """`clock` is the loop's. `suspends`: preempted sequences keep their state on the host.
 
+        The trace also shows the queues and blocks of a `planner`. `about` says of what engine (`about_engine`).
+
         Raises ValueError if the file cannot be written.
         """
-        self._inner = inner
         self._clock = clock
         self._preempted = "suspended" if suspends else "preempted"
         try:
@@ -70,7 +72,7 @@ class TracedExecutor:
         except OSError as error:
             raise ValueError(f"trace {path} cannot be written: {error.strerror}") from None
         self._recorder = StepRecorder()
-        self._scene: Scene | None = None
+        self._scene = Scene(planner) if planner is not None else None
         self._next_look = 0.0
         self._lanes: set[int] = set()
         self._lent = 0
@@ -81,17 +83,19 @@ class TracedExecutor:
             lines.append(event("M", COPIES, lane, name="thread_name", args={"name": name}))
         for lane, name in ((STEPS, "steps"), (FORWARDS, "forwards"), (TRAINING, "training")):
             lines.append(event("M", DEVICE, lane, name="thread_name", args={"name": name}))
+        if self._scene is not None:
+            lines.append(event("M", STATE, 0, name="process_name", args={"name": "queues and blocks"}))
+            numbers = {**(about or {}), "costs": self._scene.costs()}
+            lines.append(event("i", STATE, 0, name="engine", args=numbers))
         self._file.write("[\n" + ",\n".join(lines))
 
-    def submit(self, plan: StepPlan) -> None:
+    def planned(self, plan: StepPlan) -> None:
         now = self._clock()
         self._recorder.submit(plan, now)
         if self._scene is not None:
             self._look(self._scene, plan, now)
-        self._inner.submit(plan)
 
-    def collect(self) -> StepResult:
-        result = self._inner.collect()
+    def ended(self, result: StepResult) -> None:
         recorded = self._recorder.collect(result, self._clock())
         assert recorded is not None
         plan, record = recorded
@@ -99,26 +103,15 @@ class TracedExecutor:
         events += self._training(record)
         events += [self._copied(copy) for copy in record.copies]
         self._write(events)
-        return result
 
     def close(self) -> None:
-        self._inner.close()
+        """Complete the file. May be called more than once."""
         if not self._file.closed:
             self._file.write("\n]\n")
             self._file.close()
 
     def _write(self, events: Iterable[str]) -> None:
         self._file.write("".join(f",\n{line}" for line in events))
-
-    def introduce(self, planner: Scheduler, about: Mapping[str, object]) -> None:
-        """Tell of this planner's queues and blocks, too. `about` says of what engine (`about_engine`)."""
-        scene = self._scene = Scene(planner)
-        self._write(
-            [
-                event("M", STATE, 0, name="process_name", args={"name": "queues and blocks"}),
-                event("i", STATE, 0, name="engine", args={**about, "costs": scene.costs()}),
-            ]
-        )
 
     def _look(self, scene: Scene, plan: StepPlan, now: float) -> None:
         """Write what has changed in the queues and the blocks, if it is time."""

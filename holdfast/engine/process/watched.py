@@ -11,7 +11,7 @@ from holdfast.engine.messages import Activity
 from holdfast.lm.memory.block_map import ConversationBlocks
 from holdfast.lm.scheduler.look import QueueLook
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import LanguageExecutor, LanguageLoop, StepPlan, StepResult
+from holdfast.lm.types import LanguageLoop, StepPlan, StepResult
 from holdfast.loop.contracts import Clock
 
 TELL_SECONDS = 0.1
@@ -30,28 +30,25 @@ LONGEST_LEASE = 60.0
 """Seconds after which the client has to ask again."""
 
 
-class RecordedExecutor:
-    """An executor whose steps are recorded."""
+class Recording:
+    """An observer that keeps a record of each step."""
 
-    def __init__(self, inner: LanguageExecutor, clock: Clock, on_plan: Callable[[StepPlan], None]) -> None:
+    def __init__(self, clock: Clock, on_plan: Callable[[StepPlan], None]) -> None:
         """`on_plan` is called with each plan, which its planner has just made."""
-        self.inner = inner
         self._clock, self._on_plan = clock, on_plan
         self._recorder = StepRecorder()
         self._passed: list[tuple[StepPlan | StepResult, float]] = []
         """The plans and results since the last records were taken, each with its time."""
 
-    def submit(self, plan: StepPlan) -> None:
-        """Start the step."""
+    def planned(self, plan: StepPlan) -> None:
         self._passed.append((plan, self._clock()))
         self._on_plan(plan)
-        self.inner.submit(plan)
 
-    def collect(self) -> StepResult:
-        """Wait for the oldest step in flight."""
-        result = self.inner.collect()
+    def ended(self, result: StepResult) -> None:
         self._passed.append((result, self._clock()))
-        return result
+
+    def close(self) -> None:
+        """Do nothing: the records can still be taken."""
 
     def take(self) -> list[StepRecord]:
         """The records of the steps that have ended since the last call. Many made at once take less time than each."""
@@ -66,13 +63,9 @@ class RecordedExecutor:
         self._passed.clear()
         return records
 
-    def close(self) -> None:
-        """Release the device."""
-        self.inner.close()
-
 
 class Watched:
-    """Puts a recording executor into a loop while somebody watches, and takes it out again.
+    """Lets a recording observe a loop while somebody watches, and no longer.
 
     While nobody does, the loop is as it was. Steps cost a few µs each; a look at the queues is taken four times a
     second; and blocks are looked at a few hundred at a time, as seldom as keeps that below SHARE of the time.
@@ -81,7 +74,7 @@ class Watched:
     def __init__(self, loop: LanguageLoop, send: Callable[[Activity], None], clock: Clock = time.monotonic) -> None:
         """`clock` is the loop's."""
         self._loop, self._send, self._clock = loop, send, clock
-        self._executor: RecordedExecutor | None = None
+        self._recording: Recording | None = None
         self._scene: Scene
         self._until = self._told_at = self._looked_at = self._next_blocks = 0.0
         self._blocks: list[ConversationBlocks] = []
@@ -91,17 +84,17 @@ class Watched:
     @property
     def on(self) -> bool:
         """Whether somebody watches."""
-        return self._executor is not None
+        return self._recording is not None
 
     def watch(self, seconds: float) -> None:
         """Tell what happens for so many seconds from now on; 0: no more."""
         self._until = self._clock() + min(seconds, LONGEST_LEASE)
         if seconds <= 0:
             self._end()
-        elif self._executor is None and isinstance(self._loop.planner, Scheduler):
+        elif self._recording is None and isinstance(self._loop.planner, Scheduler):
             self._scene = Scene(self._loop.planner)
-            self._executor = RecordedExecutor(self._loop.executor, self._clock, self._scene.meet_all)
-            self._loop.executor = self._executor
+            self._recording = Recording(self._clock, self._scene.meet_all)
+            self._loop.observe(self._recording)
             self._blocks, self._queues = [], None
             self._told_at, self._looked_at, self._next_blocks = 0.0, -inf, 0.0
             self._tell(self._clock(), begins=True)
@@ -120,8 +113,8 @@ class Watched:
 
     def _tell(self, now: float, *, begins: bool = False) -> None:
         """Send what there is to tell, if there is anything, or if the last message was a while ago."""
-        assert self._executor is not None
-        steps, queues, stats = self._executor.take(), None, None
+        assert self._recording is not None
+        steps, queues, stats = self._recording.take(), None, None
         if now >= self._looked_at + QUEUE_SECONDS:
             self._looked_at = now
             queues, stats = self._scene.queues(), self._scene.stats()
@@ -136,9 +129,9 @@ class Watched:
 
     def _end(self) -> None:
         """Leave the loop as it was."""
-        if self._executor is not None:
-            self._loop.executor = self._executor.inner
-            self._executor = None
+        if self._recording is not None:
+            self._loop.ignore(self._recording)
+            self._recording = None
 
 
 def merge(last: StepRecord, record: StepRecord) -> bool:

@@ -16,12 +16,12 @@ from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
-from holdfast.lab.simulator.run import VOCAB_SIZE, Conversations, make_loop, on_rows
+from holdfast.lab.simulator.run import VOCAB_SIZE, Conversations, Watch, make_loop, nobody, on_rows
 from holdfast.lab.workloads import Workload
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import DigestCache, block_digests
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import LanguageExecutor, LanguageLoop, SchedulerStats
+from holdfast.lm.types import LanguageLoop, SchedulerStats
 
 ROOT = Identity().root()
 """What the digests of all simulated requests start from."""
@@ -119,7 +119,7 @@ def simulate_cluster(
     events: Sequence[ClusterEvent] = (),
     concurrency: int | None = None,
     sharing: Sharing = apart,
-    wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
+    watch: Watch = nobody,
     on_progress: Callable[[int], None] = lambda done: None,
     until: float = inf,
 ) -> ClusterOutcome:
@@ -131,8 +131,8 @@ def simulate_cluster(
     does. A replica that fails loses its state; its requests go on elsewhere, with the tokens that they have. One that
     drains finishes what it has. After `until` virtual seconds the run ends with what is recorded by then.
 
-    `sharing` is what replicas that share a device cost each other, such as `on_cores`. `wrap` is as for `make_loop`,
-    for each replica.
+    `sharing` is what replicas that share a device cost each other, such as `on_cores`. `watch` makes those
+    who observe the loop of each replica.
 
     Deterministic. Raises ValueError as `simulate`, for less than one replica, for an event of an unknown replica, for
     padded rows, and if no replica is left.
@@ -149,7 +149,7 @@ def simulate_cluster(
     def pace(now: float) -> float:
         return sharing(sum(node.stepping for node in nodes))
 
-    nodes += [Replica.make(f"replica-{number}", config, profile, pipeline, pace, wrap) for number in range(replicas)]
+    nodes += [Replica.make(f"replica-{number}", config, profile, pipeline, pace, watch) for number in range(replicas)]
     cluster = Cluster(nodes, router, profile, config.block_size, link, asks, events)
     clients = Conversations(workload, cluster.add, vocab_size=VOCAB_SIZE, concurrency=concurrency)
     cluster.keyed = [len(conversation.turns) > 1 or not conversation.turns[0].hashes for conversation in workload]
@@ -201,11 +201,11 @@ class Replica:
         profile: CostProfile,
         pipeline: Pipeline | None,
         pace: Callable[[float], float],
-        wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor],
+        watch: Watch,
     ) -> Replica:
         """An idle replica, whose steps take `pace` of their beginning times as long as the profile says."""
         clock = VirtualClock()
-        loop, executor, *_ = make_loop(config, profile, clock, pipeline=pipeline, pace=pace, wrap=wrap)
+        loop, executor, *_ = make_loop(config, profile, clock, pipeline=pipeline, pace=pace, watch=watch)
         planner = loop.planner
         assert isinstance(planner, Scheduler) and isinstance(planner.memory, BlockPool)
         return cls(name, clock, loop, executor, planner.memory)

@@ -28,12 +28,14 @@ from holdfast.lm.types import (
     COPIES_AHEAD_BYTES,
     Abilities,
     EngineShape,
-    LanguageExecutor,
     LanguageLoop,
     RowBytes,
     RowShape,
     SchedulerStats,
+    StepPlan,
+    StepResult,
 )
+from holdfast.loop.contracts import Observer
 from holdfast.loop.loop import Loop
 
 VOCAB_SIZE = 32_000
@@ -65,6 +67,15 @@ class Outcome:
         return tuple(1 - busy / self.seconds for busy in self.stages_busy)
 
 
+Watch = Callable[[Scheduler, EngineShape, VirtualClock], Iterable[Observer[StepPlan, StepResult]]]
+"""Makes the observers of a simulated loop, given its planner, the engine's shape and the virtual clock."""
+
+
+def nobody(scheduler: Scheduler, shape: EngineShape, clock: VirtualClock) -> tuple[()]:
+    """No observers."""
+    return ()
+
+
 def simulate(
     config: EngineConfig,
     profile: CostProfile,
@@ -74,8 +85,7 @@ def simulate(
     host_seconds: float = 0.0,
     pace: Callable[[float], float] = lambda now: 1.0,
     pipeline: Pipeline | None = None,
-    wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
-    on_planner: Callable[[Scheduler, EngineShape], None] = lambda planner, shape: None,
+    watch: Watch = nobody,
     on_progress: Callable[[int], None] = lambda done: None,
     software: RowSoftware = ENGINE,
     make_policy: Callable[[EngineShape], Policy] | None = None,
@@ -89,8 +99,8 @@ def simulate(
     Conversations arrive at their times. With `concurrency`, arrival times are ignored and that number of conversations
     is kept open (closed loop). `host_seconds` is the host's time for each step. `pace(t)` multiplies the duration of a
     step that starts at t. With a `pipeline`, one more step is in flight for each further stage, and `profile.cost` must
-    be its `whole()`. `wrap` may wrap the executor. `on_planner` is given the scheduler before the first request, and
-    the engine's shape. `on_progress` receives the number of requests that have ended.
+    be its `whole()`. `watch` makes those who observe the loop. `on_progress` receives the number of requests that
+    have ended.
     With the executor "padded", or a profile of padded rows, plans are of padded rows, which `software` runs.
     `make_policy` replaces the policy that `config` asks for. With an `acceptance`, decodes verify drafts as
     `config.speculation` says, and each guess is right with this chance. `tuning` has jobs of training beside the
@@ -111,8 +121,7 @@ def simulate(
         host_seconds=host_seconds,
         pace=pace,
         pipeline=pipeline,
-        wrap=wrap,
-        on_planner=on_planner,
+        watch=watch,
         software=software,
         make_policy=make_policy,
         tuning=tuning,
@@ -137,8 +146,7 @@ def make_loop(
     host_seconds: float = 0.0,
     pace: Callable[[float], float] = lambda now: 1.0,
     pipeline: Pipeline | None = None,
-    wrap: Callable[[LanguageExecutor, VirtualClock], LanguageExecutor] = lambda executor, clock: executor,
-    on_planner: Callable[[Scheduler, EngineShape], None] = lambda planner, shape: None,
+    watch: Watch = nobody,
     software: RowSoftware = ENGINE,
     make_policy: Callable[[EngineShape], Policy] | None = None,
     tuning: Tuning | None = None,
@@ -180,11 +188,10 @@ def make_loop(
         tuning_progress=tuning is not None and tuning.progress,
         drafter=drafter,
     )
-    wrapped = wrap(executor, clock)
-    on_planner(scheduler, shape)
     disk = SimulatedDisk(scheduler, clock, shape.block_bytes, disk_rate) if on_disk else None
     refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
-    loop = Loop(scheduler, wrapped, steps_in_flight(config, stages), clock, refresh)
+    observers = watch(scheduler, shape, clock)
+    loop = Loop(scheduler, executor, steps_in_flight(config, stages), clock, refresh, observers=observers)
     return loop, executor, trainer, wait
 
 

@@ -48,18 +48,15 @@ class Slower:
 
 
 def loop_over(device):
-    def make_loop(watched):
-        scheduler = Scheduler(
-            StallFree(256), BlockPool(512, 16), max_sequences=16, max_model_len=1024, vocab_size=100, headroom=0.1
-        )
-        return Loop(scheduler, watched, 2, lambda: device.now)
-
-    return make_loop
+    scheduler = Scheduler(
+        StallFree(256), BlockPool(512, 16), max_sequences=16, max_model_len=1024, vocab_size=100, headroom=0.1
+    )
+    return Loop(scheduler, device, 2, lambda: device.now)
 
 
 def test_each_kind_of_step_is_scaled_by_its_median_ratio():
     device = Slower(decodes=1.2, others=1.5)
-    corrected = in_service(COST, device, loop_over(device), vocab_size=100, clock=lambda: device.now)
+    corrected = in_service(COST, loop_over(device), vocab_size=100, clock=lambda: device.now)
     decodes, mixed = [(1, 100)] * 4, [(1, 100)] * 4 + [(60, 60)]
     assert corrected.step(decodes) / COST.step(decodes) == pytest.approx(1.2, rel=0.03)
     assert corrected.linear(64) / COST.linear(64) == pytest.approx(1.5, rel=0.1)
@@ -69,5 +66,5 @@ def test_each_kind_of_step_is_scaled_by_its_median_ratio():
 
 def test_a_kind_with_too_few_steps_is_not_scaled():
     slow = Slower(decodes=1e3, others=1e3)
-    assert in_service(COST, slow, loop_over(slow), vocab_size=100, clock=lambda: slow.now) == COST
+    assert in_service(COST, loop_over(slow), vocab_size=100, clock=lambda: slow.now) == COST
     assert slow.now >= SECONDS

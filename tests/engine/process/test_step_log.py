@@ -6,7 +6,7 @@ from holdfast.engine.messages import Ask, Stats, Steps, Submit
 from holdfast.engine.process import serve as serving
 from holdfast.engine.process.serve import serve
 from holdfast.engine.process.step_log import StepLog
-from holdfast.lm.types import StepPlan
+from holdfast.lm.types import Segment, StepPlan, StepResult
 from holdfast.loop.loop import Loop
 from tests.engine.process.test_serve import ShutdownWhenIdle, engine
 from tests.scheduling import FakeDevice, create_requests, create_scheduler
@@ -16,8 +16,8 @@ def test_each_step_is_noted_once_with_its_tokens_and_time():
     (request,) = create_requests(5, max_tokens=4)
     device = FakeDevice(64, 4)
     device.expect(request)
-    log = StepLog(device)
-    loop = Loop(create_scheduler(), log, 2, clock=lambda: 0.0)
+    log = StepLog()
+    loop = Loop(create_scheduler(), device, 2, clock=lambda: 0.0, observers=[log])
     loop.add(request)
     seconds = []
     while loop.has_work():
@@ -28,11 +28,19 @@ def test_each_step_is_noted_once_with_its_tokens_and_time():
 
 
 def test_a_step_without_tokens_is_not_noted():
-    device = FakeDevice(64, 4)
-    log = StepLog(device)
-    log.submit(StepPlan(0, ()))
-    log.collect()
+    log = StepLog()
+    log.planned(StepPlan(0, ()))
+    log.ended(StepResult(0, (), 0.01))
     assert log.take() == Steps([], [])
+
+
+def test_a_step_that_was_in_flight_before_is_not_noted():
+    log = StepLog()
+    log.ended(StepResult(6, (1,), 0.01))
+    log.planned(StepPlan(8, [Segment("a", 0, 0, 2, (1, 2), None)]))
+    log.ended(StepResult(7, (1,), 0.01))
+    log.ended(StepResult(8, (), 0.02))
+    assert log.take() == Steps([2], [0.02])
 
 
 def test_the_engine_tells_its_steps_before_its_stats():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.engine.process.build import build
-from holdfast.engine.process.trace import TracedExecutor
+from holdfast.engine.process.trace import Trace
 from holdfast.lm.types import CopyTime, Forward, RowMove, RowPlan, Sampling, Segment, StepPlan, StepResult, TierCopied
 from holdfast.lm.types.tuning import TrainingPlan, TrainingReport, TrainingSlice
 from holdfast.loop.loop import Loop
@@ -19,13 +19,20 @@ def events_of(path, kind):
     return [event for event in json.loads(path.read_text()) if event["ph"] == kind]
 
 
+def traced(trace, device, plan):
+    """Run a plan as a loop does that the trace observes."""
+    trace.planned(plan)
+    device.submit(plan)
+    trace.ended(device.collect())
+
+
 def traced_loop(path, *requests, **options):
     device = FakeDevice(4, 4)
     for request in requests:
         device.expect(request)
     ticks = iter(range(1000))
     clock = lambda: float(next(ticks))  # noqa: E731
-    loop = Loop(create_scheduler(blocks=4, **options), TracedExecutor(device, path, clock), 2, clock)
+    loop = Loop(create_scheduler(blocks=4, **options), device, 2, clock, observers=[Trace(path, clock)])
     for request in requests:
         loop.add(request)
     return loop
@@ -69,8 +76,8 @@ def test_copies_have_their_own_lanes_and_suspensions_are_marked(tmp_path):
     requests = create_requests(11, 11, max_tokens=12)
     ticks = iter(range(1000))
     clock = lambda: float(next(ticks))  # noqa: E731
-    traced = TracedExecutor(device, path, clock, suspends=True)
-    loop = Loop(create_scheduler(block_size=4, blocks=6, host_blocks=8, max_sequences=2), traced, 1, clock)
+    scheduler = create_scheduler(block_size=4, blocks=6, host_blocks=8, max_sequences=2)
+    loop = Loop(scheduler, device, 1, clock, observers=[Trace(path, clock, suspends=True)])
     for request in requests:
         device.expect(request)
         loop.add(request)
@@ -116,14 +123,14 @@ def test_a_preemption_is_marked(tmp_path):
 
 def test_the_simulator_writes_the_same_trace_with_its_own_times(tmp_path):
     path = tmp_path / "t.json"
-    executors = []
+    traces = []
 
-    def wrap(executor, clock):
-        executors.append(TracedExecutor(executor, path, clock))
-        return executors[0]
+    def watch(planner, shape, clock):
+        traces.append(Trace(path, clock))
+        return traces
 
-    outcome = run(separate_requests(3, 40, 5), wrap=wrap)
-    executors[0].close()
+    outcome = run(separate_requests(3, 40, 5), watch=watch)
+    traces[0].close()
     steps = [bar for bar in events_of(path, "X") if bar["pid"] == 0]
     assert len(steps) == outcome.steps
     assert sum(step["dur"] for step in steps) / 1e6 == pytest.approx(outcome.busy, rel=1e-4)
@@ -160,15 +167,12 @@ class PaddedDevice:
 
 def test_a_draft_is_verified_and_its_tokens_count_as_decodes(tmp_path):
     path = tmp_path / "t.json"
-    device = FakeDevice(4, 4)
-    executor = TracedExecutor(device, path, lambda: 0.0)
+    trace = Trace(path, lambda: 0.0)
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     segments = (Segment("a", 0, 0, 2, (5, 6), None), Segment("b", 1, 3, 6, (7, 8, 9), greedy))
-    device.submit = lambda plan: None
-    device.collect = lambda: StepResult(0, (8, 1), 0.1, counts=(2,))
-    executor.submit(StepPlan(0, segments, samples=(3,)))
-    executor.collect()
-    executor.close()
+    trace.planned(StepPlan(0, segments, samples=(3,)))
+    trace.ended(StepResult(0, (8, 1), 0.1, counts=(2,)))
+    trace.close()
     assert [bar["name"] for bar in events_of(path, "X") if bar["pid"] == 1] == ["prefill", "verify"]
     assert events_of(path, "C")[0]["args"] == {"decodes": 3, "prefill": 2}
 
@@ -176,14 +180,16 @@ def test_a_draft_is_verified_and_its_tokens_count_as_decodes(tmp_path):
 def test_forwards_share_the_bar_of_their_step_by_the_tokens_that_they_compute(tmp_path):
     path = tmp_path / "t.json"
     ticks = iter(range(0, 1000, 10))
-    traced = TracedExecutor(PaddedDevice(), path, lambda: float(next(ticks)))
+    device, trace = PaddedDevice(), Trace(path, lambda: float(next(ticks)))
     segments = [Segment("a", 0, 9, 10, (1,), None), Segment("b", 1, 0, 3, (1, 2, 3), None)]
     segments.append(Segment("c", 2, 0, 5, (1, 2, 3, 4, 5), None))
-    traced.submit(StepPlan(0, segments, parts=(RowPlan(forwards=(Forward(1, ended=(3, 4)), Forward(3, apart=True))),)))
-    traced.collect()
-    traced.submit(StepPlan(1, segments[:1], parts=(RowPlan(forwards=(Forward(1),)),)))
-    traced.collect()
-    traced.close()
+    traced(
+        trace,
+        device,
+        StepPlan(0, segments, parts=(RowPlan(forwards=(Forward(1, ended=(3, 4)), Forward(3, apart=True))),)),
+    )
+    traced(trace, device, StepPlan(1, segments[:1], parts=(RowPlan(forwards=(Forward(1),)),)))
+    trace.close()
     bars = events_of(path, "X")
     steps, forwards = ([bar for bar in bars if (bar["pid"], bar["tid"]) == (0, lane)] for lane in (0, 1))
     assert [(bar["name"], bar["args"]["rows"], bar["args"]["idle tokens"]) for bar in forwards] == [
@@ -211,16 +217,15 @@ class TrainingDevice(PaddedDevice):
 def test_a_slice_is_a_bar_behind_its_step_and_alone_where_there_is_none(tmp_path):
     path = tmp_path / "t.json"
     ticks = iter(range(0, 1000, 10))
-    traced = TracedExecutor(TrainingDevice(), path, lambda: float(next(ticks)))
+    device, trace = TrainingDevice(), Trace(path, lambda: float(next(ticks)))
     segments = [Segment("a", 0, 9, 10, (1,), None)]
     for plan in (
         StepPlan(0, segments, parts=(TrainingPlan(slice=TrainingSlice("job", 3, 1, "run", 2, 6), lent=7),)),
         StepPlan(1, [], parts=(TrainingPlan(slice=TrainingSlice("job", 3, 1, "offload"), lent=7),)),
         StepPlan(2, segments),
     ):
-        traced.submit(plan)
-        traced.collect()
-    traced.close()
+        traced(trace, device, plan)
+    trace.close()
     bars = events_of(path, "X")
     steps, training = ([bar for bar in bars if (bar["pid"], bar["tid"]) == (0, lane)] for lane in (0, 2))
     assert [(bar["name"], bar["ts"], bar["dur"]) for bar in steps] == [("step 0", 8.5e6, 1e6), ("step 2", 49e6, 1e6)]
@@ -238,16 +243,15 @@ def test_a_slice_is_a_bar_behind_its_step_and_alone_where_there_is_none(tmp_path
 def test_copies_of_rows_are_counted_where_they_cross_between_the_tiers(tmp_path):
     path = tmp_path / "t.json"
     ticks = iter(range(0, 1000, 10))
-    traced = TracedExecutor(PaddedDevice(out=(1,), into=(2,)), path, lambda: float(next(ticks)))
+    device, trace = PaddedDevice(out=(1,), into=(2,)), Trace(path, lambda: float(next(ticks)))
     moves = {
         0: [RowMove(0, "keep", row=0, slot=5, length=3), RowMove(0, "load", row=1, slot=5, length=3)],
         1: [RowMove(0, "offload", slot=5, length=3), RowMove(0, "store", row=2, slot=6, length=4)],
         2: [RowMove(0, "load", row=3, slot=6, length=4), RowMove(0, "forget", slot=5)],
     }
     for step, each in moves.items():
-        traced.submit(StepPlan(step, (), parts=(RowPlan(moves=tuple(each)),)))
-        traced.collect()
-    traced.close()
+        traced(trace, device, StepPlan(step, (), parts=(RowPlan(moves=tuple(each)),)))
+    trace.close()
     copies = [bar for bar in events_of(path, "X") if bar["pid"] == 2]
     assert [(bar["name"], bar["args"]["rows"]) for bar in copies] == [("swap-out", 2), ("swap-in", 1)]
-    assert not traced._recorder._copying
+    assert not trace._recorder._copying

@@ -11,8 +11,8 @@ from holdfast.engine.activity import StepRecord
 from holdfast.engine.messages import Activity, Submit, Watch, decode_from_engine, encode
 from holdfast.engine.process import watched as watching
 from holdfast.engine.process.serve import serve
-from holdfast.engine.process.trace import TracedExecutor
-from holdfast.engine.process.watched import RecordedExecutor, Watched, merge
+from holdfast.engine.process.trace import Trace
+from holdfast.engine.process.watched import Recording, Watched, merge
 from holdfast.loop.loop import Loop
 from tests.engine.process.test_serve import ShutdownWhenIdle, engine
 from tests.scheduling import FakeDevice, create_requests, create_scheduler
@@ -39,24 +39,24 @@ def watched_loop(*requests, clock=None, **options):
     return loop, device, Watched(loop, sent.append, clock), sent
 
 
-def test_an_engine_that_nobody_watches_runs_its_own_executor_and_tells_nothing():
-    loop, device, watched, sent = watched_loop(*create_requests(5, max_tokens=3))
-    assert not watched.on and loop.executor is device
+def test_an_engine_that_nobody_watches_has_no_observer_and_sends_nothing():
+    loop, _, watched, sent = watched_loop(*create_requests(5, max_tokens=3))
+    assert not watched.on and not loop._observers
     watched.watch(5.0)
-    assert watched.on and isinstance(loop.executor, RecordedExecutor)
+    assert watched.on and isinstance(loop._observers[0], Recording)
     watched.watch(0)
-    assert not watched.on and loop.executor is device
+    assert not watched.on and not loop._observers
     assert len(sent) == 1
 
 
 def test_the_lease_ends_by_itself():
-    loop, device, watched, sent = watched_loop(*create_requests(5, max_tokens=40), clock=Clock(0.05))
+    loop, _, watched, sent = watched_loop(*create_requests(5, max_tokens=40), clock=Clock(0.05))
     watched.watch(1.0)
     while loop.has_work():
         loop.step()
         if watched.on:
             watched.tell()
-    assert loop.executor is device
+    assert not loop._observers
     assert 0 < sum(len(activity.steps) for activity in sent) < 40
 
 
@@ -147,7 +147,7 @@ def test_a_message_has_a_bounded_number_of_records(monkeypatch):
     watched.watch(60.0)
     while loop.has_work():
         loop.step()
-    records = loop.executor.take()
+    records = watched._recording.take()
     assert len(records) == 5 and sum(record.steps for record in records) == 90
 
 
@@ -157,11 +157,10 @@ def test_a_trace_has_the_records_of_a_live_view(tmp_path):
     clock, device, told = Clock(), FakeDevice(64, 4), []
     for request in requests:
         device.expect(request)
-    recorded = RecordedExecutor(device, clock, lambda plan: None)
-    traced = TracedExecutor(recorded, path, clock)
     scheduler = create_scheduler(budget=16)
-    traced.introduce(scheduler, {"model": "tiny"})
-    loop = Loop(scheduler, traced, 1, clock)
+    recorded = Recording(clock, lambda plan: None)
+    trace = Trace(path, clock, planner=scheduler, about={"model": "tiny"})
+    loop = Loop(scheduler, device, 1, clock, observers=[trace, recorded])
     for request in requests:
         loop.add(request)
     while loop.has_work():
@@ -181,17 +180,10 @@ def test_a_trace_has_the_records_of_a_live_view(tmp_path):
 def test_a_record_of_a_draft_counts_what_is_verified_as_decodes():
     from tests.engine.process.test_trace import Sampling, Segment, StepPlan, StepResult
 
-    class Verifying:
-        def submit(self, plan):
-            self.plan = plan
-
-        def collect(self):
-            return StepResult(self.plan.step, (1,), 0.01, counts=(1,))
-
-    recorded = RecordedExecutor(Verifying(), Clock(), lambda plan: None)
+    recorded = Recording(Clock(), lambda plan: None)
     segment = Segment("a", 0, 9, 12, (1, 2, 3), Sampling(0.0, 0, 1.0, 1))
-    recorded.submit(StepPlan(0, [segment, replace_segment(segment)], samples=(3,)))
-    recorded.collect()
+    recorded.planned(StepPlan(0, [segment, replace_segment(segment)], samples=(3,)))
+    recorded.ended(StepResult(0, (1,), 0.01, counts=(1,)))
     (record,) = recorded.take()
     assert (record.tokens, record.decodes, record.prefill) == (6, 3, 3)
 

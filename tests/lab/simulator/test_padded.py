@@ -193,21 +193,19 @@ def measured(*, chunks=True, size=FULL):
 class Watched:
     """Notes the seconds of each step, whether a stream waited for it, and its prompts' lengths."""
 
-    def __init__(self, inner):
-        self.inner, self.plans, self.steps = inner, [], []
+    def __init__(self):
+        self.plans, self.steps = [], []
 
-    def submit(self, plan):
+    def planned(self, plan):
         self.plans.append(plan)
-        self.inner.submit(plan)
 
-    def collect(self):
-        result, plan = self.inner.collect(), self.plans.pop(0)
+    def ended(self, result):
+        plan = self.plans.pop(0)
         prompts = [each.length for each in plan.segments if each.length > 1]
         self.steps.append((result.seconds, len(prompts) < len(list(plan.segments)), prompts))
-        return result
 
     def close(self):
-        self.inner.close()
+        pass
 
 
 STREAMS = [Conversation(0.0, (Turn(20, 200),)) for _ in range(6)]
@@ -215,17 +213,13 @@ STREAMS = [Conversation(0.0, (Turn(20, 200),)) for _ in range(6)]
 
 def steps_beside_streams(prompts, profile, target):
     """The steps in which prompts that arrive later are computed beside streams: seconds, and lengths."""
-    seen = []
+    seen = Watched()
     late = [Conversation(0.4, (Turn(length, 4),)) for length in prompts]
 
-    def wrap(executor, clock):
-        seen.append(Watched(executor))
-        return seen[0]
-
     config = {"tbt_target": target, "max_sequences": 16}
-    outcome = run([*STREAMS, *late], config=config, profile=profile, wrap=wrap)
+    outcome = run([*STREAMS, *late], config=config, profile=profile, watch=lambda *made: [seen])
     assert all(len(record.token_times) for record in outcome.records)
-    return [(seconds, prompts) for seconds, decodes, prompts in seen[0].steps if decodes and prompts]
+    return [(seconds, prompts) for seconds, decodes, prompts in seen.steps if decodes and prompts]
 
 
 def test_a_tbt_target_holds_on_rows_whether_prompts_are_long_or_many():

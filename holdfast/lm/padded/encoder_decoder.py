@@ -257,6 +257,7 @@ class EncoderDecoderDriver(Driver):
         self, ids: torch.Tensor, state: EncodedState, encoded: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor, EncodedState]:
         """Run the decoder over ids [B, q]; encoded [B, S, H] with its mask [B, S]."""
+        assert self.keyword is not None
         tokens, width = ids.shape[1], max(state.targets)
         if width:
             width = self.layout._own.width(state.own)

@@ -9,8 +9,14 @@ READY := $(VENV)/.ready
 # PyTorch comes first and by this exact pin: on Linux any other way to ask for it resolves to a build that brings
 # gigabytes of CUDA libraries, which a CPU does not need. To serve on a GPU, install the build for your CUDA version.
 TORCH := torch==2.13.0
+# The Triton that this PyTorch's CUDA build asks for by its exact version. A build for CPUs works with it, too.
+TRITON := triton==3.7.1
 
-.PHONY: help setup demo demo-padded demo-tuning test test-browser lint types unit fuzz families mutants gpu-test memcheck rooms package clean
+# Exact versions of everything else, for development alone: a release of some package breaks no test. `make lock` renews it.
+LOCK := requirements/dev.txt
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit fuzz families mutants gpu-test memcheck rooms package clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
@@ -28,20 +34,35 @@ help:
 	@echo "make memcheck  every kernel's smallest tests under compute-sanitizer, on a CUDA device"
 	@echo "make rooms     draw docs/rooms.svg, the rooms of the package and the imports between them"
 	@echo "make package   build the sdist, and the wheel from it, in dist"
-	@echo "make setup     the environment alone, in $(VENV)"
+	@echo "make setup     the environment alone, in $(VENV), of the versions in $(LOCK)"
+	@echo "make lock      resolve the newest versions that pyproject.toml allows, and write them to $(LOCK)"
 
 setup: $(READY)
 
-# Made again when the project's metadata changes.
-$(READY): pyproject.toml
+# Made again when the project's metadata or the versions change. The package is built by the environment's own Hatchling:
+# pip's isolated one would be the newest.
+$(READY): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Holdfast needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1 | cut -d" " -f2)." \
 	       "Try: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@echo "$(TORCH)" > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) $(TORCH)
+	$(BIN)/python $(PIP_INSTALL) -c $(LOCK) hatchling editables
+	$(BIN)/python $(PIP_INSTALL) -c $(LOCK) --no-build-isolation -e '.[dev]'
 	@touch $@
+
+# CUDA's libraries come with PyTorch alone, which pins them, so they are left out; so is the name of PyTorch's build.
+lock:
+	rm -rf build/lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python $(PIP_INSTALL) $(TORCH)
+	printf '%s\n' $(TORCH) $(TRITON) > build/lock/pins.txt
+	build/lock/bin/python $(PIP_INSTALL) -c build/lock/pins.txt -e '.[dev]'
+	mkdir -p $(dir $(LOCK))
+	{ echo "# Versions of the development environment, written by 'make lock'. Users' installs follow pyproject.toml."; \
+	  build/lock/bin/python -m pip freeze --exclude-editable | sed 's/+.*//' | grep -vE '^(nvidia|cuda)-'; } > build/lock/dev.txt
+	mv build/lock/dev.txt $(LOCK)
+	rm -rf build/lock
 
 demo: $(READY)
 	@$(BIN)/python scripts/demo.py

@@ -5,6 +5,7 @@ Each of the ten families stands for a kind of state or of position: see `FAMILIE
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,18 @@ import torch
 import transformers
 
 from holdfast.lm.types import RowMove, RowPlan, Segment, StepPlan
+
+
+def argument_of(module_class: Any, *names: str) -> str:
+    """The first of these names that the installed Transformers gives an argument of a class's `forward`."""
+    parameters = inspect.signature(module_class.forward).parameters
+    return next(name for name in names if name in parameters)
+
+
+CACHE = argument_of(transformers.LlamaForCausalLM, "cache", "past_key_values")
+"""The argument that takes a model's keys and values, which is also their name in its output."""
+RECURRENT = argument_of(transformers.MambaForCausalLM, "cache", "cache_params")
+"""The same of a recurrent model."""
 
 VOCAB = 97
 LONGEST = 128

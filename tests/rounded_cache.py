@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from holdfast.lm.kernels.fp8 import FP8
+from tests.padded_checks import CACHE
 
 
 class RoundedCache(DynamicCache):
@@ -20,4 +21,4 @@ class RoundedCache(DynamicCache):
 
 def cache_for(module: Any, kv_cache_dtype: str) -> dict[str, Any]:
     """What to call Transformers' module with, for a cache in the precision that the engine's option asks for."""
-    return {"past_key_values": RoundedCache(config=module.config), "use_cache": True} if kv_cache_dtype == "fp8" else {}
+    return {CACHE: RoundedCache(config=module.config), "use_cache": True} if kv_cache_dtype == "fp8" else {}

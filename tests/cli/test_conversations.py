@@ -9,6 +9,9 @@ from typing import Any
 import openai
 import pytest
 from served import serve
+from sqlalchemy import update
+
+from holdfast.server.conversations.database import Database, leases
 
 TURNS = 20
 ASKED: dict[str, Any] = {"model": "bytes", "temperature": 0, "max_output_tokens": 8}
@@ -44,6 +47,10 @@ def test_conversations_continue_after_the_server_was_killed_during_a_turn(checkp
         assert created.type == "response.created"
         serving.process.send_signal(signal.SIGKILL)
         serving.process.wait()
+    database = Database(store[1])
+    with database.write() as db:
+        db.execute(update(leases).values(seen=0.0))  # the leases of the killed server lapse before anybody asks
+    database.close()
 
     with serve(checkpoint, *store) as serving, serving.client() as client, serving.client("two") as other:
         with pytest.raises(openai.NotFoundError):

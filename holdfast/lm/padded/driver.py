@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ from holdfast.lm.padded.state_layout import State
 MaskStyle = Literal["all columns", "this forward's", "none"]
 """What a model takes for its mask: all columns, those of the forward's own tokens, or no mask."""
 STYLES: tuple[MaskStyle, ...] = ("all columns", "this forward's", "none")
-KEYWORDS = ("past_key_values", "cache_params", "state", "past_key_value", "mems")
-"""Arguments of Transformers' models that take a state. A model's own code may have others."""
+KEYWORDS = ("cache", "past_key_values", "cache_params", "state", "past_key_value", "mems")
+"""Names that models give their state, as an argument and in their output, tried first and in this order. They change
+between versions of Transformers, and a model's own code may have others."""
 AGREES, AGREES_IN_HALF = 5e-3, 0.1
 """Largest difference of logits between one forward and a prefill with decodes, as a share of the largest logit. A scan
 in chunks and one in steps sum in different orders; recurrent states carry that on. The second is for half precision."""
@@ -55,6 +57,8 @@ class Driver:
         self.growing = growing
         self.keyword: str | None = None
         """The argument of `forward` that takes the state; None where the model gives none out."""
+        self._given_out: str | int = 1
+        """The key of the output that holds the state; an index where the output is a tuple."""
         self.mask_style: MaskStyle = "all columns"
         parameters = inspect.signature(model.module.forward).parameters
         self._names = frozenset(parameters)
@@ -141,20 +145,21 @@ class Driver:
         logits = output[0] if isinstance(output, tuple) else output.logits
         if self.keyword is None:
             return logits, None
-        new = output[1] if isinstance(output, tuple) else output[self.keyword]
+        new = output[self._given_out]
         return logits, let_grow(new) if self.growing and state is None else new
 
     def _find_out(self, *, exact: bool) -> None:
         """How the model is called. Raises UnsupportedCheckpoint."""
         self.mask_style = "all columns" if "attention_mask" in self._names else "none"
         self._needs_mask = True
-        self._find_keyword()
+        states = self._find_states()
+        self.keyword, self._given_out = states[0] if states else (None, 1)
         self._find_what_is_kept()
-        self._find_mask_style(AGREES if exact else AGREES_IN_HALF)
+        self._find_keyword_and_mask_style(states, AGREES if exact else AGREES_IN_HALF)
         self._find_whether_it_needs_a_mask(SAME if exact else SAME_IN_HALF)
 
-    def _find_keyword(self) -> None:
-        """Run a short prompt, and look for what comes out and can be given in again."""
+    def _find_states(self) -> list[tuple[str, str | int]]:
+        """Run a short prompt, and look for what comes out and can be given in again, as `state_names`."""
         names = self._names
         given: dict[str, Any] = {name: True for name in ("use_cache", "return_dict") if name in names}
         ids = self.text(1, 4)
@@ -171,14 +176,7 @@ class Driver:
             )
         if not bool(torch.isfinite(logits).all()):
             raise UnsupportedCheckpoint(f"{self.model.architecture} gives logits that are not finite for 4 tokens")
-        if isinstance(output, tuple):
-            if "past_key_values" in names and len(output) > 1 and output[1] is not None:
-                self.keyword = "past_key_values"
-            return
-        own = [name for name in output if name in names and name not in KEYWORDS and "cache" in name]
-        self.keyword = next(
-            (name for name in (*KEYWORDS, *own) if name in names and output.get(name) is not None), None
-        )
+        return state_names(names, output)
 
     def _find_what_is_kept(self) -> None:
         """Whether the model computes the last column's logits alone, or those of given columns."""
@@ -201,20 +199,21 @@ class Driver:
                 return
             self._keeps = kind
 
-    def _find_mask_style(self, most: float) -> None:
-        """Decode two prompts by turns in each style. Where none is right, rows are computed whole each time."""
-        if self.keyword is None:
+    def _find_keyword_and_mask_style(self, states: list[tuple[str, str | int]], most: float) -> None:
+        """Decode two prompts by turns with each state in each style. Where none is right, compute rows whole."""
+        if not states:
             return
         texts = [self.text(2, 12)[row : row + 1, : 9 + 3 * row] for row in range(2)]
         whole = [self._call(self.inputs(text), None)[0] for text in texts]
-        for style in STYLES if "attention_mask" in self._names else STYLES[2:]:
-            self.mask_style = style
+        styles = STYLES if "attention_mask" in self._names else STYLES[2:]
+        for state, self.mask_style in product(states, styles):
+            self.keyword, self._given_out = state
             try:
                 if self._by_turns(texts, whole) <= most:
                     return
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # a mask of another shape may raise anything
+            except Exception:  # a mask of another shape, or what is no state, may raise anything
                 continue
         self.keyword, self.mask_style = None, "all columns" if "attention_mask" in self._names else "none"
 
@@ -249,6 +248,24 @@ class Driver:
                 own, states[index] = self._call(inputs, states[index])
                 worst = max(worst, difference(own[:, -1], logits[:, column]))
         return worst
+
+
+def state_names(names: Collection[str], output: Any) -> list[tuple[str, str | int]]:
+    """Arguments that may take the state in `output`, with its key there, likeliest first; empty if there is none.
+
+    `names` are the arguments of `forward`. An output of a newer Transformers may have the state under another name than
+    the argument of older code that gave it out, so known names are paired with each other, too. Reads no key that
+    the output lacks: Transformers answers to deprecated names, with a warning.
+    """
+    known = [name for name in KEYWORDS if name in names]
+    if isinstance(output, tuple):
+        return [(name, 1) for name in known] if len(output) > 1 and output[1] is not None else []
+    given = [name for name, value in output.items() if value is not None and name != "logits"]
+    same = [name for name in known if name in given]
+    own = [name for name in given if name in names and name not in KEYWORDS]
+    own.sort(key=lambda name: "cache" not in name)
+    renamed = [(name, key) for name in known for key in KEYWORDS if key in given and name != key]
+    return [*((name, name) for name in (*same, *own)), *renamed]
 
 
 def difference(given: torch.Tensor, right: torch.Tensor) -> float:

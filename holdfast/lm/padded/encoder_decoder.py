@@ -6,6 +6,7 @@ A position of such a row is a token of the prompt, or one that the decoder was g
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.base import UnsupportedCheckpoint
-from holdfast.lm.padded.driver import AGREES_IN_HALF, Driver, Inputs, difference, in_float32
+from holdfast.lm.padded.driver import AGREES_IN_HALF, Driver, Inputs, difference, in_float32, state_names
 from holdfast.lm.padded.growing_layer import let_grow
 from holdfast.lm.padded.loading import UnmodifiedModel
 from holdfast.lm.padded.state_layout import State, StateLayout
@@ -143,7 +144,7 @@ class EncoderDecoderDriver(Driver):
         """As `Driver`. Raises UnsupportedCheckpoint for a model that takes anything but text."""
         module, name = model.module, model.architecture
         self.model, self.growing = model, growing
-        self.keyword, self.mask_style = "past_key_values", "all columns"
+        self.mask_style = "all columns"
         if module.main_input_name != "input_ids":
             raise UnsupportedCheckpoint(f"{name} takes {module.main_input_name}; only text is served")
         settings = [module.generation_config, module.config]
@@ -159,11 +160,12 @@ class EncoderDecoderDriver(Driver):
         self._encoded = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)
         """In place of the encoder's output, whose keys and values are in the state."""
         try:
+            self.keyword, self._given_out = self._find_cache()
             own, cross = (
                 StateLayout.discover(lambda rows, tokens, part=part: self._sample(rows, tokens, part))  # type: ignore[misc]
                 for part in ("own", "cross")
             )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, UnsupportedCheckpoint):
             raise
         except Exception as error:  # a model's own code may raise anything
             raise UnsupportedCheckpoint(f"{name} fails on a prompt of a few tokens: {error}") from error
@@ -255,6 +257,7 @@ class EncoderDecoderDriver(Driver):
         self, ids: torch.Tensor, state: EncodedState, encoded: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor, EncodedState]:
         """Run the decoder over ids [B, q]; encoded [B, S, H] with its mask [B, S]."""
+        assert self.keyword is not None
         tokens, width = ids.shape[1], max(state.targets)
         if width:
             width = self.layout._own.width(state.own)
@@ -265,17 +268,32 @@ class EncoderDecoderDriver(Driver):
             attention_mask=mask,
             decoder_input_ids=ids,
             decoder_attention_mask=own,
-            past_key_values=EncoderDecoderCache(state.own, state.cross),
             use_cache=True,
             return_dict=True,
+            **{self.keyword: EncoderDecoderCache(state.own, state.cross)},
         )
-        cache = output.past_key_values
+        cache = output[self._given_out]
         if self.growing and not any(state.targets):
             cache = let_grow(cache)
         targets = [target + tokens for target in state.targets]
         return output.logits[:, -1], EncodedState(
             cache.self_attention_cache, cache.cross_attention_cache, state.sources, targets
         )
+
+    @torch.inference_mode()
+    def _find_cache(self) -> tuple[str, str | int]:
+        """The argument that takes the cache, and its key in the output. Raises UnsupportedCheckpoint for no cache."""
+        module = self.model.module
+        output: Any = module(
+            input_ids=self.text(1, 4),
+            decoder_input_ids=torch.tensor([self.first], device=self.model.device),
+            use_cache=True,
+            return_dict=True,
+        )
+        names = state_names(inspect.signature(module.forward).parameters.keys(), output)
+        if not names:
+            raise UnsupportedCheckpoint(f"{self.model.architecture} gives no cache out that it takes in again")
+        return names[0]
 
     @torch.inference_mode()
     def _sample(self, rows: int, tokens: int, part: str) -> State:

@@ -20,9 +20,12 @@ class Scratch:
         drop_left(Path(tempfile.gettempdir()))
         while True:
             self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-            lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                continue  # another server took it for one that was left
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if self.directory.exists():  # nobody took it for one that was left, before it was locked
+            if self.directory.exists():  # whoever takes it for one that was left locks it while it is deleted
                 break
             os.close(lock)
         self.remove = weakref.finalize(self, _remove, self.directory, lock)
@@ -42,7 +45,9 @@ def drop_left(parent: Path) -> None:
         except OSError:
             continue  # another user's, a link, no directory, or gone
         try:
-            if os.fstat(lock).st_uid == os.geteuid() and not any(map(_locked, (path, *path.glob("owner-*")))):
+            if os.fstat(lock).st_uid != os.geteuid() or not _take(lock):
+                continue
+            if not any(map(_locked, path.glob("owner-*"))):
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(lock)
@@ -55,9 +60,15 @@ def _locked(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        return not _take(opened)
     finally:
         os.close(opened)
-    return False
+
+
+def _take(opened: int) -> bool:
+    """Lock a file or directory without waiting; whether nobody else had it locked. Closing it releases the lock."""
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from io import BufferedReader
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ from holdfast.lm.models.read_ahead import read_ahead
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of files that are opened from here on."""
     names: list[str] = []
-    before = Path.open
+    before = module.open_file
 
-    def open_and_note(path: Path, *options: object, **more: object) -> object:
+    def open_and_note(path: Path) -> BufferedReader:
         names.append(path.name)
-        return before(path, *options, **more)  # type: ignore[arg-type, call-overload]
+        return before(path)
 
-    monkeypatch.setattr(Path, "open", open_and_note)
+    monkeypatch.setattr(module, "open_file", open_and_note)
     return names
 
 

@@ -14,6 +14,7 @@ from holdfast.lm.padded.driver import Driver, difference
 from holdfast.lm.padded.loading import as_unmodified, switches_at
 from holdfast.lm.padded.state_layout import StateLayout
 from tests.checkpoints import tiny
+from tests.padded_checks import CACHE
 
 ALL = {"chunks", "left_padding", "batched_decode", "shaping", "croppable", "keeps_state"}
 
@@ -99,8 +100,8 @@ def test_a_model_whose_positions_count_columns_is_not_given_unequal_rows(monkeyp
             self, *args, position_ids=self.columns(**kwargs), **kwargs
         ),
     )
-    columns = lambda self, *, input_ids, past_key_values=None, **_: (  # noqa: E731
-        (past_key_values.get_seq_length() if past_key_values else 0) + torch.arange(input_ids.shape[1])
+    columns = lambda self, *, input_ids, **given: (  # noqa: E731
+        (given[CACHE].get_seq_length() if given.get(CACHE) else 0) + torch.arange(input_ids.shape[1])
     )[None]
     monkeypatch.setattr(LlamaModel, "columns", columns, raising=False)
     module = tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4})

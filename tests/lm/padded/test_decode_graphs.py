@@ -28,7 +28,7 @@ from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.state_layout import StateLayout
 from holdfast.lm.types import PENDING, Forward, RowMove, RowPlan, Segment, StepPlan
 from tests.lm.padded.histories import ALL, CPU, GREEDY, History, Made
-from tests.padded_checks import draw_prompts, generate_alone, tiny
+from tests.padded_checks import CACHE, draw_prompts, generate_alone, tiny
 
 MASKS = {
     "llama": "columns",
@@ -382,7 +382,7 @@ def test_a_decode_touches_no_tensor_of_the_host_once_it_has_run(family, monkeypa
     seen = []
     for _ in range(2):
         with torch.inference_mode(), FromHost() as watched, constants:
-            module(**given, past_key_values=cache, use_cache=True, return_dict=True)
+            module(**given, **{CACHE: cache}, use_cache=True, return_dict=True)
         seen.append(watched.seen)
     assert not seen[1]
     assert seen[0] or family != "falcon-alibi", "it takes keys and values by lists of places"

@@ -15,7 +15,7 @@ from holdfast.lm.padded.driver import Driver, Inputs, difference, in_float32
 from holdfast.lm.padded.loading import UnmodifiedModel, as_unmodified
 from holdfast.lm.padded.state_layout import StateLayout
 from tests.checkpoints import tiny
-from tests.padded_checks import draw_prompts, generate_alone
+from tests.padded_checks import CACHE, RECURRENT, draw_prompts, generate_alone
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,9 @@ def test_first_forward_and_decodes_take_the_tensors_of_the_paper():
     mask = torch.nn.functional.pad(mask, (0, 1), value=1)
     driver.forward(Inputs(logits.argmax(1)[:, None], mask, torch.tensor([[1], [3]])), state)
     first, decode = calls
-    assert torch.equal(first["input_ids"], ids) and "past_key_values" not in first
+    assert torch.equal(first["input_ids"], ids) and driver.keyword not in first
     assert first["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
-    assert decode["input_ids"].shape == (2, 1) and decode["past_key_values"] is state
+    assert decode["input_ids"].shape == (2, 1) and decode[driver.keyword] is state
     assert decode["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
     assert decode["position_ids"].tolist() == [[1], [3]]
     assert state.get_seq_length() == 4
@@ -95,13 +95,13 @@ def test_a_model_that_needs_its_mask_gets_it_always(monkeypatch):
 @pytest.mark.parametrize(
     ("family", "keyword", "style"),
     [
-        ("llama", "past_key_values", "all columns"),
-        ("bloom", "past_key_values", "all columns"),
-        ("mamba", "cache_params", "this forward's"),
-        ("mamba2", "cache_params", "all columns"),
-        ("jamba", "past_key_values", "all columns"),
+        ("llama", CACHE, "all columns"),
+        ("bloom", CACHE, "all columns"),
+        ("mamba", RECURRENT, "this forward's"),
+        ("mamba2", RECURRENT, "all columns"),
+        ("jamba", CACHE, "all columns"),
         ("rwkv", "state", "all columns"),
-        ("xlstm", "cache_params", "none"),
+        ("xlstm", RECURRENT, "none"),
         ("openai-gpt", None, "all columns"),
         ("recurrent-gemma", None, "all columns"),
     ],
@@ -215,6 +215,41 @@ def test_code_of_a_checkpoint_may_give_tuples_and_take_no_mask():
     want, _ = driver.forward(driver.inputs(ids), None)
     states = [driver.forward(driver.inputs(ids[row : row + 1, :4]), None)[1] for row in range(2)]
     got, _ = driver.forward(driver.inputs(ids[:, 4:], 4), layout.merge(states, [4, 4]))
+    assert difference(got, want) < 1e-6
+
+
+class Output(dict):
+    """An output with names."""
+
+    @property
+    def logits(self):
+        return self["logits"]
+
+
+class Renamed(OwnCode):
+    """A model whose state has a name of its own. It also gives out and takes in what is no state."""
+
+    def forward(self, input_ids, router_cache=None, memory=None, use_cache=False):
+        logits, kept = super().forward(input_ids, memory, use_cache)
+        return Output(logits=logits, router_cache=torch.zeros(2), memory=kept)
+
+
+class OfOlderCode(OwnCode):
+    """A model whose output has the name that a newer Transformers gives the state."""
+
+    def forward(self, input_ids, past_key_values=None, use_cache=False):
+        logits, kept = super().forward(input_ids, past_key_values, use_cache)
+        return Output(logits=logits, cache=kept)
+
+
+@pytest.mark.parametrize(("made", "keyword"), [(Renamed, "memory"), (OfOlderCode, "past_key_values")])
+def test_a_state_is_found_under_any_name_by_what_comes_out_and_goes_in(made, keyword):
+    driver = Driver(own_code(made()))
+    assert driver.keyword == keyword
+    ids = driver.text(2, 5)
+    want, _ = driver.forward(driver.inputs(ids), None)
+    _, state = driver.forward(driver.inputs(ids[:, :4]), None)
+    got, _ = driver.forward(driver.inputs(ids[:, 4:], 4), state)
     assert difference(got, want) < 1e-6
 
 

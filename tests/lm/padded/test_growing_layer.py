@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from holdfast.lm.padded.growing_layer import QUANTUM, FixedLayer, GrowingLayer, GrowingWindowLayer, growing, let_grow
 from tests.checkpoints import tiny
+from tests.padded_checks import CACHE
 
 HEADS, SIZE = 2, 4
 
@@ -136,8 +137,8 @@ def test_a_model_computes_the_same_with_layers_that_grow():
     logits, state = [], None
     for own in (True, False):
         output = module(input_ids=ids[:, :12], use_cache=True)
-        state = output.past_key_values if own else let_grow(output.past_key_values)
-        logits.append([module(input_ids=ids[:, at : at + 1], past_key_values=state).logits for at in range(12, 24)])
+        state = output[CACHE] if own else let_grow(output[CACHE])
+        logits.append([module(input_ids=ids[:, at : at + 1], **{CACHE: state}).logits for at in range(12, 24)])
     assert all(torch.equal(mine, right) for mine, right in zip(*logits, strict=True))
 
 

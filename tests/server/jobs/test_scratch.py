@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from served import environment
 
+from holdfast.server.jobs import scratch as module
 from holdfast.server.jobs.owner import Owner
-from holdfast.server.jobs.scratch import Scratch
+from holdfast.server.jobs.scratch import Scratch, drop_left
 
 KILLED = """
 import os, signal, tempfile
@@ -57,3 +58,33 @@ def test_directories_of_running_servers_of_others_and_links_stay(parent: Path) -
     assert {*parent.iterdir()} == (before - {older}) | {again.directory}
     for each in (again, running):
         each.remove()
+
+
+def test_a_directory_that_another_server_deletes_before_it_is_locked_is_made_again(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, made = tempfile.mkdtemp, list[str]()
+
+    def made_and_deleted(prefix: str) -> str:
+        made.append(make(prefix=prefix))
+        if len(made) == 1:
+            drop_left(parent)
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made_and_deleted)
+    scratch = Scratch()
+    assert [*parent.iterdir()] == [scratch.directory] == [Path(made[1])]
+    scratch.remove()
+
+
+def test_a_directory_is_locked_while_it_is_deleted(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delete, locked = module.shutil.rmtree, list[bool]()
+
+    def delete_and_note(path: Path, **options: bool) -> None:
+        locked.append(module._locked(path))
+        delete(path, **options)
+
+    monkeypatch.setattr(module.shutil, "rmtree", delete_and_note)
+    (parent / "holdfast-files-left").mkdir()
+    drop_left(parent)
+    assert locked == [True] and [*parent.iterdir()] == []

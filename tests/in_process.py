@@ -145,7 +145,7 @@ async def start(engine: Engine, config: EngineConfig) -> EngineClient:
 
 
 async def settle(turns: int = 60) -> None:
-    """Let everybody go on until they wait for the engine, or for whoever drives it; at most so many turns of the loop."""
+    """Let everybody go on until they wait for the engine, or for whoever drives it; at most so many turns."""
     ready, quiet = asyncio.get_running_loop()._ready, 0  # type: ignore[attr-defined]
     for _ in range(turns):
         await asyncio.sleep(0)

@@ -252,6 +252,7 @@ def put_together(
         pp=config.pp,
         chunk_address="" if moves.service is None else moves.service.address,
         chunk_reason=unmoved,
+        remote_trouble="" if threads is None else threads.trouble,
     )
     grammars = make_grammars(config, checkpoint, device, shape, scheduler)
     return Engine(loop, info, desk, tuning, grammars, ranks, moves, tiers)

@@ -36,7 +36,7 @@ from holdfast.engine.tuning_desk import TuningDesk, TuningRules
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.grammar.matchers import Matchers
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
@@ -410,7 +410,7 @@ def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, 
     try:
         return Choice(*make_paged_device(config, checkpoint, stages))
     except UnsupportedCheckpoint as error:
-        if config.executor == "paged":
+        if config.executor == "paged" or isinstance(error, DamagedCheckpoint):
             raise
         refusal = error.with_traceback(None)  # its frames hold tensors
     for name in PAGED_OPTIONS:
@@ -422,6 +422,8 @@ def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, 
     except UnsupportedCheckpoint as error:
         if str(error) == str(refusal):
             raise
+        if isinstance(error, MisfitCheckpoint) and isinstance(refusal, MisfitCheckpoint):
+            raise refusal from None
         raise UnsupportedCheckpoint(f"{refusal}; on padded rows: {error}") from error
     return Choice(device, str(refusal))
 

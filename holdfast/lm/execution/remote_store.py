@@ -124,8 +124,8 @@ class RemoteStore:
         except (redis.RedisError, OSError) as error:
             self.trouble = str(error).rstrip(".") or type(error).__name__
             return None
-        if error := next((answer for answer in answers if isinstance(answer, Exception)), None):
-            self.trouble = str(error).rstrip(".") or type(error).__name__
+        if refused := [answer for answer in answers if isinstance(answer, Exception)]:
+            self.trouble = str(refused[0]).rstrip(".") or type(refused[0]).__name__
         return answers
 
     def close(self) -> None:

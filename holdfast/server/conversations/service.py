@@ -82,10 +82,10 @@ class Responses:
         while self._background:
             await asyncio.sleep(RENEW_SECONDS)
             with suppress(ApiError):  # the store fails, which it has logged
-                for id, background in [*self._background.items()]:
-                    if background.writing.running and not background.stored_running:
-                        await self.store.run(partial(_run, id))
-                        background.stored_running = True
+                for begun in [*self._background.values()]:
+                    if begun.writing.running and not begun.stored_running:
+                        await self.store.run(partial(_run, begun.writing.id))
+                        begun.stored_running = True
                 for id in await self.store.run(partial(_renewed, [*self._background])):
                     if (background := self._background.get(id)) is not None:
                         await background.stop()

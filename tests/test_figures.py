@@ -204,6 +204,35 @@ def test_headline_of_tuning_holds_all_sittings() -> None:
     assert f"runs at {min(rates):,.0f} to {max(rates):,.0f} tokens a second" in BENCHMARKS.replace("\n", " ")
 
 
+def test_shares_of_tuning_beside_chats_are_of_both_sittings_alone() -> None:
+    """The own sitting's rate alone was the lowest of all, so its shares stand beside those of the highest."""
+    (alone, highest) = (
+        float(re.findall(r"Training alone: ([\d,]+) tok/s", (RESULTS / name).read_text())[0].replace(",", ""))
+        for name in ("tuning-beside-NVIDIA-H200.md", "2026-11-23-tuning-beside-batches-h200.md")
+    )
+    (table,) = [table for table in tables(BENCHMARKS) if table.columns[-1].endswith(f"of {highest:,.0f}")]
+    assert len(table.rows) == 3
+    for cells in table.rows:
+        rate, own, of_highest = (float(each) for each in cells[-1].replace(",", "", 1).split(","))
+        assert [own, of_highest] == pytest.approx([rate / alone, rate / highest], abs=0.0051)
+
+
+def test_ratios_of_a_70b_shape_hold_the_earlier_sittings() -> None:
+    peer = {
+        each["what"].split()[0]: each["output_tok_s"]
+        for each in read("2026-11-23-tp2-beside-vllm-two-h200.jsonl")
+        if each["engine"] == "vllm 0.22.1" and each["shape"] == "70b" and "output_tok_s" in each
+    }
+    ours: dict[str, list[float]] = {"bs1": [], "bs32": [], "bs128": []}
+    for name in ("many-served-70b-tp2-two-h200", "two-h200-70b-tp2", "tp2-beside-vllm-two-h200"):
+        for each in read(f"2026-11-23-{name}.jsonl"):
+            what = each.get("what", "").split(" ")[0]
+            if what in ours and each.get("engine", "holdfast") == "holdfast" and each.get("shape", "70b") == "70b":
+                ours[what].append(each["output_tok_s"] / peer[what])
+    first, second, third = (f"{min(each):.2f} to {max(each):.2f}" for each in ours.values())
+    assert f"{first}, {second} and {third} times vLLM's" in BENCHMARKS
+
+
 def test_the_table_of_training_beside_requests_is_that_of_the_simulation() -> None:
     (source,) = tables((RESULTS / "tuning-beside-simulated.md").read_text())
     by_name = {(cells[0], cells[1]): cells for cells in source.rows}

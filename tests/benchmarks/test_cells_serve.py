@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from cells_serve import Bench, CudnnEngine, compare, crossing, peak_of, ratios, row_of, serve
+from benchmarks.papers.cells_serve import Bench, CudnnEngine, compare, crossing, peak_of, ratios, row_of, serve
 
 
 def options(**changed: Any) -> argparse.Namespace:

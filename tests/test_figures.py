@@ -144,6 +144,24 @@ def test_the_ten_headlines_give_the_whole_spread_and_their_result() -> None:
         assert re.search(r"/results/[\w.-]+\)", cells[5]), cells[0]
 
 
+def test_documented_benchmarks_exist() -> None:
+    pages = [*PAGES, ROOT / "benchmarks" / "README.md"]
+    missing = {
+        f"{page.name}: {name}"
+        for page in pages
+        for name in re.findall(r"-m (benchmarks\.[a-z]+\.\w+)", page.read_text())
+        if not (ROOT / f"{name.replace('.', '/')}.py").exists()
+    }
+    assert missing == set()
+
+
+def test_the_list_of_benchmarks_names_each_script_and_no_other() -> None:
+    folders = ("papers", "kernels", "robustness", "peers", "engine", "lib")
+    scripts = {path.stem for folder in folders for path in (ROOT / "benchmarks" / folder).glob("*.py")}
+    listed = re.findall(r"^\| `(\w+)`", (ROOT / "benchmarks" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(scripts)
+
+
 @pytest.mark.parametrize(
     ("begin", "what", "peer", "figure"),
     [

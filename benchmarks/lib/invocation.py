@@ -50,8 +50,10 @@ def command() -> str:
 
 
 def program() -> tuple[str, ...]:
-    """How to run the script of this process: `python -m benchmarks.FOLDER.NAME`."""
+    """How the script of this process was run: `python -m benchmarks.FOLDER.NAME`, or by its path."""
     script = Path(sys.argv[0])
+    if sys.modules["__main__"].__spec__ is None:
+        return "python", f"benchmarks/{script.parent.name}/{script.name}"
     return "python", "-m", f"benchmarks.{script.parent.name}.{script.stem}"
 
 

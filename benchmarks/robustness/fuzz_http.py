@@ -32,7 +32,8 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import uvloop
-from neighbour import OURS, Neighbour, Served, about, beside, serving
+
+from benchmarks.robustness.neighbour import OURS, Neighbour, Served, about, beside, serving
 
 KEYS = ("of-one-fuzzer", "of-another-fuzzer")
 WORKERS = 16

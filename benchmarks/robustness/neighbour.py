@@ -25,10 +25,12 @@ from threading import Thread
 from typing import NamedTuple
 
 import httpx
-from invocation import command
+
+from benchmarks.lib.invocation import command
 
 OURS, THEIRS = "of-the-neighbour", "of-the-attacker"
 """API keys."""
+ROOT = Path(__file__).parents[2]
 HOLDFAST = (sys.executable, "-m", "holdfast.cli")
 
 
@@ -121,9 +123,8 @@ class Neighbour:
     def __init__(self, served: Served, tokens: int) -> None:
         self.gaps: list[Gap] = []
         self.wrong: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, served.host, str(served.port), str(tokens)], stdout=subprocess.PIPE, text=True
-        )
+        client = [sys.executable, "-m", "benchmarks.robustness.neighbour", served.host, str(served.port), str(tokens)]
+        self.process = subprocess.Popen(client, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         self.reader = Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -178,8 +179,7 @@ def head(method: str, path: str, key: str | None = THEIRS, extra: str = "") -> b
 
 def about() -> str:
     """Command, date, versions and commit of this run."""
-    root = Path(__file__).parents[1]
-    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
     versions = " ".join(f"{name} {version(name)}" for name in ("uvicorn", "httptools", "fastapi", "torch"))
     return (
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC. {command()}\nCommit "

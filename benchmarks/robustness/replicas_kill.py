@@ -1,6 +1,7 @@
 """Conversations on `holdfast serve --replicas` while its engines are killed, drained and added: is any turn lost?
 
-usage: python benchmarks/replicas_kill.py [--kills 30] [--replicas 3] [--clients 6] [--cycles 5] [--json FILE]
+usage: python -m benchmarks.robustness.replicas_kill [--kills 30] [--replicas 3] [--clients 6] [--cycles 5]
+                                                        [--json FILE]
 
 The built-in model on a CPU, one thread for each engine, a SQLite store in a temporary file. Each client holds one
 conversation after the other over the Responses API, streamed and greedy, up to TURNS turns each. Every few seconds the
@@ -34,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from invocation import command, provenance
+
+from benchmarks.lib.invocation import command, provenance
 
 TURNS = 4
 """Of a conversation, before its client begins another."""

@@ -73,7 +73,9 @@ demo-padded: $(READY)
 demo-tuning: $(READY)
 	@$(BIN)/python -m scripts.tuning_demo
 
-test: lint types unit
+# mypy keeps one core busy for a while: tests begin beside it, once the style is checked.
+test: $(READY)
+	@$(MAKE) --no-print-directory --jobs=2 lint types unit
 
 lint: $(READY)
 	$(BIN)/ruff check .

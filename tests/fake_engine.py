@@ -125,6 +125,8 @@ class Asked:
     deadline: float | None
     request_id: str | None = None
     adapter: str = ""
+    given: int = 0
+    """Deltas after which the next one was asked for."""
     ended: str = "running"
 
 
@@ -226,6 +228,7 @@ class FakeClient:
                 tokens = (number, END) if last and ends else (number,)
                 delta = Delta(word, tokens, *((reason, usage, timings) if last else ()))
                 yield delta if params.logprobs is None else replace(delta, logprobs=told(number, params.logprobs))
+                asked.given += 1
             asked.ended = "finished"
         finally:
             if asked.ended == "running":

@@ -145,6 +145,10 @@ async def start(engine: Engine, config: EngineConfig) -> EngineClient:
 
 
 async def settle(turns: int = 60) -> None:
-    """Let everybody go on until they wait for the engine, or for whoever drives it."""
+    """Let everybody go on until they wait for the engine, or for whoever drives it; at most so many turns."""
+    ready, quiet = asyncio.get_running_loop()._ready, 0  # type: ignore[attr-defined]
     for _ in range(turns):
         await asyncio.sleep(0)
+        quiet = 0 if ready else quiet + 1
+        if quiet == 3:  # nobody but us had a turn, so nobody will until we go on
+            return

@@ -136,7 +136,6 @@ async def test_finished_batches_wait_for_batch_mode(place: Place, tmp_path: Path
         batching = talk.it.batching
         assert batching is not None
         await until(lambda: not batching.unfinished)
-        await asyncio.sleep(0.05)
         assert talk.shown == []
         await talk.hear("/batch")
         assert [shown.splitlines()[1:] for shown in talk.shown] == [

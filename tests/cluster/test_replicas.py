@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fake_engine import engine_info
@@ -474,7 +475,9 @@ async def test_replicas_are_added_while_requests_queue_up_to_the_most(
     monkeypatch.setattr(scripts.engines[0], "run", never)
     reading = asyncio.create_task(read(replicas))
     await until(lambda: states(replicas) == [State.READY] * 2)
-    await asyncio.sleep(0.05)
+    looked = Mock(wraps=replicas.fleet.look)
+    monkeypatch.setattr(replicas.fleet, "look", looked)
+    await until(lambda: looked.call_count > 3)
     assert len(replicas.members) == 2
     with pytest.raises(ValueError, match="max_replicas is 2"):
         replicas.fleet.add()

@@ -1,7 +1,8 @@
 """Draws of whole engines are distributed as requests ask; a seed gives the same tokens wherever they are drawn.
 
 All cases of an engine run together, shuffled, so that each batch holds rows that ask for different things. About 600
-tokens are drawn for each case; `make fuzz` draws 20,000 (HOLDFAST_DRAWS).
+tokens are drawn for each case, 300 by engines that must give the same tokens as others; `make fuzz` draws 20,000
+(HOLDFAST_DRAWS).
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from holdfast.core.types import Grammar
 from holdfast.engine.process import build as build_module
 from holdfast.engine.process.build import build
 from holdfast.engine.profiles import CostProfile
+from holdfast.lm.types import SchedulerStats
 from tests import adapters
 from tests.checkpoints import SIZES, make
 from tests.distributions import Allowed, Draws, faults
 from tests.engine.conftest import SMALL
 from tests.tokenizers_made import byte_level
 
-DRAWS = int(os.environ.get("HOLDFAST_DRAWS", "600"))
-"""Tokens that are drawn for each case."""
+DRAWS, DRAWS_OF_OTHERS = (int(os.environ.get("HOLDFAST_DRAWS", default)) for default in ("600", "300"))
+"""Tokens that are drawn for each case, and for each by an engine whose sampler another engine's cases try, too."""
+OTHERS = ("padded", "tp 2", "pp 2")
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 WORDS, TEXT = (Grammar("regex", f"[{LETTERS}]{{{length}}}") for length in (8, 60))
 END = 1
@@ -111,6 +114,9 @@ ENGINES: dict[str, tuple[dict[str, Any], list[Case]]] = {
     "drafts": (DRAFTS, FEW_TOKENS),
     "tp 2": ({"tp": 2}, WHOLE),
     "pp 2": ({"pp": 2}, WHOLE),
+    "small chunks": ({"token_budget": 16, "max_adapters": 2}, []),
+    "preempted": ({"cache_gb": 24.5 * BLOCK / 1e9, "host_cache_gb": 0.0, "max_sequences": 8, "max_adapters": 2}, []),
+    "swapped": ({"cache_gb": 24.5 * BLOCK / 1e9, "host_cache_gb": 0.002, "max_sequences": 8, "max_adapters": 2}, []),
     "paged on a GPU": ({"device": "cuda", "max_adapters": 2}, [*WHOLE, *ADAPTED]),
     "padded on a GPU": ({"device": "cuda", "executor": "padded"}, PADDED),
     "drafts on a GPU": ({"device": "cuda"} | DRAFTS, FEW_TOKENS),
@@ -211,11 +217,16 @@ def start(model: Model, given: dict[str, Any]) -> LLM:
     return LLM(str(model.directory), **options)
 
 
-def draw(llm: LLM, model: Model, cases: Sequence[Case]) -> dict[str, list[Draws]]:
+def draws_of(engine: str) -> int:
+    """Tokens that an engine draws for each case."""
+    return DRAWS_OF_OTHERS if engine in OTHERS else DRAWS
+
+
+def draw(llm: LLM, model: Model, cases: Sequence[Case], draws: int) -> dict[str, list[Draws]]:
     """Answers to requests of all cases, in one shuffled crowd."""
     asked: list[tuple[Case, tuple[int, ...], SamplingParams]] = []
     for number, each in enumerate(cases):
-        for index in range(-(-DRAWS // each.tokens)):
+        for index in range(-(-draws // each.tokens)):
             params = each.params(number * 10**6 + index)
             prompt = model.prompts[index % len(model.prompts)]
             if each is MIN_TOKENS:
@@ -244,38 +255,6 @@ def draw(llm: LLM, model: Model, cases: Sequence[Case]) -> dict[str, list[Draws]
     return answers
 
 
-@pytest.fixture(scope="module")
-def drawn_by(model: Model, stored_profile: None) -> Callable[[str], dict[str, list[Draws]]]:
-    """Gives the answers of an engine, by case; each engine draws once."""
-
-    @cache
-    def drawn(engine: str) -> dict[str, list[Draws]]:
-        options, cases = ENGINES[engine]
-        with start(model, options) as llm:
-            answers = draw(llm, model, cases)
-            stats = llm._thread.run(llm._client.health())
-        assert stats.drafts_accepted > 0 or "drafts" not in engine
-        return answers
-
-    return drawn
-
-
-@pytest.mark.parametrize(
-    ("engine", "each"),
-    [
-        pytest.param(engine, each, id=f"{engine}-{each.name}", marks=[pytest.mark.gpu] if "GPU" in engine else [])
-        for engine, (_, cases) in ENGINES.items()
-        for each in cases
-    ],
-)
-def test_tokens_are_drawn_with_the_chances_that_a_request_asks_for(
-    model: Model, drawn_by: Callable[[str], dict[str, list[Draws]]], engine: str, each: Case
-) -> None:
-    answers = drawn_by(engine)[each.name]
-    assert sum(len(one.answer) for one in answers) >= 0.6 * DRAWS
-    assert faults(model.modules[each.adapter], answers) == []
-
-
 Known = tuple[Case, tuple[int, ...], SamplingParams, tuple[int, ...]]
 """A request's case, prompt and parameters, and its answer."""
 SEEDED = [*CASES[1::3], *FEW_TOKENS, *GRAMMARS[:2], *ADAPTED[1:3]]
@@ -294,47 +273,90 @@ def alone(model: Model, stored_profile: None) -> list[Known]:
     return found
 
 
-SURROUNDINGS: dict[str, dict[str, Any]] = {
-    "a crowd": {"max_adapters": 2},
-    "small chunks": {"token_budget": 16, "max_adapters": 2},
-    "drafts": DRAFTS,
-    "preempted": {"cache_gb": 24.5 * BLOCK / 1e9, "host_cache_gb": 0.0, "max_sequences": 8, "max_adapters": 2},
-    "swapped": {"cache_gb": 24.5 * BLOCK / 1e9, "host_cache_gb": 0.002, "max_sequences": 8, "max_adapters": 2},
-    "tp 2": {"tp": 2},
-    "pp 2": {"pp": 2},
-    "padded": {"executor": "padded"},
-}
+def among_others(llm: LLM, asked: Sequence[Known]) -> list[tuple[int, ...]]:
+    """The answers to these requests, while others, with seeds of their own, are in every batch."""
+    names = sorted({each.adapter for each, *_ in asked})
+    crowd = [replace(params, seed=(params.seed or 0) + 1) for _, _, params, _ in asked]
+    answers: dict[int, tuple[int, ...]] = {}
+
+    def generate(adapter: str) -> None:
+        own = [index for index, each in enumerate(asked) if each[0].adapter == adapter]
+        prompts = [list(asked[index][1]) for index in own for _ in range(2)]
+        params = [each for index in own for each in (crowd[index], asked[index][2])]
+        found = llm.generate(prompts, params, adapter=adapter, progress=False)
+        answers.update(zip(own, (each.token_ids for each in found[1::2]), strict=True))
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(generate, names))
+    return [answers[index] for index in range(len(asked))]
 
 
-@pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_a_seed_gives_the_same_tokens_wherever_they_are_drawn(
-    model: Model,
-    alone: list[Known],
-    surroundings: str,
+@dataclass(frozen=True)
+class Answered:
+    """What one engine gave."""
+
+    drawn: dict[str, list[Draws]]
+    """The answers whose distribution is looked at, by case."""
+    asked: list[Known]
+    """The requests of which it is known what each draws alone, as far as the engine serves them."""
+    again: list[tuple[int, ...]]
+    """What the engine gave for each of those, among others."""
+    stats: SchedulerStats
+
+
+@pytest.fixture(scope="module")
+def answered_by(model: Model, alone: list[Known], stored_profile: None) -> Callable[[str], Answered]:
+    """Gives all answers of an engine. Each is started once."""
+
+    @cache
+    def answered(engine: str) -> Answered:
+        options, cases = ENGINES[engine]
+        asked = [
+            each
+            for each in reversed(alone)
+            if (options.get("max_adapters") or not each[0].adapter)
+            and (options.get("executor") != "padded" or each[2].grammar is None)
+        ]
+        with start(model, options) as llm:
+            drawn = draw(llm, model, cases, draws_of(engine)) if cases else {}
+            again = among_others(llm, asked)
+            return Answered(drawn, asked, again, llm._thread.run(llm._client.health()))
+
+    return answered
+
+
+@pytest.mark.parametrize(
+    ("engine", "each"),
+    [
+        pytest.param(engine, each, id=f"{engine}-{each.name}", marks=[pytest.mark.gpu] if "GPU" in engine else [])
+        for engine, (_, cases) in ENGINES.items()
+        for each in cases
+    ],
+)
+def test_tokens_are_drawn_with_the_chances_that_a_request_asks_for(
+    model: Model, answered_by: Callable[[str], Answered], engine: str, each: Case
 ) -> None:
-    given = SURROUNDINGS[surroundings]
-    asked = [
-        each
-        for each in reversed(alone)
-        if (given.get("max_adapters") or not each[0].adapter)
-        and (given.get("executor") != "padded" or each[2].grammar is None)
-    ]
-    with start(model, given) as llm:
-        # Others, with seeds of their own, are in every batch.
-        names = sorted({each.adapter for each, *_ in asked})
-        crowd = [replace(params, seed=(params.seed or 0) + 1) for _, _, params, _ in asked]
+    answers = answered_by(engine).drawn[each.name]
+    assert sum(len(one.answer) for one in answers) >= 0.6 * draws_of(engine)
+    assert faults(model.modules[each.adapter], answers) == []
 
-        def generate(adapter: str) -> list[tuple[int, ...]]:
-            own = [index for index, each in enumerate(asked) if each[0].adapter == adapter]
-            prompts = [list(asked[index][1]) for index in own for _ in range(2)]
-            params = [each for index in own for each in (crowd[index], asked[index][2])]
-            found = llm.generate(prompts, params, adapter=adapter, progress=False)
-            return [each.token_ids for each in found[1::2]]
 
-        with ThreadPoolExecutor(len(names)) as pool:
-            found = [answer for answers in pool.map(generate, names) for answer in answers]
-        stats = llm._thread.run(llm._client.health())
-    expected = [each[3] for name in names for each in asked if each[0].adapter == name]
-    assert found == expected
-    assert stats.preemptions > 0 or surroundings not in ("preempted", "swapped")
-    assert stats.drafts_accepted > 0 or surroundings != "drafts"
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if "GPU" not in engine])
+def test_a_seed_gives_the_same_tokens_wherever_they_are_drawn(
+    answered_by: Callable[[str], Answered], engine: str
+) -> None:
+    answered = answered_by(engine)
+    assert answered.again == [each[3] for each in answered.asked]
+
+
+@pytest.mark.parametrize(
+    ("engine", "count"),
+    [
+        ("drafts", "drafts_accepted"),
+        ("preempted", "preemptions"),
+        ("swapped", "preemptions"),
+        pytest.param("drafts on a GPU", "drafts_accepted", marks=pytest.mark.gpu),
+    ],
+)
+def test_an_engine_does_what_it_is_named_for(answered_by: Callable[[str], Answered], engine: str, count: str) -> None:
+    assert getattr(answered_by(engine).stats, count) > 0

@@ -233,7 +233,9 @@ async def test_few_requests_are_parsed_ahead_of_the_one_that_is_answered(
         writer.write(allowed + b"content-length: %d\r\n\r\n" % len(CHAT) + CHAT + tiny * requests)
         while not client.asked:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.1)
+        while not any(type(found) is Connection and found.flow.held for found in gc.get_objects()):
+            assert sum(type(found) is RequestResponseCycle for found in gc.get_objects()) < 100
+            await asyncio.sleep(0.001)
         assert sum(type(found) is RequestResponseCycle for found in gc.get_objects()) < 100
         client.hold.set()
         for _ in range(1 + requests):

@@ -71,10 +71,11 @@ async def test_the_lease_is_renewed_while_anybody_watches(client: FakeClient, mo
         await asyncio.sleep(0.005)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
+    (renewing,) = asyncio.all_tasks() - {asyncio.current_task()}
     await events.aclose()
-    told = len(client.watched)
-    await asyncio.sleep(0.05)
-    assert len(client.watched) == told and client.watched[-1] == 0
+    await asyncio.wait([renewing], timeout=5)
+    assert renewing.done(), "nobody is left to renew it"
+    assert client.watched[-1] == 0
 
 
 async def begun(viewers: Viewers, client: FakeClient, *, named: bool) -> AsyncGenerator[bytes, None]:

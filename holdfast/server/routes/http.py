@@ -6,6 +6,7 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -239,9 +240,16 @@ def query_integer(request: Request, name: str, least: int, most: int) -> int | N
     return int(given)
 
 
+@cache
+def _schemas(shape: type[RequestBody]) -> dict[str, Any]:
+    """The JSON schemas of a request body and of its parts, by name. Nobody changes them."""
+    _, components = msgspec.json.schema_components([shape], ref_template="{name}")
+    return components
+
+
 def described(shape: type[RequestBody]) -> dict[str, Any]:
     """The OpenAPI entry of a request body, which FastAPI cannot infer because the routes parse bodies themselves."""
-    _, components = msgspec.json.schema_components([shape], ref_template="{name}")
+    components = _schemas(shape)
 
     def inlined(schema: Any) -> Any:
         if isinstance(schema, list):

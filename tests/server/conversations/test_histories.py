@@ -486,6 +486,8 @@ class Histories(RuleBasedStateMachine):
         self.engine.die()
         self.at_once.gone = True
         tasks = [talk.task for talk in self.in_progress if talk.task is not None] + self.rivals
+        if self.responses._renewing is not None:
+            tasks.append(self.responses._renewing)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -31,6 +31,12 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+async def caught_up(api: openai.AsyncOpenAI) -> None:
+    """Wait until what was sent before, in either direction, has come: later requests have been answered."""
+    for _ in range(3):
+        await api.models.list()
+
+
 @pytest.fixture
 def client() -> FakeClient:
     return FakeClient(text=FakeText(opening="<assistant>"), ends=True, info=engine_info(max_model_len=5000))
@@ -249,10 +255,11 @@ async def test_items_that_the_server_returned_are_accepted_as_input(
 async def test_completed_is_sent_only_after_the_commit(
     api: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    allowed, commit = threading.Event(), TurnStore.commit
+    storing, allowed, commit = threading.Event(), threading.Event(), TurnStore.commit
 
     def held(store: TurnStore, turn: Turn, *, begun: bool = False) -> None:
         if turn.response["status"] == "completed":
+            storing.set()
             assert allowed.wait(60)
         commit(store, turn, begun=begun)
 
@@ -266,7 +273,8 @@ async def test_completed_is_sent_only_after_the_commit(
 
     reading = asyncio.create_task(read())
     await until(lambda: [event.type for event in events].count("response.output_text.delta") == 4)
-    await asyncio.sleep(0.1)
+    await until(storing.is_set)
+    await caught_up(api)
     assert events[-1].type == "response.output_text.delta"
     allowed.set()
     await reading
@@ -480,7 +488,7 @@ class TestBackground:
     ) -> None:
         response = await held_after_event_5(api, client)
         rest = asyncio.create_task(api.responses.retrieve(response, stream=True, starting_after=5))
-        await asyncio.sleep(0.1)  # now it waits for event 6
+        await caught_up(api)  # now it waits for event 6
         cancelled = await api.responses.cancel(response)
         events = [event async for event in await rest]
         assert [event.type for event in events] == [
@@ -577,7 +585,7 @@ class TestBackground:
             first = [asyncio.create_task(api.responses.cancel(queued.id))] if end == "cancelled" else []
             await until(storing.is_set)
             second = asyncio.create_task(api.responses.cancel(queued.id))
-            await asyncio.sleep(0.1)
+            await caught_up(api)
             allowed.set()
             assert {(await answer).status for answer in (*first, second)} == {end}
 

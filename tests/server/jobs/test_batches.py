@@ -17,6 +17,7 @@ import sqlalchemy
 from batch_lines import CHAT, jsonl, line
 from batch_server import Server, server
 from fake_engine import FakeClient, engine_info
+from looked_after import looked_after
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import BATCH_CLASS, FinishReason
@@ -208,7 +209,8 @@ async def test_a_batch_whose_time_is_over_expires_and_tells_which_lines_were_not
     client = FakeClient(hold=asyncio.Event())
     async with server(tmp_path, client) as here:
         id = await here.submit([line("a"), line("b")])
-        await asyncio.sleep(0.1)
+        while len(client.asked) < 2:
+            await asyncio.sleep(0.01)
         here.now += 86400
         batch = await here.ended(id)
         assert (batch.status, batch.completed, batch.failed) == ("expired", 0, 2)
@@ -266,13 +268,13 @@ async def test_a_server_goes_on_with_no_batch_of_a_server_that_runs_or_of_anothe
     async with server(tmp_path, client) as first:
         id = await first.submit([line("a")])
         async with server(tmp_path) as second:
-            await asyncio.sleep(0.1)
+            await looked_after(second.batches)
             assert second.client.asked == [] and not second.batches.runner.running
             await second.batches.cancel("", id)  # any server may ask for it
             assert (await first.ended(id)).status == "cancelled"
         id = await first.submit([line("b")])
     async with server(tmp_path, FakeClient(info=engine_info(model="other"))) as third:
-        await asyncio.sleep(0.1)
+        await looked_after(third.batches)
         assert not third.batches.runner.running
         await third.batches.cancel("", id)
         assert (await third.ended(id)).status == "cancelled"
@@ -439,8 +441,10 @@ async def test_lines_are_bounded_and_chats_find_their_places_free(tmp_path: Path
         await here.submit([line(f"r{n}") for n in range(40)])
         while len(client.asked) < 4:
             await asyncio.sleep(0.01)
-        await here.submit([line(f"s{n}", n=3) for n in range(40)], "two")
-        await asyncio.sleep(0.05)
+        later = await here.submit([line(f"s{n}", n=3) for n in range(40)], "two")
+        while not here.batches.runner.running[later].waiting:
+            await asyncio.sleep(0.01)
+        await looked_after(here.batches)
         assert here.service.batch_lane.admission.in_progress <= 4
         assert len(client.asked) <= 4
         assert here.service.admission.in_progress == 0
@@ -469,7 +473,9 @@ async def test_lines_that_the_engine_has_not_begun_leave_half_of_its_queue_to_ot
             await asyncio.sleep(0.01)
         wanted: Any = lines.read_line(1, json.dumps(line("x")).encode(), CHAT).wanted
         chats = [asyncio.ensure_future(anext(here.service.answer(wanted, "").deltas())) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        while len(begun) < 6:
+            await asyncio.sleep(0.01)
+        await looked_after(here.batches)
         assert Counter(begun) == {BATCH_CLASS: 3, 0: 3}
         go.set()
         await asyncio.gather(*chats)
@@ -526,6 +532,12 @@ async def events(api: httpx.AsyncClient, found: list[Any], connected: asyncio.Ev
             connected.set()
 
 
+def told(found: list[Any], id: str) -> bool:
+    """Whether the events say that this batch is completed."""
+    updates = [each["batch"] for each in found if each["type"] == "batch.updated"]
+    return any((each["id"], each["status"]) == (id, "completed") for each in updates)
+
+
 async def test_one_stream_serves_all_batches_of_a_key(listening: Listening, client: FakeClient) -> None:
     async with listening(api_key=("one", "two")) as server:
         found: dict[str, list[Any]] = {"one": [], "two": []}
@@ -533,6 +545,7 @@ async def test_one_stream_serves_all_batches_of_a_key(listening: Listening, clie
             httpx.AsyncClient(base_url=server.url, headers={"authorization": "Bearer one"}) as one,
             httpx.AsyncClient(base_url=server.url, headers={"authorization": "Bearer two"}) as two,
             openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="one") as api,
+            openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="two") as api_of_two,
         ):
             client.hold = asyncio.Event()
             early = (await created(api, [line("early")])).id
@@ -548,11 +561,14 @@ async def test_one_stream_serves_all_batches_of_a_key(listening: Listening, clie
             client.hold = None
             for id in (early, *ids):
                 await ended(api, id)
-            await asyncio.sleep(0.1)
+            own = (await created(api_of_two, [line("own")])).id
+            while not all(told(found["one"], id) for id in (early, *ids)) or not told(found["two"], own):
+                await asyncio.sleep(0.01)
             for task in following:
                 task.cancel()
             await asyncio.gather(*following, return_exceptions=True)
-    assert found["two"] == [{"type": "batch.listening"}]
+    assert found["two"][0] == {"type": "batch.listening"}
+    assert {each["batch"]["id"] if "batch" in each else each["batch_id"] for each in found["two"][1:]} == {own}
     assert found["one"][1]["batch"]["id"] == early
     answers = [each for each in found["one"] if each["type"] == "batch.line"]
     assert Counter(each["batch_id"] for each in answers) == {early: 1, ids[0]: 3, ids[1]: 3}

@@ -192,18 +192,19 @@ async def test_files_take_at_most_their_gigabytes_and_a_key_at_most_its_share(ht
 async def test_uploads_at_once_share_the_space_and_their_number_is_bounded(
     http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = asyncio.Event()
+    go, taken = asyncio.Event(), asyncio.Event()
 
     async def slow(size: int) -> AsyncIterator[bytes]:
         whole = form(part("purpose", b"batch"), part("file", b"x" * size, b'; filename="f"'))
         yield whole[:-9]
+        taken.set()
         await go.wait()
         yield whole[-9:]
 
     kind = {"content-type": "multipart/form-data; boundary=B"}
     async with http(files_gb=0.001) as api:
         first = asyncio.create_task(api.post("/v1/files", content=slow(600_000), headers=kind))
-        await asyncio.sleep(0.1)
+        await taken.wait()
         assert (await api.post("/v1/files", content=slow(500_000), headers=kind)).status_code == 429
         monkeypatch.setattr(module, "MOST_UPLOADS", 1)
         refused = await upload(api)
@@ -258,18 +259,19 @@ async def test_an_upload_that_only_announces_bytes_ends_and_leaves_its_place(
 
 
 async def test_an_upload_has_only_the_space_that_those_meanwhile_have_left(http: Http) -> None:
-    go = asyncio.Event()
+    go, taken = asyncio.Event(), asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
         whole = form(part("purpose", b"batch"), part("file", b"x" * 600_000, b'; filename="f"'))
         yield whole[:200]
+        taken.set()
         await go.wait()
         yield whole[200:]
 
     async with http(files_gb=0.001) as api:
         kind = {"content-type": "multipart/form-data; boundary=B"}
         first = asyncio.create_task(api.post("/v1/files", content=slow(), headers=kind))
-        await asyncio.sleep(0.1)
+        await taken.wait()
         assert (await upload(api, b"x" * 500_000)).status_code == 200
         go.set()
         assert (await first).json()["error"]["code"] == "files_full"

@@ -15,6 +15,7 @@ import pytest
 from batch_lines import jsonl
 from fake_engine import FakeClient, engine_info
 from fake_tuning import STATE
+from looked_after import looked_after
 
 from holdfast.core.config import EngineConfig
 from holdfast.server.config import ServerConfig
@@ -286,9 +287,9 @@ async def test_a_job_pauses_resumes_and_counts_every_step_once(tmp_path: Path) -
             await here.tuning.ask("", id, "pause")
         while "pause" not in [action for _, action in here.client.tuner.changes]:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
         count = len(here.client.tuner.steps)
-        await asyncio.sleep(0.1)
+        await looked_after(here.tuning)
+        assert [action for _, action in here.client.tuner.changes] == ["pause"]
         assert len(here.client.tuner.steps) == count and (await here.tuning.retrieve("", id)).status == "paused"
         assert (await here.tuning.ask("", id, "resume")).status in ("queued", "running")
         with pytest.raises(ApiError, match="only a paused one can be resumed"):
@@ -454,7 +455,7 @@ async def test_a_wish_that_is_older_than_the_last_one_changes_nothing(tmp_path: 
         await here.until(id, lambda job: job.step >= 1)
         await here.tuning.ask("", id, "pause")
         here.tuning.runner.want(id, "cancel", asks=0)  # read from the store before somebody paused it
-        await asyncio.sleep(0.1)
+        await looked_after(here.tuning)
         assert (await here.tuning.retrieve("", id)).status == "paused"
         assert ("cancel" not in {action for _, action in client.tuner.changes}) and client.tuner.changes
 
@@ -469,7 +470,7 @@ async def test_adapters_of_ended_jobs_are_served_after_a_restart(tmp_path: Path)
         here.service.check_model(job.name, "")
         assert [name for name, *_ in again.loaded] == list(job.served)
     async with server(tmp_path, tuning_client(model="another")) as here:
-        await asyncio.sleep(0.05)
+        await looked_after(here.tuning)
         assert here.client.adapters == {}
 
 
@@ -507,11 +508,11 @@ async def test_a_paused_job_stays_paused_over_a_restart(tmp_path: Path) -> None:
         await here.until(id, lambda job: job.step >= 2)
         await here.tuning.ask("", id, "pause")
     async with server(tmp_path, tuning_client(model="another")) as other:
-        await asyncio.sleep(0.1)
+        await looked_after(other.tuning)
         assert not other.tuning.runner.running, "it is left to a server of its model"
     again = tuning_client()
     async with server(tmp_path, again) as here:
-        await asyncio.sleep(0.1)
+        await looked_after(here.tuning)
         assert again.tuner.orders == [] and (await here.tuning.retrieve("", id)).status == "paused"
         await here.tuning.ask("", id, "resume")
         assert (await here.ended(id)).status == "succeeded"

@@ -279,15 +279,18 @@ def test_a_captured_layer_equals_float64(dtype: torch.dtype, tokens: int) -> Non
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 256, 100), (1, 2600, 72), (2, 256, 100)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inputs", "width"), [(1, 256, 256, 100), (1, 2600, 256, 72), (2, 256, 256, 100)]
+)
 def test_one_token_gemms_norm_the_stream_they_read(
-    tokens: int, hidden: int, width: int, with_bias: bool, device: str
+    tokens: int, hidden: int, inputs: int, width: int, with_bias: bool, device: str
 ) -> None:
     shape = shape_of(device, torch.float16)
     ops, exact_ops = FusedLayerOps(shape), oracle(shape)
-    stream, x = (drawn(tokens, hidden, device=device, dtype=torch.float16, spread=2) for _ in range(2))
+    stream, x = (drawn(tokens, size, device=device, dtype=torch.float16, spread=2) for size in (hidden, inputs))
     square, after = (
-        drawn(rows, hidden, device=device, dtype=torch.float16, spread=hidden**-0.5) for rows in (hidden, 2 * width)
+        drawn(*size, device=device, dtype=torch.float16, spread=size[1] ** -0.5)
+        for size in ((hidden, inputs), (2 * width, hidden))
     )
     norm = drawn(hidden, device=device, dtype=torch.float16)
     bias = drawn(2 * width, device=device, dtype=torch.float16) if with_bias else None

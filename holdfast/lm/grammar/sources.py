@@ -121,6 +121,7 @@ def without_spares(tokenizer: str, vocab_size: int) -> str:
 
 
 def in_brief(reason: object) -> str:
-    """A reason on one line, and not too long."""
+    """A reason on one line, and not too long. Its end says what the limit is, where a long text is quoted before."""
     text = re.sub(r"\s+", " ", str(reason)).strip()
-    return text if len(text) <= REASON_LENGTH else text[:REASON_LENGTH] + " …"
+    half = REASON_LENGTH // 2
+    return text if len(text) <= REASON_LENGTH else f"{text[:half]} … {text[-half:]}"

@@ -29,7 +29,7 @@ import httpx
 from neighbour import OURS, THEIRS, Neighbour, Served, about, beside, serving
 
 from holdfast import LLM, SamplingParams
-from holdfast.core.types import Grammar
+from holdfast.core.types import Grammar, GrammarKind
 from holdfast.engine.client import RequestRefused
 
 Fields = Mapping[str, Any]
@@ -122,9 +122,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 LARKS = {
     "a chain of 4,000 rules": rules(RULES, lambda at: f"r{at + 1}"),
     "a chain of 4,000 optional rules": rules(RULES, lambda at: f'"x"? (r{at + 1} | "y")'),
-    "a chain of 2,000 terminals": rules(2000, lambda at: f"r{at + 1}")
-    .replace("r", "T")
-    .replace("sTaTt: T0", "start: T0"),
+    "a chain of 2,000 terminals": "start: T0\n" + "".join(f"T{at}: T{at + 1}\n" for at in range(2000)) + 'T2000: "a"\n',
     "an ambiguous grammar": f"start: a\n{AMBIGUOUS}",
 }
 EXPRESSIONS = {
@@ -501,7 +499,8 @@ def in_flight(bad: str, directory: Path) -> tuple[str, str]:
             end, least = time.monotonic() + 60, 30
             while served.gauge("generated_tokens_total") < least and time.monotonic() < end:
                 time.sleep(0.02)
-            (engine,) = children(served.process.pid)
+            if (engine := busiest(served)) is None:
+                raise ValueError("nothing runs")
             os.kill(engine, signal.SIGKILL)
             served.process.wait(30)
     with serving(options, KEYS) as served:
@@ -528,28 +527,28 @@ def poisoned(work: str) -> bool:
 
 
 def replicas() -> bool:
-    """Whether a request ends at the second engine that is killed under it, and others do not."""
+    """Whether a request ends after a few engines that are killed under it, and the server serves others."""
     began = time.monotonic()
-    with serving(["--replicas", "2"], KEYS) as served:
-        with ThreadPoolExecutor(1) as pool:
-            body = {**PROMPT, "max_tokens": 3900, "ignore_eos": True}
-            asked = pool.submit(Client(served).post, "/v1/completions", body)
-            deaths = 0
-            while not asked.done() and deaths < 6 and time.monotonic() < began + 90:
-                if (engine := busiest(served)) is not None:
-                    os.kill(engine, signal.SIGKILL)
-                    deaths += 1
-                    time.sleep(0.3)
-            answer = asked.result()
+    with serving(["--replicas", "2", "--operator-key", OPERATOR], KEYS) as served, ThreadPoolExecutor(1) as pool:
+        body = {**PROMPT, "max_tokens": 3900, "ignore_eos": True}
+        asked = pool.submit(Client(served).post, "/v1/completions", body)
+        dead = set[int]()
+        while not asked.done() and len(dead) < 6 and time.monotonic() < began + 100:
+            for member in Client(served, OPERATOR).get("/replicas").json()["data"]:
+                if member["pid"] not in {None, *dead} and member["requests"]:
+                    dead.add(member["pid"])
+                    os.kill(member["pid"], signal.SIGKILL)
+            time.sleep(0.05)
+        code = asked.result().status_code
         alive_yet = served.process.poll() is None
         other = Client(served, OURS).post("/v1/completions", PROMPT).status_code if alive_yet else 0
-    good = alive_yet and other == 200 and deaths <= MOST_DEATHS
-    told = f"{deaths} deaths, then {answer.status_code}; another key {other}"
-    print(f"{'two replicas, engines killed under a request':48}{time.monotonic() - began:6.1f}  {told}  "
-          f"{'ok' if good else 'NOT'}", flush=True)  # fmt: skip
+    good = other == 200 and code != 200 and len(dead) <= MOST_DEATHS
+    told = f"{len(dead)} deaths, then {code}; another key {other}  {'ok' if good else 'NOT'}"
+    print(f"{'two replicas, engines killed under a request':48}{time.monotonic() - began:6.1f}  {told}", flush=True)
     return good
 
 
+OPERATOR = "of-the-operator"
 MOST_DEATHS = 4
 """Engines that may end under a request that gets tokens from each of them; two under one that gets none."""
 
@@ -575,15 +574,16 @@ def busiest(served: Served) -> int | None:
 def offline() -> bool:
     """Whether an `LLM` refuses every hostile grammar and lives."""
     began, wrong = time.monotonic(), list[str]()
-    grammars = [Grammar("json", json.dumps(schema)) for schema in SCHEMAS.values()]
-    grammars += [Grammar("lark", text) for text in LARKS.values()]
-    grammars += [Grammar("regex", text) for text in EXPRESSIONS.values()]
+    grammars: list[tuple[GrammarKind, str]] = [("json", json.dumps(schema)) for schema in SCHEMAS.values()]
+    grammars += [("lark", text) for text in LARKS.values()]
+    grammars += [("regex", text) for text in EXPRESSIONS.values()]
     with LLM("holdfast-tiny") as llm:
-        for grammar in grammars:
+        for kind, text in grammars:
             try:
+                grammar = Grammar(kind, text)
                 llm.generate("Hello", SamplingParams(max_tokens=4, grammar=grammar))
-                if grammar.kind != "regex":  # some of those can be followed
-                    wrong.append(f"followed {grammar.text[:60]}")
+                if kind != "regex":  # some of those can be followed
+                    wrong.append(f"followed {text[:60]}")
             except (RequestRefused, ValueError) as error:
                 if not re.search(r"\d|deep", str(error)):
                     wrong.append(f"no limit in {str(error)[:200]!r}")

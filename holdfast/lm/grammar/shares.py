@@ -47,7 +47,7 @@ class Shares:
         """Whether a tenant has used up its share of the step."""
         return self._taken[tenant] > SHARE
 
-    def each(self, rows: Sequence[Row], work: Callable[[list[int]], None]) -> None:
+    def each(self, rows: Sequence[Row], work: Callable[[list[int]], object]) -> None:
         """Do work for rows, given by their indices, some at a time: rows that were quick first.
 
         Once their tenant's share is used up, rows fail instead. Those that were slow come last, so it is they.
@@ -64,7 +64,7 @@ class Shares:
                 work(left)
                 self._count([rows[index] for index in left], elapsed(began))
 
-    def one(self, row: Row, work: Callable[[], None]) -> None:
+    def one(self, row: Row, work: Callable[[], object]) -> None:
         """Do work for one row in this thread, or let the row fail."""
         if self.over(row.tenant):
             row.failed = True

@@ -30,7 +30,7 @@ from neighbour import OURS, THEIRS, Neighbour, Served, about, beside, serving
 
 from holdfast import LLM, SamplingParams
 from holdfast.core.types import Grammar, GrammarKind
-from holdfast.engine.client import RequestRefused
+from holdfast.lm.limits import RequestRefused
 
 Fields = Mapping[str, Any]
 """Fields of a request that ask for structured output."""

@@ -13,9 +13,9 @@ from typing import Protocol
 
 QUICK = 0.001
 """Seconds of a row's mask, or of reading one token, that count for nobody. A usual one takes 50 us."""
-SHARE = 0.05
+SHARE = 0.03
 """Seconds beyond QUICK that the rows of one tenant may take of a step, together."""
-ROWS_PER_THREAD = 2
+ROWS_PER_THREAD = 1
 """Rows of each thread between two looks at the clock."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from holdfast.lm.types import RowMove, Segment, StepPlan
+from holdfast.lm.types import RowMove, RowPlan, Segment, StepPlan
 
 
 def argument_of(module_class: Any, *names: str) -> str:
@@ -154,20 +154,22 @@ class StatePlaces:
     def apply(self, plan: StepPlan) -> None:
         """Follow a plan."""
         segments, at = list(plan.segments), 0
-        if plan.row_moves != tuple(sorted(plan.row_moves, key=lambda move: move.before)):
+        if plan.part(RowPlan).moves != tuple(sorted(plan.part(RowPlan).moves, key=lambda move: move.before)):
             raise RuntimeError(f"the moves of plan {plan.step} are not in the order of the forwards")
-        for index, forward in enumerate(plan.forwards):
+        for index, forward in enumerate(plan.part(RowPlan).forwards):
             self._move(plan, index)
             if not at <= forward.stop <= len(segments):
                 raise RuntimeError(f"forward {index} of plan {plan.step} stops at {forward.stop}, and starts at {at}")
             own, at = segments[at : forward.stop], forward.stop
             (self._run_apart if forward.apart else self._run_batch)(own, forward.ended)
-        self._move(plan, len(plan.forwards))
-        if at != len(segments) or any(move.before > len(plan.forwards) for move in plan.row_moves):
+        self._move(plan, len(plan.part(RowPlan).forwards))
+        if at != len(segments) or any(
+            move.before > len(plan.part(RowPlan).forwards) for move in plan.part(RowPlan).moves
+        ):
             raise RuntimeError(f"plan {plan.step} has segments or moves behind its last forward")
 
     def _move(self, plan: StepPlan, before: int) -> None:
-        for move in plan.row_moves:
+        for move in plan.part(RowPlan).moves:
             if move.before == before:
                 self._move_one(move)
 

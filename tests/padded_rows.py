@@ -6,7 +6,7 @@ from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.row_policies import RowPolicy
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
-from holdfast.lm.types import PENDING, Abilities, RowBytes, RowShape, StepResult
+from holdfast.lm.types import PENDING, Abilities, RowBytes, RowPlan, RowResult, RowShape, StepResult, TierCopied
 from tests.scheduling import model_state, sampled_from
 
 ABLE = Abilities(chunks=True, left_padding=True, batched_decode=True, shaping=True, croppable=True)
@@ -38,7 +38,7 @@ def create_row_scheduler(
 def forwards_of(plan):
     """The forwards of a plan in short: for each "batch" or "apart", its (sequence, start, stop), and its ended rows."""
     said, at = [], 0
-    for forward in plan.forwards:
+    for forward in plan.part(RowPlan).forwards:
         own = [(segment.sequence_id, segment.start, segment.stop) for segment in plan.segments[at : forward.stop]]
         said.append(("apart" if forward.apart else "batch", own, forward.ended))
         at = forward.stop
@@ -47,7 +47,7 @@ def forwards_of(plan):
 
 def moves_of(plan):
     """The moves of a plan in short: (before, kind, row, slot, length)."""
-    return [tuple(move) for move in plan.row_moves]
+    return [tuple(move) for move in plan.part(RowPlan).moves]
 
 
 class FakeRows:
@@ -77,23 +77,28 @@ class FakeRows:
         self.streams[request.id] = list(request.prompt)
 
     def submit(self, plan):
-        assert plan.forwards and plan.segments
+        assert plan.part(RowPlan).forwards and plan.segments
         self.plans.append(plan)
 
     def collect(self):
         plan = self.plans.popleft()
-        assert list(plan.row_moves) == sorted(plan.row_moves, key=lambda move: move.before)
+        assert list(plan.part(RowPlan).moves) == sorted(plan.part(RowPlan).moves, key=lambda move: move.before)
         at, given, lost = 0, [], []
-        for index, forward in enumerate(plan.forwards):
+        for index, forward in enumerate(plan.part(RowPlan).forwards):
             self._move(plan, index)
             segments, at = plan.segments[at : forward.stop], forward.stop
             given += self._run(segments, forward, lost)
-        self._move(plan, len(plan.forwards))
+        self._move(plan, len(plan.part(RowPlan).forwards))
         assert at == len(plan.segments)
         tokens = tuple(token for token in given if token is not None)
         counts = tuple(int(token is not None) for token in given)
         return StepResult(
-            plan.step, tokens, 1.0, plan.step, plan.step, counts=None if all(counts) else counts, lost=tuple(lost)
+            plan.step,
+            tokens,
+            1.0,
+            counts=None if all(counts) else counts,
+            copied=TierCopied(swapped_out=plan.step, swapped_in=plan.step),
+            parts=(RowResult(lost=tuple(lost)),),
         )
 
     def _run(self, segments, forward, lost):
@@ -176,7 +181,7 @@ class FakeRows:
         assert sum(self.shape.bytes.of(len(state)) for state in self.slots.values()) <= self.shape.host_memory
 
     def _move(self, plan, before):
-        for move in plan.row_moves:
+        for move in plan.part(RowPlan).moves:
             if move.before == before:
                 self._move_one(move)
 

@@ -10,7 +10,8 @@ from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import PENDING, StepPlan, StepResult
+from holdfast.lm.types import PENDING, StepPlan, StepResult, TierCopied
+from holdfast.lm.types.tuning import TrainingPlan
 
 EOS = 0
 VOCABULARY = 50
@@ -83,7 +84,7 @@ def answer(plan, token=7, swapped_out=None, swapped_in=None):
     """A result that gives each sampling segment the same token. All copies are complete unless given."""
     tokens = (token,) * plan.num_sampled
     done = [plan.step if step is None else step for step in (swapped_out, swapped_in)]
-    return StepResult(plan.step, tokens, 0.0, *done)
+    return StepResult(plan.step, tokens, 0.0, copied=TierCopied(*done))
 
 
 def model_state(tokens):
@@ -163,7 +164,7 @@ class FakeDevice:
             assert write.start <= len(table), "a table has no holes"
             table[write.start : write.start + len(write.blocks)] = write.blocks
         self._begin_to_swap_in(plan)
-        while self.coming and self.coming[0][0] <= plan.awaits:
+        while self.coming and self.coming[0][0] <= plan.copies.awaits:
             self._arrive()
         self._begin_to_swap_out(plan)
         samples = plan.samples or repeat(1)
@@ -177,15 +178,16 @@ class FakeDevice:
         tokens = tuple(token for each in given for token in each)
         counts = None if plan.samples is None else tuple(map(len, given))
         copied = self._complete_copies(plan), self._complete_arrivals(plan)
-        trained = self.trainer.run(plan.training, plan.lent) if plan.training is not None else None
-        return StepResult(plan.step, tokens, 0.0, *copied, counts=counts, training=trained)
+        training = plan.part(TrainingPlan)
+        trained = (self.trainer.run(training.slice, training.lent),) if training.slice else ()
+        return StepResult(plan.step, tokens, 0.0, counts, TierCopied(*copied), parts=trained)
 
     def _move_blocks(self, plan):
         """All at once: no move reads what another writes."""
-        sources, targets = ({move[side] for move in plan.block_moves} for side in (0, 1))
-        assert len(sources) == len(targets) == len(plan.block_moves) and not sources & targets
+        sources, targets = ({move[side] for move in plan.part(TrainingPlan).moves} for side in (0, 1))
+        assert len(sources) == len(targets) == len(plan.part(TrainingPlan).moves) and not sources & targets
         under_copy = {source for _, copies in self.leaving for (source, _), _ in copies}
-        for source, target in plan.block_moves:
+        for source, target in plan.part(TrainingPlan).moves:
             assert self._untouched(source) and self._untouched(target) and source not in under_copy
             size = self.block_size
             self.slots[target * size : (target + 1) * size] = self._contents(source)
@@ -194,11 +196,11 @@ class FakeDevice:
         return self.slots[block * self.block_size : (block + 1) * self.block_size]
 
     def _begin_to_swap_in(self, plan):
-        targets = {target for _, target in plan.swap_in}
-        assert len(targets) == len(plan.swap_in), "two copies write to one block"
-        for source, _ in plan.swap_in:
+        targets = {target for _, target in plan.copies.swap_in}
+        assert len(targets) == len(plan.copies.swap_in), "two copies write to one block"
+        for source, _ in plan.copies.swap_in:
             assert self.host[source] is not None, f"place {source} of the host is read, but nothing is there"
-        self.coming.append((plan.step, [(target, self.host[source]) for source, target in plan.swap_in]))
+        self.coming.append((plan.step, [(target, self.host[source]) for source, target in plan.copies.swap_in]))
 
     def _arrive(self):
         number, copies = self.coming.popleft()
@@ -221,12 +223,12 @@ class FakeDevice:
 
     def _begin_to_swap_out(self, plan):
         under_way = {target for _, copies in self.leaving for (_, target), _ in copies}
-        for source, target in plan.swap_out:
+        for source, target in plan.copies.swap_out:
             assert self._untouched(source), f"block {source} is copied before it is there"
             assert target not in under_way, "two copies write to one place"
             under_way.add(target)
             self.host[target] = None
-        self.leaving.append((plan.step, [(copy, self._contents(copy.source)) for copy in plan.swap_out]))
+        self.leaving.append((plan.step, [(copy, self._contents(copy.source)) for copy in plan.copies.swap_out]))
 
     def _complete_copies(self, plan):
         """Let some of the copies arrive, the oldest first; all, where there is nothing else to do."""
@@ -242,7 +244,7 @@ class FakeDevice:
 
     def _goes_on(self, plan):
         """Whether a plan's result need not wait for copies."""
-        return (plan.segments or plan.training is not None) and self.choose is not None
+        return (plan.segments or plan.part(TrainingPlan).slice) and self.choose is not None
 
     def _slots_of(self, row, start, stop):
         size, table = self.block_size, self.tables[row]

@@ -175,7 +175,7 @@ def test_a_word_that_was_replaced_is_refused(name: str, instead: str) -> None:
     [
         "lm.execution.batch.Fields.take",
         "lm.scheduler.scheduler.Scheduler.schedule",
-        "lm.types.StepPlan",
+        "lm.types.plan.StepPlan",
         "core.types.Request.arrival",
         "lab.planning.CapacityQuestion.arriving",
         "lm.models.decoder.WeightSource.fill",

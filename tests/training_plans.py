@@ -8,7 +8,8 @@ from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.scheduler.training_room import TrainingRoom
 from holdfast.lm.scheduler.tuner import Tuner
-from holdfast.lm.types import StepResult, TrainingResult
+from holdfast.lm.types import StepResult, TierCopied
+from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 from holdfast.training.jobs import Hyperparameters, JobSteps, TrainingJob
 
 LAYERS = 2
@@ -105,7 +106,7 @@ class FakeTrainer:
                     assert lent >= vectors, "they are read in this plan"
                     self.resident = None
                 self._use(0 if slice_.action == "offload" else vectors, lent)
-        return TrainingResult(
+        return TrainingReport(
             slice_.job, slice_.step, slice_.micro_batch, slice_.action, slice_.first, slice_.stop,
             self.seconds(slice_), tokens, loss,
         )  # fmt: skip
@@ -222,8 +223,8 @@ class FakeEngine:
             if plan.segments and self.predict is not None:
                 seconds = self.predict([(s.start, s.stop) for s in plan.segments]) * self.step_share()
             trained = None
-            if plan.training is not None:
-                trained = self.slice_seconds(plan.training) * self.training_share()
+            if plan.part(TrainingPlan).slice:
+                trained = self.slice_seconds(plan.part(TrainingPlan).slice) * self.training_share()
             self.free_at = max(self.free_at, self.now) + seconds + (trained or 0.0)
             self.plans.append((self.now, plan))
             self.in_flight.append((plan, seconds, trained, self.free_at))
@@ -231,11 +232,18 @@ class FakeEngine:
             self.now = max(self.now, self.due[0].arrival) if self.due else self.now
             return
         plan, seconds, trained, self.now = self.in_flight.popleft()
-        given = plan.training
-        result = None
-        if given is not None:
-            result = TrainingResult(
+        given = plan.part(TrainingPlan).slice
+        parts = ()
+        if given:
+            report = TrainingReport(
                 given.job, given.step, given.micro_batch, given.action, given.first, given.stop, trained
             )
-        done = StepResult(plan.step, (7,) * plan.num_sampled, seconds, plan.step, plan.step, training=result)
+            parts = (report,)
+        done = StepResult(
+            plan.step,
+            (7,) * plan.num_sampled,
+            seconds,
+            copied=TierCopied(swapped_out=plan.step, swapped_in=plan.step),
+            parts=parts,
+        )
         self.scheduler.update(plan, done, self.now)

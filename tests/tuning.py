@@ -12,7 +12,7 @@ import torch
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
-from holdfast.lm.types import TrainingAction, TrainingResult, TrainingSlice
+from holdfast.lm.types.tuning import TrainingAction, TrainingReport, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, write_examples
 from holdfast.training.iteration import Arena, arena_of
 from holdfast.training.jobs import Hyperparameters, TrainingJob
@@ -89,7 +89,7 @@ def trainer_for(model: Decoder, *, mirror: Path | None = None, arena: Arena | No
     return Trainer(model, arena or arena_for(model), base_digest=BASE, mirror=mirror)
 
 
-def act(trainer: Trainer, job: str, action: TrainingAction, lent: int = BLOCKS) -> TrainingResult:
+def act(trainer: Trainer, job: str, action: TrainingAction, lent: int = BLOCKS) -> TrainingReport:
     """An action on a job, where it stands."""
     step, micro_batch, _ = trainer.next_slice(job)
     return trainer.run(TrainingSlice(job, step, micro_batch, action), lent)
@@ -102,7 +102,7 @@ def advance(
     *,
     keep: bool = True,
     lent: int = BLOCKS,
-) -> TrainingResult:
+) -> TrainingReport:
     """The next units of a resident job's micro-batch; None: all that are left of it."""
     step, micro_batch, first = trainer.next_slice(job)
     last = len(trainer.steps(job).micro_batches(step)[micro_batch].units)

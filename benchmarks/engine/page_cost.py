@@ -42,7 +42,7 @@ from holdfast.engine.process.watched import Watched
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import LanguageLoop, StepPlan, StepResult
+from holdfast.lm.types import LanguageLoop, StepPlan, StepResult, TierCopied
 from holdfast.loop.loop import Loop
 
 DRAWING = """() => {
@@ -105,7 +105,12 @@ class Resting:
         plan = self._plans.popleft()
         if self.seconds:
             time.sleep(self.seconds)
-        return StepResult(plan.step, (7,) * plan.num_sampled, self.seconds, plan.step, plan.step)
+        return StepResult(
+            plan.step,
+            (7,) * plan.num_sampled,
+            self.seconds,
+            copied=TierCopied(swapped_out=plan.step, swapped_in=plan.step),
+        )
 
     def close(self) -> None:
         self._plans.clear()

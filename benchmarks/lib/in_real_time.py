@@ -260,11 +260,11 @@ class StepRecord:
             decodes=len(spans) - len(chunks), context=sum(stop for start, stop in spans if stop - start == 1),
             prefill=sum(stop - start for start, stop in chunks), chunks=len(chunks),
             pairs=sum((stop - start) * (start + stop) // 2 for start, stop in chunks),
-            awaits=plan.awaits, waiting=len(queues.waiting), running=len(queues.running),
+            awaits=plan.copies.awaits, waiting=len(queues.waiting), running=len(queues.running),
             arriving=len(queues.swapping_in), ready=pool.allocatable, available=pool.available,
             preempted=len(plan.preempted),
         )  # fmt: skip
-        row["in"], row["out"] = len(plan.swap_in), len(plan.swap_out)
+        row["in"], row["out"] = len(plan.copies.swap_in), len(plan.copies.swap_out)
         self._under_way[plan.step] = row
         return plan
 
@@ -275,7 +275,7 @@ class StepRecord:
     def _collect(self) -> StepResult:
         began = time.monotonic()
         result = self._inner[3]()
-        copies = [(copy.step, copy.inward, copy.bytes, round(copy.seconds, 6)) for copy in result.copies]
+        copies = [(copy.step, copy.inward, copy.bytes, round(copy.seconds, 6)) for copy in result.copied.times]
         self._under_way[result.step] |= dict(
             collect=began, collected=time.monotonic(), seconds=result.seconds, copies=copies
         )

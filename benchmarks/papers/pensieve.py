@@ -59,7 +59,7 @@ from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.order import make_order
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import StepPlan, StepResult
+from holdfast.lm.types import StepPlan, StepResult, TierCopied
 from holdfast.loop.loop import Loop
 
 # ---- rates: throughput on derived devices -------------------------------------------------------------------------
@@ -438,7 +438,9 @@ def play(options: argparse.Namespace, eviction: str, device: int, host: int, sta
             old = min(segment.stop, fresh[segment.sequence_id])  # an earlier turn computed up to here
             if segment.start < old:
                 again_seconds += (old - segment.start) * (token + pair * (segment.start + old) / 2)
-        result = StepResult(plan.step, (1,) * plan.num_sampled, 0.0, plan.step, plan.step)
+        result = StepResult(
+            plan.step, (1,) * plan.num_sampled, 0.0, copied=TierCopied(swapped_out=plan.step, swapped_in=plan.step)
+        )
         for output in scheduler.update(plan, result, now):
             conversation = alive[output.request_id]
             conversation.tokens += output.tokens
@@ -613,7 +615,7 @@ class H200:
             pairs = sum((stop - start) * (start + stop) / 2e3 for start, stop in spans if stop - start > 1)
             size = next(size for size in MIXED if tokens <= size)
             ms = MIXED[size] + self._mixed_context * context + 0.0085 * min(pairs, 60) + 0.0018 * max(0, pairs - 60)
-        return [(ms + 0.33 * bool(plan.swap_in)) / 1e3]
+        return [(ms + 0.33 * bool(plan.copies.swap_in)) / 1e3]
 
 
 class Gathering(StallFree):

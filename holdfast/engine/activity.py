@@ -7,6 +7,7 @@ sent the same records.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +17,8 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.look import QueueLook, look
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import SchedulerStats, StepPlan, StepResult
+from holdfast.lm.types import RowMove, RowPlan, SchedulerStats, StepPlan, StepResult, idle_tokens
+from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 
 MOST_REQUESTS = 64
 """Requests of each queue that a record tells of."""
@@ -116,8 +118,9 @@ class StepRecorder:
     def submit(self, plan: StepPlan, now: float) -> None:
         """A plan is submitted."""
         self._plans.append((plan, now))
-        into, out = self._row_copies(plan) if plan.row_moves else (0, 0)
-        for inward, copies, rows in ((True, len(plan.swap_in), into), (False, len(plan.swap_out), out)):
+        moves = plan.part(RowPlan).moves
+        into, out = self._row_copies(moves) if moves else (0, 0)
+        for inward, copies, rows in ((True, len(plan.copies.swap_in), into), (False, len(plan.copies.swap_out), out)):
             if copies or rows:
                 self._copying[plan.step, inward] = now, copies or rows, "blocks" if copies else "rows"
 
@@ -127,11 +130,12 @@ class StepRecorder:
             return None
         plan, submitted = self._plans.popleft()
         # Use the device's own measure where it fits between the neighbours: steps run one after another.
-        training = 0.0 if result.training is None else result.training.seconds
+        training = result.part(TrainingReport).seconds
         began = max(submitted, self._free_at, now - result.seconds - training)
         self._free_at = now
         computed = now - began
-        if plan.training is not None:
+        tuning = plan.part(TrainingPlan)
+        if tuning.slice:
             computed *= 1.0 - (training / max(result.seconds + training, 1e-9) if plan.segments else 1.0)
         columns = plan.columns
         starts, stops = columns.column("start"), columns.column("stop")
@@ -157,33 +161,31 @@ class StepRecorder:
             segments=len(starts),
             preempted=list(plan.preempted),
             chunks=chunks,
-            budget=plan.budget,
-            predicted=round(plan.predicted, 6),
-            swap_in=len(plan.swap_in),
-            swap_out=len(plan.swap_out),
-            lent=plan.lent,
+            budget=plan.forecast.budget,
+            predicted=round(plan.forecast.predicted, 6),
+            swap_in=len(plan.copies.swap_in),
+            swap_out=len(plan.copies.swap_out),
+            lent=tuning.lent,
         )
-        if plan.forwards:
-            record.forwards, record.idle_tokens = len(plan.forwards), plan.idle_tokens
-        if plan.training is not None:
+        if forwards := plan.part(RowPlan).forwards:
+            record.forwards, record.idle_tokens = len(forwards), idle_tokens(plan)
+        if tuning.slice:
             record.training = self._slice(plan, result, began + computed, now)
-        if result.copies:
+        if result.copied.times:
             record.copies = [
-                self._copied(copy.step, copy.inward, copy.bytes, copy.seconds, now) for copy in result.copies
+                self._copied(copy.step, copy.inward, copy.bytes, copy.seconds, now) for copy in result.copied.times
             ]
         return Recorded(plan, record)
 
-    def _slice(self, plan: StepPlan, result: StepResult, began: float, ended: float) -> SliceRecord | None:
-        part = plan.training
-        if part is None:
-            return None
+    def _slice(self, plan: StepPlan, result: StepResult, began: float, ended: float) -> SliceRecord:
+        part, loss = plan.part(TrainingPlan).slice, result.part(TrainingReport).loss
         record = SliceRecord(
             plan.step, part.job, part.step, part.micro_batch, part.action, round(began, 6), round(ended - began, 6)
         )
         if part.action == "run":
             record.first, record.units, record.keeps = part.first, part.stop - part.first, part.keep
-        if result.training is not None and result.training.loss is not None:
-            record.loss = round(result.training.loss, 6)
+        if loss is not None:
+            record.loss = round(loss, 6)
         return record
 
     def _copied(self, step: int, inward: bool, size: int, seconds: float, now: float) -> CopyRecord:
@@ -197,10 +199,10 @@ class StepRecorder:
             record.blocks = count
         return record
 
-    def _row_copies(self, plan: StepPlan) -> tuple[int, int]:
-        """How many states of rows a plan copies to the device and to the host."""
+    def _row_copies(self, moves: Iterable[RowMove]) -> tuple[int, int]:
+        """How many states of rows these moves copy to the device and to the host."""
         into = out = 0
-        for move in plan.row_moves:
+        for move in moves:
             if move.kind in ("store", "offload"):
                 self._host_slots.add(move.slot)
                 out += 1

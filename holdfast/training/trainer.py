@@ -18,7 +18,7 @@ import torch
 from holdfast.lm.kernels.training.attention import sent
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter
-from holdfast.lm.types import TrainingResult, TrainingSlice
+from holdfast.lm.types.tuning import TrainingReport, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.iteration import Arena, Iteration, Places, kept_places
 from holdfast.training.jobs import Hyperparameters, JobSteps, MicroBatch, TrainingJob
@@ -39,11 +39,11 @@ class LaunchedSlice:
     def __init__(self, slice_: TrainingSlice, tokens: int, loss: torch.Tensor | None, timer: _Timer) -> None:
         self._slice, self._tokens, self._loss, self._timer = slice_, tokens, loss, timer
 
-    def result(self) -> TrainingResult:
+    def result(self) -> TrainingReport:
         """What it took and gave, once the device is done with it."""
         given = self._slice
         seconds = self._timer.seconds()
-        return TrainingResult(
+        return TrainingReport(
             given.job, given.step, given.micro_batch, given.action, given.first, given.stop, seconds, self._tokens,
             None if self._loss is None else float(self._loss), self._timer.launch_seconds,
         )  # fmt: skip
@@ -250,7 +250,7 @@ class Trainer:
 
     # Slices
 
-    def run(self, slice_: TrainingSlice, lent: int) -> TrainingResult:
+    def run(self, slice_: TrainingSlice, lent: int) -> TrainingReport:
         """`launch`, and wait for the result."""
         return self.launch(slice_, lent).result()
 

@@ -30,6 +30,7 @@ from holdfast.engine.messages import JobEnded, JobInfo, JobStart, JobStatus, Job
 from holdfast.engine.process.build import build_engine
 from holdfast.engine.process.serve import handle, serve
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
+from holdfast.lm.types.tuning import TrainingReport
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
 
@@ -74,9 +75,9 @@ class Bench:
 
         def watched() -> Any:
             result = collect()
-            if result.training is not None:
+            if result.part(TrainingReport):
                 self.beside += bool(result.tokens)
-                self.actions[result.training.action] += 1
+                self.actions[result.part(TrainingReport).action] += 1
             return result
 
         self.loop.executor.collect = watched  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ import torch
 from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.sampling.sample import sample
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, StepResult
+from holdfast.lm.types.vectors import VectorResult
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -40,8 +41,14 @@ def test_log_probabilities_stay_with_their_tokens() -> None:
 
 
 def test_each_segment_keeps_the_hidden_state_of_its_last_token() -> None:
-    result = StepResult(0, (8, 9, 3, 5), 0.1, vectors=(b"", b"after 8", b"", b"state")).verified([(8, 7), ()])
-    assert (result.tokens, result.counts, result.vectors) == ((8, 9, 5), (2, 1), (b"after 8", b"state"))
+    result = StepResult(0, (8, 9, 3, 5), 0.1, parts=(VectorResult(vectors=(b"", b"after 8", b"", b"state")),)).verified(
+        [(8, 7), ()]
+    )
+    assert (result.tokens, result.counts, result.part(VectorResult).vectors) == (
+        (8, 9, 5),
+        (2, 1),
+        (b"after 8", b"state"),
+    )
 
 
 @pytest.mark.parametrize("draft", range(4))

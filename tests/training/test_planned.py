@@ -15,6 +15,7 @@ from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.deferral import Deferred
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.slices import TrainingSlices
+from holdfast.lm.types.tuning import TrainingPlan
 from tests.scheduling import answer, create_scheduler
 from tests.training_plans import a_request, cost_model, make_tuner
 from tests.tuning import act, advance, arena_for, drawn_examples, finish, native, new_job, trainer_for
@@ -68,12 +69,12 @@ def test_jobs_beside_requests_have_the_losses_and_parameters_of_jobs_alone(
         plan = scheduler.schedule(now)
         assert plan is not None
         result = answer(plan)
-        if plan.training is not None:
-            actions[plan.training.action] += 1
-            done = trainer.run(plan.training, plan.lent)
+        if plan.part(TrainingPlan).slice:
+            actions[plan.part(TrainingPlan).slice.action] += 1
+            done = trainer.run(plan.part(TrainingPlan).slice, plan.part(TrainingPlan).lent)
             if done.loss is not None:
                 losses[done.job].append(done.loss)
-            result = replace(result, training=replace(done, seconds=0.002 * (done.stop - done.first)))
+            result = replace(result, parts=(replace(done, seconds=0.002 * (done.stop - done.first)),))
         scheduler.update(plan, result, now)
         now += 0.005
     assert losses == expected

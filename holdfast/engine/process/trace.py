@@ -13,7 +13,8 @@ import msgspec
 from holdfast.core.config import EngineConfig
 from holdfast.engine.activity import CopyRecord, Scene, SliceRecord, StepRecord, StepRecorder, verified_segments
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import EngineShape, LanguageExecutor, Segment, StepPlan, StepResult
+from holdfast.lm.types import EngineShape, LanguageExecutor, RowPlan, Segment, StepPlan, StepResult
+from holdfast.lm.types.tuning import TrainingPlan
 from holdfast.loop.contracts import Clock
 
 MICROSECONDS = 1e6
@@ -94,7 +95,7 @@ class TracedExecutor:
         recorded = self._recorder.collect(result, self._clock())
         assert recorded is not None
         plan, record = recorded
-        events = self._events(plan, record) if plan.segments or plan.training is None else []
+        events = self._events(plan, record) if plan.segments or not plan.part(TrainingPlan).slice else []
         events += self._training(record)
         events += [self._copied(copy) for copy in record.copies]
         self._write(events)
@@ -165,7 +166,7 @@ class TracedExecutor:
         at, verified = 0, {plan.segments[place].row for place in verified_segments(plan)}
         for run in runs(plan):
             share = seconds * run.share
-            if plan.forwards:
+            if plan.part(RowPlan).forwards:
                 events.append(event("X", DEVICE, FORWARDS, began, share, name=run.name, args=run.numbers))
             for segment in plan.segments[at : run.stop]:
                 kind = "verify" if segment.row in verified else "decode" if segment.length == 1 else "prefill"
@@ -216,10 +217,10 @@ class Run(NamedTuple):
 
 def runs(plan: StepPlan) -> list[Run]:
     """The runs of a plan: its forwards, or the only one of packed tokens."""
-    if not plan.forwards:
+    if not plan.part(RowPlan).forwards:
         return [Run(len(plan.segments), 1.0, "", {})]
     sizes, at = [], 0
-    for forward in plan.forwards:
+    for forward in plan.part(RowPlan).forwards:
         lengths = [segment.length for segment in plan.segments[at : forward.stop]]
         sizes.append((len(lengths) + len(forward.ended), max(lengths, default=1), sum(lengths)))
         at = forward.stop
@@ -231,7 +232,7 @@ def runs(plan: StepPlan) -> list[Run]:
             f"{rows} × {longest}{' apart' if forward.apart else ''}",
             {"rows": rows, "longest": longest, "idle tokens": rows * longest - own, "ended rows": len(forward.ended)},
         )
-        for forward, (rows, longest, own) in zip(plan.forwards, sizes, strict=True)
+        for forward, (rows, longest, own) in zip(plan.part(RowPlan).forwards, sizes, strict=True)
     ]
 
 

@@ -28,6 +28,7 @@ from holdfast.engine.ranks.messages import (
     Prepare,
     Stepped,
     TimeLinks,
+    read_parts,
 )
 from holdfast.engine.ranks.paged import weights_of
 from holdfast.engine.ranks.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, STEP_SECONDS, Ranks
@@ -48,6 +49,7 @@ from holdfast.lm.types import (
     MemoryMeasurement,
     StepPlan,
     StepResult,
+    TierCopied,
 )
 
 log = logging.getLogger("holdfast.engine")
@@ -211,10 +213,6 @@ class ManyHost(HostTier):
         self._own.begin()
 
 
-TOLD = ("tokens", "logprobs", "prompt_logprobs", "vectors", "forced")
-"""What the last stage tells of a step."""
-
-
 class _Flight(NamedTuple):
     """A plan in flight."""
 
@@ -250,7 +248,9 @@ class ManyExecutor(DeviceExecutor):
         except Exception as error:
             raise self._ranks.cause(error) from error
         self._copying |= {
-            (plan.step, inward): [] for inward, copies in ((True, plan.swap_in), (False, plan.swap_out)) if copies
+            (plan.step, inward): []
+            for inward, copies in ((True, plan.copies.swap_in), (False, plan.copies.swap_out))
+            if copies
         }
         self._in_flight.append(_Flight(plan.step, not plan.segments))
 
@@ -262,7 +262,7 @@ class ManyExecutor(DeviceExecutor):
             result = self._own.collect()
         except Exception as error:
             raise self._ranks.cause(error) from error
-        self._note(result.copies)
+        self._note(result.copied.times)
         self._take()
         while not self._complete(flight):
             self._ranks.wait(BEAT_SECONDS)
@@ -271,8 +271,10 @@ class ManyExecutor(DeviceExecutor):
         if self._later and not flight.waits:
             parts = [self._stepped[rank].popleft() for rank in self._later]
             seconds = (result.seconds, *(part.seconds for part in parts))
-            told = {name: getattr(parts[-1], name) for name in TOLD}
-            result = replace(result, **told, seconds=sum(seconds), stages=seconds)
+            last = parts[-1]
+            result = replace(
+                result, tokens=last.tokens, logprobs=last.logprobs, seconds=sum(seconds), stages=seconds
+            ).with_parts(*read_parts(last.parts))
         return self._with_copies(result)
 
     def prepare(self) -> bool:
@@ -337,7 +339,9 @@ class ManyExecutor(DeviceExecutor):
         )
         return replace(
             result,
-            swapped_in=int(min(result.swapped_in, last_in)),
-            swapped_out=int(min(result.swapped_out, last_out)),
-            copies=tuple(found),
+            copied=TierCopied(
+                swapped_out=int(min(result.copied.swapped_out, last_out)),
+                swapped_in=int(min(result.copied.swapped_in, last_in)),
+                times=tuple(found),
+            ),
         )

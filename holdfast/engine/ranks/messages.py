@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
 
 from holdfast.core.columns import Columns
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, TokenLogprobs
-from holdfast.lm.types import Answer as RowAnswer
 from holdfast.lm.types import (
-    BlockCopy,
-    BlockMove,
     CopyTime,
-    Forced,
-    History,
     MemoryMeasurement,
+    PartPlan,
+    PartResult,
     Sampling,
     Segment,
     StepPlan,
     TableWrite,
-    Telling,
+    TierCopies,
 )
+from holdfast.lm.types.parts import VALUES
+
+WrittenParts = tuple[tuple[str, msgspec.Raw], ...]
+"""What parts add to a plan or to a result: of each, the name of its class, and its value in MessagePack."""
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -84,15 +88,10 @@ class Plan(Message, tag="plan"):
     drawn: dict[int, Sampling]
     """By index, how those segments sample whose row did not sample so the last time."""
     table_writes: tuple[TableWrite, ...]
-    swap_in: tuple[BlockCopy, ...]
-    swap_out: tuple[BlockCopy, ...]
-    awaits: int
-    block_moves: tuple[BlockMove, ...]
-    histories: tuple[History, ...] = ()
+    copies: TierCopies
     most: tuple[int, ...] | None = None
     """As `StepPlan.samples`."""
-    tells: tuple[Telling, ...] = ()
-    answers: tuple[RowAnswer, ...] = ()
+    parts: WrittenParts = ()
 
 
 class End(Message, tag="end"):
@@ -128,9 +127,8 @@ class Stepped(Message, tag="stepped"):
     seconds: float
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """As in `StepResult`, from the last stage."""
-    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    vectors: tuple[bytes, ...] = ()
-    forced: tuple[Forced, ...] = ()
+    parts: WrittenParts = ()
+    """As in `StepResult`, from the last stage."""
 
 
 class Copied(Message, tag="copied"):
@@ -154,6 +152,7 @@ Answer = Loaded | Measured | Done | Stepped | Copied | Failed
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)
 _answers = msgspec.msgpack.Decoder(Answer)
+_values = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in VALUES}
 
 
 def encode(message: Command | Answer) -> bytes:
@@ -171,6 +170,16 @@ def decode_answer(data: bytes) -> Answer:
     """An answer from bytes."""
     answer: Answer = _answers.decode(data)
     return answer
+
+
+def write_parts(parts: Iterable[PartPlan | PartResult]) -> WrittenParts:
+    """These values of parts, each with the name of its class."""
+    return tuple([(type(part).__name__, msgspec.Raw(_encoder.encode(part))) for part in parts])
+
+
+def read_parts(written: WrittenParts) -> tuple[Any, ...]:
+    """The values that `write_parts` was given. Raises KeyError for a class that is not in `VALUES`."""
+    return tuple([_values[name].decode(data) for name, data in written])
 
 
 class PlanWriter:
@@ -198,14 +207,9 @@ class PlanWriter:
             samples=bytes([record is not None for record in sampling]),
             drawn=drawn,
             table_writes=plan.table_writes,
-            swap_in=plan.swap_in,
-            swap_out=plan.swap_out,
-            awaits=plan.awaits,
-            block_moves=plan.block_moves,
-            histories=plan.histories,
+            copies=plan.copies,
             most=plan.samples,
-            tells=plan.tells,
-            answers=plan.answers,
+            parts=write_parts(plan.parts),
         )
 
 
@@ -234,12 +238,7 @@ class PlanReader:
                 sampling=sampling,
             ),
             table_writes=message.table_writes,
-            swap_in=message.swap_in,
-            swap_out=message.swap_out,
-            awaits=message.awaits,
-            block_moves=message.block_moves,
-            histories=message.histories,
             samples=message.most,
-            tells=message.tells,
-            answers=message.answers,
+            copies=message.copies,
+            parts=read_parts(message.parts),
         )

@@ -141,11 +141,11 @@ class Rank:
                 result = device.executor.collect()
                 steps += 1
                 board.set(rank, STEPS, steps)
-                if result.copies:
-                    self._answer(messages.Copied(result.copies))
+                if result.copied.times:
+                    self._answer(messages.Copied(result.copied.times))
                 if reports and has_segments:
-                    told = result.logprobs, result.prompt_logprobs, result.vectors, result.forced
-                    self._answer(messages.Stepped(result.tokens, result.seconds, *told))
+                    parts = messages.write_parts(result.parts)
+                    self._answer(messages.Stepped(result.tokens, result.seconds, result.logprobs, parts))
                 self._submitted.task_done()
         except BaseException as error:
             self.fail(error)

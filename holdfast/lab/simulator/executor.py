@@ -12,7 +12,8 @@ from holdfast.core.types import Identity
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.training import SimulatedTrainer
 from holdfast.lm.scheduler.drafts import Drafter, Matcher
-from holdfast.lm.types import PENDING, CopyTime, StepPlan, StepResult, TrainingResult
+from holdfast.lm.types import PENDING, CopyTime, PartResult, StepPlan, StepResult, TierCopied
+from holdfast.lm.types.tuning import TrainingPlan
 
 TOKEN, OTHER = 7, 8
 """What steps sample: the first, or the other where a guess is to be wrong. No model runs: a sequence ends at its
@@ -158,7 +159,7 @@ class SimulatedExecutor:
         self._reserves = step_times.reserves()
         self._free_at = [0.0] * len(self._reserves)
         """By stage: when it has finished all submitted steps."""
-        self._in_flight: deque[tuple[StepPlan, tuple[float, ...], float, float, TrainingResult | None]] = deque()
+        self._in_flight: deque[tuple[StepPlan, tuple[float, ...], float, float, tuple[PartResult, ...]]] = deque()
         """Plans, each with the seconds of each stage, of what they sent and of its end, and what its slice gave."""
         self._in_free = self._out_free = 0.0
         """When each direction of the copy link becomes free."""
@@ -176,7 +177,7 @@ class SimulatedExecutor:
         now, free_at, step_times = self._clock.now, self._free_at, self._step_times
         at = max(now, free_at[0], self._tokens_at(plan))
         self._copy(plan, at)
-        arrived = max((copy.ends for copy in self._swapping_in if copy.time.step <= plan.awaits), default=0.0)
+        arrived = max((copy.ends for copy in self._swapping_in if copy.time.step <= plan.copies.awaits), default=0.0)
         hop = step_times.hop(plan)
         pace = self._pace(at)
         stages, took = [pace * seconds for seconds in step_times.stages(plan)], []
@@ -187,22 +188,23 @@ class SimulatedExecutor:
             free_at[stage] = max(begins + stages[stage], arrived)
             took.append(free_at[stage] - begins)
             at = free_at[stage] + hop
-        computed, trained = free_at[-1], None
-        if plan.training is not None:
+        computed, parts = free_at[-1], tuple[PartResult, ...]()
+        if slice_ := plan.part(TrainingPlan).slice:
             assert self._trainer is not None and len(stages) == 1
-            trained = self._trainer.time(plan.training)
+            trained = self._trainer.time(slice_)
             free_at[0] += trained.seconds
+            parts = (trained,)
         self.stages_busy = [before + seconds for before, seconds in zip(self.stages_busy, stages, strict=True)]
         if len(stages) > 1:
             back = computed + step_times.hop_of_tokens()
             self._sampled_at |= {segment.row: back for segment in plan.segments if segment.sampling is not None}
-        self._in_flight.append((plan, tuple(took), hop * (len(stages) - 1), free_at[-1], trained))
+        self._in_flight.append((plan, tuple(took), hop * (len(stages) - 1), free_at[-1], parts))
 
     def collect(self) -> StepResult:
-        plan, stages, sent, ends, trained = self._in_flight.popleft()
+        plan, stages, sent, ends, parts = self._in_flight.popleft()
         clock, directions = self._clock, (self._swapping_out, self._swapping_in)
         clock.advance_to(ends)
-        if not (plan.num_tokens or trained):  # a plan without segments is complete when all copies are
+        if not (plan.num_tokens or parts):  # a plan without segments is complete when all copies are
             clock.advance_to(max((copies[-1].ends for copies in directions if copies), default=0.0))
         done: list[CopyTime] = []
         for copies in directions:
@@ -214,7 +216,14 @@ class SimulatedExecutor:
         if self._acceptance < 1:
             tokens = tuple([TOKEN if self._random.random() < self._acceptance else OTHER for _ in range(sampled)])
         seconds, of_stages = sum(stages) + sent, stages if len(stages) > 1 else ()
-        result = StepResult(plan.step, tokens, seconds, out, into, tuple(done), training=trained, stages=of_stages)
+        result = StepResult(
+            plan.step,
+            tokens,
+            seconds,
+            stages=of_stages,
+            copied=TierCopied(swapped_out=out, swapped_in=into, times=tuple(done)),
+            parts=parts,
+        )
         drafts = plan.drafts
         return result if drafts is None else result.verified(drafts)
 
@@ -236,12 +245,12 @@ class SimulatedExecutor:
 
     def _copy(self, plan: StepPlan, computed: float) -> None:
         """Start the plan's copies. `computed` is when the computation submitted so far ends."""
-        if plan.swap_in:
+        if plan.copies.swap_in:
             self._in_free = max(computed, self._in_free)
-            self._in_free = self._start(plan, inward=True, blocks=len(plan.swap_in), at=self._in_free)
-        if plan.swap_out:
+            self._in_free = self._start(plan, inward=True, blocks=len(plan.copies.swap_in), at=self._in_free)
+        if plan.copies.swap_out:
             at = max(computed, self._in_free, self._out_free)
-            self._out_free = self._start(plan, inward=False, blocks=len(plan.swap_out), at=at)
+            self._out_free = self._start(plan, inward=False, blocks=len(plan.copies.swap_out), at=at)
         self._last_step = plan.step
 
     def _start(self, plan: StepPlan, *, inward: bool, blocks: int, at: float) -> float:

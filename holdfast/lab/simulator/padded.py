@@ -8,7 +8,7 @@ from math import inf
 
 from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.lab.simulator.executor import StepTimes
-from holdfast.lm.types import RowMove, Segment, StepPlan
+from holdfast.lm.types import RowMove, RowPlan, Segment, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +120,17 @@ class Batch:
     def follow(self, plan: StepPlan) -> tuple[int, int]:
         """Apply a whole plan. Returns the most positions, and the most columns, that the batch had in a forward."""
         segments, positions, width, at = list(plan.segments), self.positions, self.width, 0
-        for index, forward in enumerate(plan.forwards):
-            for move in plan.row_moves:
+        rows_plan = plan.part(RowPlan)
+        for index, forward in enumerate(rows_plan.forwards):
+            for move in rows_plan.moves:
                 if move.before == index:
                     self.move(move)
             if not forward.apart:
                 rows, _, during = self.run(segments[at : forward.stop])
                 positions, width = max(positions, rows * during), max(width, during)
             at = forward.stop
-        for move in plan.row_moves:
-            if move.before >= len(plan.forwards):
+        for move in rows_plan.moves:
+            if move.before >= len(rows_plan.forwards):
                 self.move(move)
         return positions, width
 
@@ -157,13 +158,14 @@ class PaddedStepTimes(StepTimes):
 
     def stages(self, plan: StepPlan) -> list[float]:
         """Seconds of the plan, as those of the only stage. Raises ValueError for a plan of packed tokens."""
-        if plan.segments and not plan.forwards:
+        forwards = plan.part(RowPlan).forwards
+        if plan.segments and not forwards:
             raise ValueError(f"plan {plan.step} has no forwards; padded rows need them")
         segments = list(plan.segments)
-        moves = list(plan.row_moves)
+        moves = list(plan.part(RowPlan).moves)
         in_batch = apart = 0.0
         at = 0
-        for index, forward in enumerate(plan.forwards):
+        for index, forward in enumerate(forwards):
             in_batch += self._move(moves, index)
             own, at = segments[at : forward.stop], forward.stop
             if forward.apart:
@@ -171,7 +173,7 @@ class PaddedStepTimes(StepTimes):
                 apart += self._forward(len(own), longest, max(segment.stop for segment in own), cat=False)
             else:
                 in_batch += self._batch(own)
-        in_batch += self._move(moves, len(plan.forwards))
+        in_batch += self._move(moves, len(forwards))
         return [max(in_batch, apart) if self._software.beside else in_batch + apart]
 
     def _batch(self, segments: Sequence[Segment]) -> float:

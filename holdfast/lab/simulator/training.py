@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from holdfast.core.training_cost import HEAD_TOKENS, TrainingCost, TrainingShape, UnitKind
 from holdfast.lab.simulator.shapes import BYTES, ModelShape
-from holdfast.lm.types import TrainingResult, TrainingSlice
+from holdfast.lm.types.tuning import TrainingReport, TrainingSlice
 
 NUMBER = 4
 """Bytes of a 32-bit number."""
@@ -131,7 +131,7 @@ class SimulatedTrainer:
         """Of complete micro-batches."""
         self.slices = 0
 
-    def time(self, slice_: TrainingSlice) -> TrainingResult:
+    def time(self, slice_: TrainingSlice) -> TrainingReport:
         """What a slice takes. Slices come in order."""
         job = self._jobs[slice_.job]
         (batch,) = job.micro_batches(slice_.step)
@@ -155,6 +155,6 @@ class SimulatedTrainer:
                 tokens, loss = job.most_tokens, 0.0
                 self.tokens += tokens
         self.seconds += seconds
-        return TrainingResult(
+        return TrainingReport(
             slice_.job, slice_.step, slice_.micro_batch, slice_.action, slice_.first, slice_.stop, seconds, tokens, loss
         )

@@ -17,6 +17,8 @@ from holdfast.lm.execution.transfer import CopyEvent, CopyStream
 from holdfast.lm.models.adapters import AdapterSlots, PackedAdapter
 from holdfast.lm.models.peft_files import DecoderSizes, UnsupportedAdapter, check_effect, read_peft
 from holdfast.lm.types import StepPlan
+from holdfast.lm.types.adapters import AdapterPlan
+from holdfast.lm.types.tuning import TrainingPlan
 
 log = logging.getLogger("holdfast.engine")
 
@@ -156,14 +158,14 @@ class AdapterTransfers:
 
         A plan without segments, and without training, waits until all loads are begun.
         """
-        for slot, adapter in plan.adapter_loads:
+        for slot, adapter in plan.part(AdapterPlan).loads:
             packed: Future[PackedAdapter] = Future()
             if (kept := self.store.kept(adapter)) is not None:
                 packed.set_result(kept)
             else:
                 packed = self._reader.submit(self.store.fetch, adapter)
             self._loads.append(Load(plan.step, slot, adapter, packed))
-        self._copy(wait=not plan.segments and plan.training is None)
+        self._copy(wait=not plan.segments and not plan.part(TrainingPlan).slice)
         self._begun = plan.step
 
     def completed(self, *, wait: bool) -> tuple[int, tuple[str, ...]]:

@@ -17,7 +17,11 @@ from holdfast.lm.kernels.lora.groups import Groups, groups_of, most_tiles, tiles
 from holdfast.lm.kernels.lora.protocol import Lora
 from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.kernels.sampling.sampler import Wishes
-from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, Answer, ConstrainedRow, Sampling, StepPlan, Telling
+from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, Sampling, StepPlan
+from holdfast.lm.types.adapters import AdapterPlan
+from holdfast.lm.types.grammars import Answer, ConstrainedRow, GrammarPlan
+from holdfast.lm.types.penalties import PenaltyPlan
+from holdfast.lm.types.prompts import PromptPlan, Telling
 
 if TYPE_CHECKING:
     from holdfast.lm.kernels.launch import SideStream  # a CPU installation has no Triton
@@ -205,8 +209,8 @@ class Batch:
         num_sampled, any_random, any_filtered, wishes = self._pack_sampling(plan, segments, arrays)
         num_tokens = segments.num_tokens
         adapted = None
-        if plan.adapter_slots:
-            slots = np.array(plan.adapter_slots, np.int64)
+        if of_segments := plan.part(AdapterPlan).slots:
+            slots = np.array(of_segments, np.int64)
             sampled = np.array([sampling is not None for sampling in plan.columns.column("sampling")])
             tokens = groups_of(np.repeat(slots, np.diff(segments.query_start)))
             drawn = slots[sampled] if plan.samples is None else np.repeat(slots[sampled], plan.samples)
@@ -222,9 +226,9 @@ class Batch:
             any_random=any_random,
             any_filtered=any_filtered,
             wishes=wishes,
-            tells=plan.tells,
+            tells=plan.part(PromptPlan).tells,
             constrained=() if wishes is None or not wishes.masked else self._constrained(plan, wishes.masked),
-            answers=plan.answers,
+            answers=plan.part(GrammarPlan).answers,
             adapted=adapted,
         )
 
@@ -415,7 +419,7 @@ class Batch:
         wishes = None
         if self._wishes[rows].any():
             records = [drawn[index] for index in at.tolist()]
-            wishes = Wishes.of(records, rows.tolist(), positions.tolist(), plan.histories)
+            wishes = Wishes.of(records, rows.tolist(), positions.tolist(), plan.part(PenaltyPlan).histories)
         return count, any_random, any_filtered, wishes
 
     def _constrained(self, plan: StepPlan, masked: Sequence[int]) -> tuple[ConstrainedRow, ...]:

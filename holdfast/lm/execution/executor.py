@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import nullcontext
@@ -28,7 +29,12 @@ from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import HiddenModel, LayerCache, LayerCaches, Model, StepInput
-from holdfast.lm.types import ConstrainedRow, Forced, StepPlan, StepResult, TableWrite, TrainingResult, TrainingSlice
+from holdfast.lm.types import PartResult, StepPlan, StepResult, TableWrite
+from holdfast.lm.types.adapters import AdapterResult
+from holdfast.lm.types.grammars import ConstrainedRow, Forced, GrammarResult
+from holdfast.lm.types.prompts import PromptResult
+from holdfast.lm.types.tuning import TrainingPlan, TrainingReport, TrainingSlice
+from holdfast.lm.types.vectors import VectorResult
 
 Layers = tuple[LayerCache, ...]
 """By layer, its key cache and its value cache."""
@@ -37,7 +43,7 @@ Layers = tuple[LayerCache, ...]
 class LaunchedTraining(Protocol):
     """A slice of training that the device computes, or has computed."""
 
-    def result(self) -> TrainingResult:
+    def result(self) -> TrainingReport:
         """What it took and gave. Waits for the device."""
         ...
 
@@ -72,9 +78,9 @@ class PagedMemory:
 
     def begin_copies(self, plan: StepPlan) -> LayerCaches:
         """Move a plan's blocks, and start its copies between the tiers; the layers' caches for its computation."""
-        if plan.block_moves:
+        if moves := plan.part(TrainingPlan).moves:
             on_gpu = self.cache.data.is_cuda
-            numbers = torch.tensor(plan.block_moves, dtype=torch.int64, pin_memory=on_gpu)
+            numbers = torch.tensor(moves, dtype=torch.int64, pin_memory=on_gpu)
             pairs = numbers.to(self.cache.data.device, non_blocking=True).t().contiguous()
             copy_blocks(self.cache, pairs[0], self.cache, pairs[1])
         if self.adapters is not None:
@@ -151,9 +157,8 @@ class CudaFlight:
         assert self.drawn is not None, f"step {self.plan.step} has not been drawn"
         self.done.synchronize()
         seconds = self.began.elapsed_time(self.done) / 1000
-        training = None if self.training is None else self.training.result()
         result = _result(self.plan.step, self.drawn, self.staged, seconds)
-        return replace(result, training=training, forced=self.forced)
+        return result.with_parts(*_parts(self.training, self.forced))
 
     def wait(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -231,7 +236,7 @@ class PagedExecutor:
                 flight = self._worker.submit(self._run_on_cpu, plan, staged)
             else:
                 flight = self._start_on_cuda(plan, staged)
-            self._in_flight.append((staged, staged is None and plan.training is None, flight, plan.drafts))
+            self._in_flight.append((staged, staged is None and not plan.part(TrainingPlan).slice, flight, plan.drafts))
 
     def wait(self, seconds: float) -> bool:
         """Wait for the oldest step in flight, at most so long. Returns whether it has ended."""
@@ -253,10 +258,10 @@ class PagedExecutor:
         if staged is not None:
             memory.batch.release(staged)
         if memory.transfers is not None:
-            result = replace(result, **memory.transfers.completed(wait=waits)._asdict())
+            result = replace(result, copied=memory.transfers.completed(wait=waits))
         if memory.adapters is not None:
             loaded, lost = memory.adapters.completed(wait=waits)
-            result = replace(result, adapters_in=loaded, adapters_lost=lost)
+            result = result.with_parts(AdapterResult(loaded, lost))
         return result
 
     def prepare(self) -> bool:
@@ -296,8 +301,7 @@ class PagedExecutor:
             forced = self.matchers.forced(staged.constrained)
         seconds = time.perf_counter() - began
         launched = self._train(plan)
-        training = None if launched is None else launched.result()
-        return replace(result, seconds=seconds, training=training, forced=forced)
+        return replace(result, seconds=seconds).with_parts(*_parts(launched, forced))
 
     def _start_on_cuda(self, plan: StepPlan, staged: StagedStep | None) -> Flight:
         self._draw_late()
@@ -376,11 +380,12 @@ class PagedExecutor:
 
     def _train(self, plan: StepPlan) -> LaunchedTraining | None:
         """Launch a plan's slice of training, if it has one. Raises ValueError without a trainer."""
-        if plan.training is None:
+        training = plan.part(TrainingPlan)
+        if not training.slice:
             return None
         if self.training is None:
             raise ValueError(f"step {plan.step} has a slice of training, and nothing trains")
-        return self.training.launch(plan.training, plan.lent)
+        return self.training.launch(training.slice, training.lent)
 
     @torch.inference_mode()
     def _forward(self, staged: StagedStep, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
@@ -471,11 +476,21 @@ def _result(step: int, drawn: Drawn, staged: StagedStep | None, seconds: float) 
     tokens = tuple(drawn.tokens.tolist())
     if staged is None:
         return StepResult(step, tokens, seconds)
+    prompts = (PromptResult(drawn.of_prompts(staged.tells)),) if staged.tells else ()
+    found = drawn.vectors(staged.wishes)
+    vectors = (VectorResult(found),) if found else ()
     return StepResult(
         step,
         tokens,
         seconds,
         logprobs=drawn.told(staged.wishes),
-        prompt_logprobs=drawn.of_prompts(staged.tells),
-        vectors=drawn.vectors(staged.wishes),
+        parts=(*prompts, *vectors),
     )
+
+
+def _parts(launched: LaunchedTraining | None, forced: tuple[Forced, ...]) -> Iterator[PartResult]:
+    """What a step's training and its grammars gave. Waits for the slice of training."""
+    if launched is not None:
+        yield launched.result()
+    if forced:
+        yield GrammarResult(forced)

@@ -51,6 +51,7 @@ from holdfast.lm.types import (
     TableWrite,
     precision_of,
 )
+from holdfast.lm.types.adapters import AdapterPlan
 from holdfast.loop.contracts import Device
 
 CPU_CACHE_BYTES = 4_000_000_000
@@ -467,10 +468,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
                 step,
                 samples=(samples,) * count if samples > 1 else None,
                 segments=tuple(Segment(str(row), row, 0, length, (0,) * length, drawn) for row in range(count)),
-                adapter_slots=() if slots is None else tuple(row % len(slots) for row in range(count)),
                 table_writes=tuple(
                     TableWrite(row, 0, tuple(range(row * width, (row + 1) * width))) for row in range(count)
                 ),
+                parts=() if slots is None else (AdapterPlan(slots=tuple(row % len(slots) for row in range(count))),),
             )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.models.base import LayerCache, LayerCaches
-from holdfast.lm.types import BlockCopy, CopyTime, StepPlan
+from holdfast.lm.types import BlockCopy, CopyTime, StepPlan, TierCopied
 
 GROUPS = 4
 """A plan that awaits its own swap-in gets it in this many groups of layers, and starts once the first is complete."""
@@ -184,13 +184,14 @@ class Transfers:
         These are the object given to `Transfers`, unless the plan awaits its own copies.
         """
         layers: LayerCaches = self._layers
+        copies = plan.copies
         for earlier in tuple(self._swapping_in):
-            if earlier.step <= plan.awaits:
+            if earlier.step <= copies.awaits:
                 earlier.parts[-1].wait()
-        if plan.swap_in:
-            own = plan.awaits >= plan.step
+        if copies.swap_in:
+            own = copies.awaits >= plan.step
             self._inward.follow()
-            places, blocks = self._inward.upload(block_numbers(plan.swap_in))
+            places, blocks = self._inward.upload(block_numbers(copies.swap_in))
             copy = partial(copy_blocks, self._host, places, self._device, blocks)
             groups = self._groups if own else [slice(0, len(self._layers))]
             parts = tuple(self._inward.copy(partial(copy, group)) for group in groups)
@@ -199,22 +200,22 @@ class Transfers:
             if own:
                 events = [parts[at // groups[0].stop] for at in range(len(self._layers))]
                 layers = SwappingInLayers(self._layers, events)
-        if plan.swap_out:
+        if copies.swap_out:
             self._outward.follow()
-            blocks, places = self._outward.upload(block_numbers(plan.swap_out))
+            blocks, places = self._outward.upload(block_numbers(copies.swap_out))
             work = partial(copy_blocks, self._device, blocks, self._host, places)
             event = self._outward.copy(work, after=self._last_in)
             self._swapping_out.append(_CopiesInFlight(plan.step, (event,), len(places)))
         self._begun = plan.step
         return layers
 
-    def completed(self, *, wait: bool) -> Completed:
+    def completed(self, *, wait: bool) -> TierCopied:
         """Copies that have completed. With `wait`, block until all copies begun so far have."""
         copies: list[CopyTime] = []
         swapped_out, swapped_in = (
             self._passed(queue, wait, copies) for queue in (self._swapping_out, self._swapping_in)
         )
-        return Completed(swapped_out, swapped_in, tuple(copies))
+        return TierCopied(swapped_out, swapped_in, tuple(copies))
 
     def _passed(self, queue: deque[_CopiesInFlight], wait: bool, copies: list[CopyTime]) -> int:
         """Move complete copies from `queue` to `copies`; the last plan with all its copies complete."""
@@ -243,11 +244,3 @@ class _CopiesInFlight(NamedTuple):
     step: int
     parts: tuple[CopyEvent, ...]
     blocks: int
-
-
-class Completed(NamedTuple):
-    """The fields of a `StepResult` about copies."""
-
-    swapped_out: int
-    swapped_in: int
-    copies: tuple[CopyTime, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 
-from holdfast.lm.types import AdapterLoad
+from holdfast.lm.types.adapters import AdapterLoad
 
 
 class AdapterPool:

@@ -16,6 +16,8 @@ from holdfast.lm.types import (
     Forward,
     LanguageExecutor,
     RowMove,
+    RowPlan,
+    RowResult,
     Sampling,
     Segment,
     StepPlan,
@@ -192,10 +194,10 @@ class _Steps:
         self._run([self._segment(0, 0, 1, True)], Forward(1, apart=True), [*moves, RowMove(1, "drop", 0)])
 
     def _run(self, segments: Sequence[Segment], forward: Forward, moves: Sequence[RowMove] = ()) -> float:
-        plan = StepPlan(self._number, tuple(segments), forwards=(forward,), row_moves=tuple(moves))
+        plan = StepPlan(self._number, tuple(segments), parts=(RowPlan(forwards=(forward,), moves=tuple(moves)),))
         self._number += 1
         self._executor.submit(plan)
         result = self._executor.collect()
-        if result.lost:
+        if result.part(RowResult).lost:
             raise RuntimeError(f"the device ran out of memory in a step of {plan.num_tokens} tokens that was measured")
         return result.seconds

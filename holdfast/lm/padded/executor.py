@@ -31,11 +31,14 @@ from holdfast.lm.types import (
     Forward,
     History,
     RowMove,
+    RowPlan,
+    RowResult,
     Sampling,
     Segment,
     StepPlan,
     StepResult,
 )
+from holdfast.lm.types.penalties import PenaltyPlan
 
 OUT_OF_CPU_MEMORY = "DefaultCPUAllocator"
 """What PyTorch says where the host has no memory for a tensor; it has no type of its own for that error."""
@@ -78,7 +81,14 @@ class _Outcome:
             logprobs = tuple(
                 each for drawn, wishes in self.drawn for each in (drawn.told(wishes) or (None,) * len(drawn.tokens))
             )
-        return StepResult(step, tokens, seconds, counts=tuple(self.counts), lost=tuple(self.lost), logprobs=logprobs)
+        return StepResult(
+            step,
+            tokens,
+            seconds,
+            counts=tuple(self.counts),
+            logprobs=logprobs,
+            parts=(RowResult(tuple(self.lost)),) if self.lost else (),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +110,13 @@ class _CudaFlight:
 class PaddedExecutor:
     """`loop.contracts.Executor` for a model of Transformers, unmodified, on padded rows.
 
-    The moves and forwards of a plan (`StepPlan.row_moves`, `StepPlan.forwards`) run in the plan's order; forwards apart
+    The moves and forwards of a plan (`RowPlan.moves`, `RowPlan.forwards`) run in the plan's order; forwards apart
     may run on a second stream beside those of the batch. On CUDA `submit` returns once the work is launched. On a CPU
     one worker thread runs the steps in order. Sampled tokens feed the next forward on the device (`PENDING`).
 
     Where the model lacks an ability a forward is run in parts, at worst one row at a time, with the same tokens.
 
-    Where memory runs out in a forward, the states of that forward are dropped. `StepResult.lost` names its sequences
+    Where memory runs out in a forward, the states of that forward are dropped. `RowResult.lost` names its sequences
     and `counts` says that they gave no token. Segments of a lost sequence in later plans compute nothing, until one
     starts at 0.
     """
@@ -139,7 +149,7 @@ class PaddedExecutor:
         self._names: dict[int, str] = {}
         """By row with a state, the sequence that computed it."""
         self._lost: dict[int, bool] = {}
-        """Rows whose state is gone for lack of memory; whether `StepResult.lost` has said so."""
+        """Rows whose state is gone for lack of memory; whether `RowResult.lost` has said so."""
         self._sources: dict[str, int] | None = {} if driver.model.is_encoder_decoder else None
         """Of an encoder-decoder, by the id of a sequence, which must be its own for good: the tokens of its prompt. Its
         first segment from 0 has these alone."""
@@ -200,16 +210,17 @@ class PaddedExecutor:
 
     def _check(self, plan: StepPlan) -> None:
         """Raise ValueError for forwards that do not cover the segments, or rows that there are not."""
-        stops = [0, *(each.stop for each in plan.forwards)]
+        rows_plan = plan.part(RowPlan)
+        stops = [0, *(each.stop for each in rows_plan.forwards)]
         if stops[-1] != len(plan.segments) or any(stop < start for start, stop in pairwise(stops)):
             raise ValueError(f"step {plan.step} has {len(plan.segments)} segments and its forwards stop at {stops[1:]}")
         most = len(self.rows.last_token)
-        rows = [*plan.columns.column("row"), *(each.row for each in plan.row_moves if each.row != -1)]
+        rows = [*plan.columns.column("row"), *(each.row for each in rows_plan.moves if each.row != -1)]
         if wrong := [row for row in rows if not 0 <= row < most]:
             raise ValueError(f"step {plan.step} names the rows {wrong}; there are {most}")
-        ends = [len(plan.forwards), *(each.before for each in reversed(plan.row_moves)), 0]
+        ends = [len(rows_plan.forwards), *(each.before for each in reversed(rows_plan.moves)), 0]
         if any(before < after for before, after in pairwise(ends)):
-            raise ValueError(f"step {plan.step} has moves out of the order of its {len(plan.forwards)} forwards")
+            raise ValueError(f"step {plan.step} has moves out of the order of its {len(rows_plan.forwards)} forwards")
 
     def _run_on_cpu(self, plan: StepPlan) -> StepResult:
         began, outcome = time.perf_counter(), _Outcome()
@@ -228,15 +239,16 @@ class PaddedExecutor:
         """The result with what is known of copies to and from the host."""
         if self.host is None:
             return result
-        return replace(result, **self.host.completed(result.step, wait=wait)._asdict())
+        return replace(result, copied=self.host.completed(result.step, wait=wait))
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, outcome: _Outcome) -> None:
         """Do a plan's moves and forwards, in order."""
-        segments, moves, start = list(plan.segments), deque(plan.row_moves), 0
-        self._histories = {each.row: each.tokens for each in plan.histories}
+        rows_plan = plan.part(RowPlan)
+        segments, moves, start = list(plan.segments), deque(rows_plan.moves), 0
+        self._histories = {each.row: each.tokens for each in plan.part(PenaltyPlan).histories}
         began = self._event() if self._beside is not None else None
-        for index, forward in enumerate(plan.forwards):
+        for index, forward in enumerate(rows_plan.forwards):
             self._move_all(plan.step, index, moves)
             own, start = segments[start : forward.stop], forward.stop
             present = [segment for segment in own if self._is_present(segment, outcome)]
@@ -250,7 +262,7 @@ class PaddedExecutor:
                 present = []
             computed = {(segment.row, segment.start) for segment in present}
             outcome.counts += [int((each.row, each.start) in computed) for each in own if each.sampling is not None]
-        self._move_all(plan.step, len(plan.forwards), moves)
+        self._move_all(plan.step, len(rows_plan.forwards), moves)
 
     # Moves
 

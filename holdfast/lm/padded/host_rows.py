@@ -6,20 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from holdfast.lm.padded.state_layout import State, StateLayout
-from holdfast.lm.types import CopyTime, RowBytes
-
-
-class CompletedCopies(NamedTuple):
-    """The fields of a `StepResult` about copies."""
-
-    swapped_out: int
-    swapped_in: int
-    copies: tuple[CopyTime, ...]
+from holdfast.lm.types import CopyTime, RowBytes, TierCopied
 
 
 class CopyEnd(Protocol):
@@ -247,11 +239,11 @@ class HostRows:
         if (stored := self._slots.pop(slot, None)) is not None:
             self.used -= stored.bytes
 
-    def completed(self, step: int, *, wait: bool) -> CompletedCopies:
+    def completed(self, step: int, *, wait: bool) -> TierCopied:
         """Copies that have completed, of plans up to `step`. With `wait`, block until all begun so far have."""
         copies: list[CopyTime] = []
         out = self._passed(self._going_out, step, wait, copies)
-        return CompletedCopies(out, self._passed(self._coming_in, step, wait, copies), tuple(copies))
+        return TierCopied(out, self._passed(self._coming_in, step, wait, copies), tuple(copies))
 
     def close(self) -> None:
         """Wait for the copies under way and give back the memory."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue
 from holdfast.lm.scheduler.order import TenantQueue
-from holdfast.lm.types import AdapterLoad
+from holdfast.lm.types.adapters import AdapterLoad
 
 
 class AdapterQueue:

@@ -14,15 +14,19 @@ from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.types import (
     PENDING,
-    AdapterLoad,
     BlockMove,
+    Forecast,
+    PartPlan,
     Sampling,
     Segment,
     StepPlan,
     StepResult,
     TableWrite,
-    Telling,
+    TierCopies,
 )
+from holdfast.lm.types.adapters import AdapterLoad, AdapterPlan
+from holdfast.lm.types.prompts import PromptPlan, Telling
+from holdfast.lm.types.tuning import NO_SLICE, TrainingPlan
 
 LAST_SAMPLED = (PENDING,)
 """The token of a decode: the last one that its row sampled."""
@@ -302,7 +306,7 @@ class StepBuilder:
         Without one, if nothing can run before idle state has made room or state has come in, the plan has no segments.
         """
         queues, pool, adapters = self._queues, self.pool, self._queues.adapters
-        training = queues.slabs.slice if queues.slabs is not None else None
+        training = queues.slabs.slice if queues.slabs is not None else NO_SLICE
         awaits = queues.awaits
         loads: tuple[AdapterLoad, ...] = ()
         if adapters is not None and self._adapted and (self._ids or not in_flight):
@@ -331,23 +335,23 @@ class StepBuilder:
             sampling=self._samplings,
         )
         samples = self._samples
+        parts: list[PartPlan] = []
+        slots = tuple(self._slots) if any(slot >= 0 for slot in self._slots) else ()
+        if loads or slots:
+            parts.append(AdapterPlan(loads, slots))
+        if training or queues.lent or self._block_moves:
+            parts.append(TrainingPlan(training, queues.lent, self._block_moves))
+        if self._tells:
+            parts.append(PromptPlan(tuple(self._tells)))
         return StepPlan(
             self.number,
             segments,
             tuple(self._writes),
-            tuple(self._preemption.preempted),
-            tuple(self._admission.swap_in),
-            swap_out,
-            awaits,
-            tuple([samples.get(place, 1) for place in range(len(self.sampling))]) if samples else None,
-            adapter_loads=loads,
-            adapter_slots=tuple(self._slots) if any(slot >= 0 for slot in self._slots) else (),
-            lent=queues.lent,
-            block_moves=self._block_moves,
-            tells=tuple(self._tells),
-            training=training,
-            budget=self.num_tokens + max(0, self.budget),
-            predicted=self.predicted,
+            preempted=tuple(self._preemption.preempted),
+            samples=tuple([samples.get(place, 1) for place in range(len(self.sampling))]) if samples else None,
+            copies=TierCopies(tuple(self._admission.swap_in), swap_out, awaits),
+            forecast=Forecast(self.num_tokens + max(0, self.budget), self.predicted),
+            parts=tuple(parts),
         )
 
     def _chunk(self, entry: Entry) -> None:

@@ -12,7 +12,7 @@ from holdfast.lm.scheduler.entries import AWAITED, NO_ROW, Entry, RankedQueue
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.row_groups import group
-from holdfast.lm.types import Forward, RowMove, StepPlan
+from holdfast.lm.types import Forward, RowMove, RowPlan, StepPlan
 
 WINDOW = 4
 """Prompts are grouped among the first waiting ones: this many times as many as a group may have."""
@@ -298,12 +298,8 @@ class RowBuilder(StepBuilder):
             return None
         self._moves += self._pool.take_moves(len(self._forwards))
         twice = len({*self._ids}) < len(self._ids)
-        return replace(
-            plan,
-            forwards=tuple(self._forwards),
-            row_moves=tuple(self._moves),
-            samples=(1,) * len(self.sampling) if twice else None,
-        )
+        samples = (1,) * len(self.sampling) if twice else None
+        return replace(plan, samples=samples, parts=(*plan.parts, RowPlan(tuple(self._forwards), tuple(self._moves))))
 
     def _decoding(self, newcomers: bool = False) -> list[Entry]:
         """The sequences that lack only their last token. Those that have sampled their last one leave the batch."""

@@ -15,7 +15,7 @@ from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.row_builder import RowBuilder, RowQueues, state_of
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.types import SchedulerStats, StepPlan, StepResult
+from holdfast.lm.types import RowPlan, RowResult, SchedulerStats, StepPlan, StepResult, idle_tokens
 
 TRIES = 3
 """A sequence that is lost this often while no other has a state does not fit the device."""
@@ -76,8 +76,8 @@ class RowScheduler(Scheduler):
     def schedule(self, now: float) -> StepPlan | None:
         plan = super().schedule(now)
         if plan is not None:
-            self._forwards += len(plan.forwards)
-            self._idle_tokens += plan.idle_tokens
+            self._forwards += len(plan.part(RowPlan).forwards)
+            self._idle_tokens += idle_tokens(plan)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:
@@ -86,13 +86,14 @@ class RowScheduler(Scheduler):
         One that is lost again and again while it is alone ends there, with the reason `length`.
         """
         lost = self._mark_lost(result)
-        alone = len(result.lost) == 1 == self._pool.rows + len(self._pool.ahead)
+        names = result.part(RowResult).lost
+        alone = len(names) == 1 == self._pool.rows + len(self._pool.ahead)
         outputs = super().update(plan, result, now)
-        if not result.lost:
+        if not names:
             self._pool.recover()
             return outputs
         self._pool.shrink()
-        self._queues.lose_ended(result.lost)
+        self._queues.lose_ended(names)
         ended = []
         for entry in lost:
             if entry.sequence.finish_reason is not None:
@@ -137,12 +138,12 @@ class RowScheduler(Scheduler):
 
         A sequence that a later plan has already started again is not lost.
         """
-        names = {*result.lost}
+        names = result.part(RowResult).lost
         if not names:
             return []
         for _, sampling, _, _ in self._in_flight:
             for entry in sampling:
                 if entry.id in names and state_of(entry).since <= result.step:
                     entry.lost_before = self._steps
-        lost = [self._entries[name] for name in result.lost if name in self._entries]
+        lost = [self._entries[name] for name in names if name in self._entries]
         return [entry for entry in lost if state_of(entry).since <= result.step]

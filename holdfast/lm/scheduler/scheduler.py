@@ -24,7 +24,13 @@ from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.tiers import TierDone, TierJob
-from holdfast.lm.types import Answer, Forced, History, Sampling, SchedulerStats, Sequence, StepPlan, StepResult
+from holdfast.lm.types import History, PartPlan, Sampling, SchedulerStats, Sequence, StepPlan, StepResult
+from holdfast.lm.types.adapters import AdapterResult
+from holdfast.lm.types.grammars import Answer, Forced, GrammarPlan, GrammarResult
+from holdfast.lm.types.penalties import PenaltyPlan
+from holdfast.lm.types.prompts import PromptResult
+from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
+from holdfast.lm.types.vectors import VectorResult
 
 LEAST_FORCED = 2
 """Fewer tokens that a grammar forces are sampled one by one: a step of decodes alone is faster."""
@@ -206,16 +212,16 @@ class Scheduler:
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
-            if lower is not None and plan.swap_in:
+            if lower is not None and plan.copies.swap_in:
                 lower.begin_swap_in(plan.step)
-            if self._counting and (histories := self._histories(step.sampling)) != ((), ()):
-                plan = replace(plan, histories=histories[0], answers=histories[1])
+            if self._counting and (parts := self._histories(step.sampling)):
+                plan = replace(plan, parts=(*plan.parts, *parts))
             self._in_flight.append((self._steps, step.sampling, self._ended, step.telling))
             self._steps += 1
             self._tokens_computed += step.num_tokens
         return plan
 
-    def _histories(self, sampling: list[Entry]) -> tuple[tuple[History, ...], tuple[Answer, ...]]:
+    def _histories(self, sampling: list[Entry]) -> list[PartPlan]:
         """The tokens of those sequences whose draws depend on them, where they are new in their row."""
         histories, answers = [], []
         for entry in sampling:
@@ -227,7 +233,8 @@ class Scheduler:
                     histories.append(History(entry.row, tuple(tokens)))
                 if record.grammar is not None:
                     answers.append(Answer(entry.row, start, tuple(tokens[start:])))
-        return tuple(histories), tuple(answers)
+        parts: list[PartPlan] = [PenaltyPlan(tuple(histories))] if histories else []
+        return [*parts, GrammarPlan(tuple(answers))] if answers else parts
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:
         """Apply the result of the oldest plan in flight; returns the new tokens, and which sequences ended.
@@ -236,8 +243,9 @@ class Scheduler:
         """
         number, sampling, ended, telling = self._in_flight.popleft()
         ragged = plan.samples is not None or result.counts is not None
-        if (plan.training is None) != (result.training is None):
-            raise RuntimeError(f"step {number} has slice {plan.training}; got {result.training}")
+        slice_, report = plan.part(TrainingPlan).slice, result.part(TrainingReport)
+        if bool(slice_) != bool(report):
+            raise RuntimeError(f"step {number} has slice {slice_ or None}; got {report or None}")
         if not plan.step == result.step == number or not (
             valid_counts(plan, result, sampling) if ragged else len(result.tokens) == len(sampling)
         ):
@@ -245,31 +253,33 @@ class Scheduler:
                 f"step {number} with {len(sampling)} sampled tokens is due; got plan {plan.step}, "
                 f"result {result.step} with {len(result.tokens)}"
             )
-        if len(result.prompt_logprobs) != len(telling):
-            raise RuntimeError(f"step {number} tells of {len(telling)} prompts; got {len(result.prompt_logprobs)}")
+        of_prompts = result.part(PromptResult).logprobs
+        if len(of_prompts) != len(telling):
+            raise RuntimeError(f"step {number} tells of {len(telling)} prompts; got {len(of_prompts)}")
         if telling:
-            pairs = zip(telling, result.prompt_logprobs, strict=True)
+            pairs = zip(telling, of_prompts, strict=True)
             self._told = {entry: told for entry, told in pairs if entry.sequence.finish_reason is None}
-        if result.vectors:
-            self._vectors = dict(zip(sampling, result.vectors, strict=True))
+        if vectors := result.part(VectorResult).vectors:
+            self._vectors = dict(zip(sampling, vectors, strict=True))
         pool = self._queues.pool
         self._now = now
-        pool.finish_swap_out(result.swapped_out)
-        pool.copies.finish_swap_in(result.swapped_in)
+        pool.finish_swap_out(result.copied.swapped_out)
+        pool.copies.finish_swap_in(result.copied.swapped_in)
         if self._lower is not None:
-            self._lower.finish_swap_in(result.swapped_in)
-        for copy in result.copies:
+            self._lower.finish_swap_in(result.copied.swapped_in)
+        for copy in result.copied.times:
             if copy.inward and isinstance(pool, BlockPool):
                 pool.host_link.observe(copy.bytes, copy.seconds)
-        self._settled = max(self._settled, result.swapped_in)
+        self._settled = max(self._settled, result.copied.swapped_in)
         if self._queues.adapters is not None:
-            for entry in self._queues.adapters.finish_loads(result.adapters_in, result.adapters_lost):
+            adapters = result.part(AdapterResult)
+            for entry in self._queues.adapters.finish_loads(adapters.loaded, adapters.lost):
                 self.refused.append((entry.id, entry.adapter))
                 self._end(entry, FinishReason.ABORT)
-        if self.tuner is not None and self._queues.slabs is not None and result.training is not None:
-            self.tuner.observe(result.training)
-            self._training_tokens += result.training.tokens
-            self._training_seconds += result.training.seconds
+        if self.tuner is not None and self._queues.slabs is not None and report:
+            self.tuner.observe(report)
+            self._training_tokens += report.tokens
+            self._training_seconds += report.seconds
             self._queues.slabs.settle()
         self._policy.observe(plan, result)
         if (stages := self._queues.stages) > 1:
@@ -281,7 +291,7 @@ class Scheduler:
         self._order.sampled(sampling)
         tokens: abc.Sequence[int] = result.tokens
         told: abc.Sequence[TokenLogprobs | None] = result.logprobs
-        forced = [(sampling[each.at], each) for each in result.forced]
+        forced = [(sampling[each.at], each) for each in result.part(GrammarResult).forced]
         # Some of them may have ended since the step was planned, or may know what it gives.
         if ended < self._ended or number < self._known_before:
             kept = [
@@ -324,7 +334,7 @@ class Scheduler:
                         logprobs.setdefault(entry, []).append(each)
             if tokens:
                 grown.setdefault(entry, known)
-        for tail in result.forced:
+        for tail in result.part(GrammarResult).forced:
             entry = sampling[tail.at]
             if plan.step >= entry.known_before:
                 self._follow(entry, tail)

@@ -8,7 +8,8 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.tuner import Tuner
-from holdfast.lm.types import BlockMove, TableWrite, TrainingAction, TrainingSlice
+from holdfast.lm.types import BlockMove, TableWrite
+from holdfast.lm.types.tuning import NO_SLICE, TrainingAction, TrainingSlice
 
 QUIET_SECONDS = 1.0
 """After training gave blocks up, it gets none for so long, unless nothing runs or waits."""
@@ -35,7 +36,7 @@ class Slabs:
         self._pool, self._tuner, self._headroom = pool, tuner, headroom
         self._piece = max(1, pool.num_blocks // PIECES)
         self._quiet_until = 0.0
-        self.slice: TrainingSlice | None = None
+        self.slice: TrainingSlice = NO_SLICE
         """Of the plan under construction."""
         self.waits = False
         """Training lacks blocks because copies between the tiers are under way."""
@@ -47,7 +48,7 @@ class Slabs:
 
     def begin(self) -> None:
         """A plan is made from now on."""
-        self.slice, self.waits = None, False
+        self.slice, self.waits = NO_SLICE, False
         self._tuner.begin()
 
     def lend(
@@ -84,7 +85,7 @@ class Slabs:
         if short <= 0 or not pool.training:
             return False
         self._quiet_until = now + QUIET_SECONDS
-        if pool.training - tuner.held < short and self.slice is None:
+        if pool.training - tuner.held < short and not self.slice:
             for action in YIELDS:
                 left = tuner.held_after(action)
                 if left is not None and (action == "offload" or pool.training - left >= short):
@@ -96,10 +97,10 @@ class Slabs:
 
     def train(self, seconds: float, *, at_least_one: bool = False) -> bool:
         """Add a slice to the plan under construction, unless it has one. Returns whether it did."""
-        if self.slice is not None:
+        if self.slice:
             return False
-        self.slice = self._tuner.next_slice(seconds, at_least_one=at_least_one)
-        return self.slice is not None
+        self.slice = self._tuner.next_slice(seconds, at_least_one=at_least_one) or NO_SLICE
+        return bool(self.slice)
 
     def _wanted(self, busy: bool, now: float) -> int:
         """Blocks that training should have."""

@@ -3,8 +3,8 @@
 engine                          scheduler                              trainer (holdfast.training)
   │ add(job, steps, blocks)       │                                      │ open(directory) -> steps
   │ pause, resume, remove         │ next_slice(seconds, lent)            │
-  │                               │  └─ StepPlan.training ───────────────▶ launch(slice, lent)
-  │ ◀── ended ── observe(result) ─┤ ◀─ StepResult.training ──────────────┘
+  │                               │  └─ TrainingPlan ───── ──────────────▶ launch(slice, lent)
+  │ ◀── ended ── observe(result) ─┤ ◀─ TrainingReport ────── ─────────────┘
   ▼
 close or discard (trainer)
 """
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, Protocol
 from holdfast.core.training_cost import KINDS, TrainingCost, UnitKind
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.training_room import TrainingRoom
-from holdfast.lm.types import TrainingAction, TrainingResult, TrainingSlice
+from holdfast.lm.types.tuning import TrainingAction, TrainingReport, TrainingSlice
 
 JobStatus = Literal["queued", "running", "paused", "ending"]
 
@@ -439,7 +439,7 @@ class Tuner:
         self._note(job, 0.0, ())
         return slice_
 
-    def observe(self, result: TrainingResult) -> None:
+    def observe(self, result: TrainingReport) -> None:
         """Learn how long a slice took. Results come in the order of the slices."""
         job, expected, kinds = self._expected.popleft()
         units = result.stop - result.first

@@ -7,17 +7,8 @@ import pytest
 
 from holdfast.engine.process.build import build
 from holdfast.engine.process.trace import TracedExecutor
-from holdfast.lm.types import (
-    CopyTime,
-    Forward,
-    RowMove,
-    Sampling,
-    Segment,
-    StepPlan,
-    StepResult,
-    TrainingResult,
-    TrainingSlice,
-)
+from holdfast.lm.types import CopyTime, Forward, RowMove, RowPlan, Sampling, Segment, StepPlan, StepResult, TierCopied
+from holdfast.lm.types.tuning import TrainingPlan, TrainingReport, TrainingSlice
 from holdfast.loop.loop import Loop
 from tests.lab.simulator.simulation import run
 from tests.lab.simulator.test_run import separate_requests
@@ -67,8 +58,10 @@ class CopyingDevice(FakeDevice):
 
     def collect(self):
         (plan, result) = self.plans[0], super().collect()
-        ways = ((False, plan.swap_out), (True, plan.swap_in))
-        return replace(result, copies=tuple(CopyTime(plan.step, way, 4096 * len(c), 0.5) for way, c in ways if c))
+        ways = ((False, plan.copies.swap_out), (True, plan.copies.swap_in))
+        return replace(
+            result, copied=TierCopied(times=tuple(CopyTime(plan.step, way, 4096 * len(c), 0.5) for way, c in ways if c))
+        )
 
 
 def test_copies_have_their_own_lanes_and_suspensions_are_marked(tmp_path):
@@ -160,7 +153,7 @@ class PaddedDevice:
         plan = self.plans.pop(0)
         ways = ((False, self.out), (True, self.into))
         copies = tuple(CopyTime(plan.step, way, 10, 0.5) for way, steps in ways if plan.step in steps)
-        return StepResult(plan.step, (1,) * plan.num_sampled, seconds=1.0, copies=copies)
+        return StepResult(plan.step, (1,) * plan.num_sampled, seconds=1.0, copied=TierCopied(times=copies))
 
     def close(self):
         pass
@@ -187,9 +180,9 @@ def test_forwards_share_the_bar_of_their_step_by_the_tokens_that_they_compute(tm
     traced = TracedExecutor(PaddedDevice(), path, lambda: float(next(ticks)))
     segments = [Segment("a", 0, 9, 10, (1,), None), Segment("b", 1, 0, 3, (1, 2, 3), None)]
     segments.append(Segment("c", 2, 0, 5, (1, 2, 3, 4, 5), None))
-    traced.submit(StepPlan(0, segments, forwards=(Forward(1, ended=(3, 4)), Forward(3, apart=True))))
+    traced.submit(StepPlan(0, segments, parts=(RowPlan(forwards=(Forward(1, ended=(3, 4)), Forward(3, apart=True))),)))
     traced.collect()
-    traced.submit(StepPlan(1, segments[:1], forwards=(Forward(1),)))
+    traced.submit(StepPlan(1, segments[:1], parts=(RowPlan(forwards=(Forward(1),)),)))
     traced.collect()
     traced.close()
     bars = events_of(path, "X")
@@ -211,8 +204,9 @@ class TrainingDevice(PaddedDevice):
 
     def collect(self):
         plan = self.plans[0]
-        trained = plan.training and TrainingResult(*plan.training[:6], seconds=0.5)
-        return replace(super().collect(), seconds=float(bool(plan.segments)), training=trained)
+        given = plan.part(TrainingPlan).slice
+        trained = (TrainingReport(*given[:6], seconds=0.5),) if given else ()
+        return replace(super().collect(), seconds=float(bool(plan.segments)), parts=trained)
 
 
 def test_a_slice_is_a_bar_behind_its_step_and_alone_where_there_is_none(tmp_path):
@@ -221,8 +215,8 @@ def test_a_slice_is_a_bar_behind_its_step_and_alone_where_there_is_none(tmp_path
     traced = TracedExecutor(TrainingDevice(), path, lambda: float(next(ticks)))
     segments = [Segment("a", 0, 9, 10, (1,), None)]
     for plan in (
-        StepPlan(0, segments, lent=7, training=TrainingSlice("job", 3, 1, "run", 2, 6)),
-        StepPlan(1, [], lent=7, training=TrainingSlice("job", 3, 1, "offload")),
+        StepPlan(0, segments, parts=(TrainingPlan(slice=TrainingSlice("job", 3, 1, "run", 2, 6), lent=7),)),
+        StepPlan(1, [], parts=(TrainingPlan(slice=TrainingSlice("job", 3, 1, "offload"), lent=7),)),
         StepPlan(2, segments),
     ):
         traced.submit(plan)
@@ -252,7 +246,7 @@ def test_copies_of_rows_are_counted_where_they_cross_between_the_tiers(tmp_path)
         2: [RowMove(0, "load", row=3, slot=6, length=4), RowMove(0, "forget", slot=5)],
     }
     for step, each in moves.items():
-        traced.submit(StepPlan(step, (), row_moves=tuple(each)))
+        traced.submit(StepPlan(step, (), parts=(RowPlan(moves=tuple(each)),)))
         traced.collect()
     traced.close()
     copies = [bar for bar in events_of(path, "X") if bar["pid"] == 2]

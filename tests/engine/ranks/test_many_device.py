@@ -25,7 +25,17 @@ from holdfast.engine.ranks.paged import threads_of
 from holdfast.engine.ranks.ranks import HOST_BLOCKS, HOST_READY
 from holdfast.lm.execution import cost_profile
 from holdfast.lm.memory.digests import block_digests
-from holdfast.lm.types import BlockCopy, CopyTime, MemoryMeasurement, Sampling, Segment, StepPlan, StepResult
+from holdfast.lm.types import (
+    BlockCopy,
+    CopyTime,
+    MemoryMeasurement,
+    Sampling,
+    Segment,
+    StepPlan,
+    StepResult,
+    TierCopied,
+    TierCopies,
+)
 from tests.checkpoints import VOCAB, make
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
@@ -304,7 +314,9 @@ class Rank0:
         if not plan.segments:
             done, self.copies = (*done, *self.copies), []
         last = plan.step if not plan.segments else plan.step - 1
-        return StepResult(plan.step, (7,) * plan.num_sampled, 0.01, swapped_out=last, swapped_in=last, copies=done)
+        return StepResult(
+            plan.step, (7,) * plan.num_sampled, 0.01, copied=TierCopied(swapped_out=last, swapped_in=last, times=done)
+        )
 
 
 class OtherRanks:
@@ -332,7 +344,7 @@ class OtherRanks:
 
 def copied(plan, seconds):
     """The copies of a plan, complete on a rank."""
-    both = ((True, plan.swap_in), (False, plan.swap_out))
+    both = ((True, plan.copies.swap_in), (False, plan.copies.swap_out))
     return [CopyTime(plan.step, inward, 100 * len(copies), seconds) for inward, copies in both if copies]
 
 
@@ -340,7 +352,7 @@ def plan_of(step, *, swap_in=0, swap_out=0, segments=True):
     """A plan of one decode, unless it waits for copies alone."""
     segment = Segment("a", 0, 4, 5, (3,), Sampling(0.0, 0, 1.0, 0))
     copies = [tuple(BlockCopy(at, at) for at in range(count)) for count in (swap_in, swap_out)]
-    return StepPlan(step, (segment,) if segments else (), swap_in=copies[0], swap_out=copies[1])
+    return StepPlan(step, (segment,) if segments else (), copies=TierCopies(swap_in=copies[0], swap_out=copies[1]))
 
 
 @pytest.mark.parametrize("inward", [True, False], ids=["in", "out"])
@@ -354,7 +366,7 @@ def test_a_copy_counts_as_complete_once_the_last_rank_has_made_it_and_took_as_lo
         executor.submit(plan)
         ranks.said = [(rank, Copied(tuple(copied(plans[1], seconds)))) for rank, seconds in said]
         result = executor.collect()
-        return getattr(result, name), result.copies
+        return getattr(result.copied, name), result.copied.times
 
     assert [step(plan) for plan in plans[:3]] == [(-1, ()), (0, ()), (0, ())], "rank 0 alone has made the copy"
     assert step(plans[3], (2, 0.5)) == (0, ()), "one is missing"
@@ -367,11 +379,11 @@ def test_a_plan_of_copies_alone_ends_when_all_ranks_have_made_them_and_those_bef
     plans = [plan_of(0, swap_out=1), plan_of(1, swap_in=1, segments=False)]
     for plan in plans:
         executor.submit(plan)
-    assert executor.collect().swapped_out == -1
+    assert executor.collect().copied.swapped_out == -1
     ranks.waited = [[(1, Copied(tuple(copied(plan, 0.02))))] for plan in reversed(plans)]
     result = executor.collect()
-    assert (result.swapped_in, result.swapped_out, ranks.waited) == (1, 1, [])
-    assert sorted(result.copies) == [CopyTime(0, False, 200, 0.02), CopyTime(1, True, 200, 0.02)]
+    assert (result.copied.swapped_in, result.copied.swapped_out, ranks.waited) == (1, 1, [])
+    assert sorted(result.copied.times) == [CopyTime(0, False, 200, 0.02), CopyTime(1, True, 200, 0.02)]
 
 
 def test_the_host_tier_is_as_large_as_that_of_the_least_rank():

@@ -24,21 +24,26 @@ from holdfast.engine.ranks.messages import (
     decode_answer,
     decode_command,
     encode,
+    read_parts,
+    write_parts,
 )
 from holdfast.lm.types import (
     PENDING,
-    Answer,
     BlockCopy,
     BlockMove,
     CopyTime,
-    Forced,
     MemoryMeasurement,
     Sampling,
     Segment,
     StepPlan,
     TableWrite,
-    Telling,
+    TierCopies,
 )
+from holdfast.lm.types.grammars import Answer, Forced, GrammarPlan, GrammarResult
+from holdfast.lm.types.parts import VALUES
+from holdfast.lm.types.prompts import PromptPlan, PromptResult, Telling
+from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
+from holdfast.lm.types.vectors import VectorResult
 
 RECORDS = [Sampling(temperature=0.5 * seed, top_k=seed, top_p=0.9, seed=seed) for seed in range(3)]
 numbers = st.integers(0, 1 << 40)
@@ -59,13 +64,17 @@ plans = st.builds(
     numbers,
     st.lists(segments(), max_size=6),
     st.lists(st.builds(TableWrite, numbers, numbers, st.lists(numbers, max_size=4).map(tuple)), max_size=3).map(tuple),
-    swap_in=copies,
-    swap_out=copies,
-    awaits=st.integers(-1, 100),
-    block_moves=st.lists(st.builds(BlockMove, numbers, numbers), max_size=3).map(tuple),
+    copies=st.builds(TierCopies, copies, copies, st.integers(-1, 100)),
     samples=st.none() | st.lists(st.integers(1, 8), max_size=6).map(tuple),
-    tells=st.lists(st.builds(Telling, numbers, numbers, st.just((3, 4)), st.just(5)), max_size=2).map(tuple),
-    answers=st.lists(st.builds(Answer, numbers, numbers, st.just((3, 4))), max_size=2).map(tuple),
+    parts=st.tuples(
+        st.builds(TrainingPlan, moves=st.lists(st.builds(BlockMove, numbers, numbers), max_size=3).map(tuple)),
+        st.builds(GrammarPlan, st.lists(st.builds(Answer, numbers, numbers, st.just((3, 4))), max_size=2).map(tuple)),
+        st.builds(
+            PromptPlan,
+            st.lists(st.builds(Telling, numbers, numbers, st.just((3, 4)), st.just(5)), max_size=2).map(tuple),
+        ),
+    )
+    | st.just(()),
 )
 
 
@@ -102,9 +111,20 @@ def test_commands_and_answers_arrive_as_they_were_sent():
         Loaded(64, "a digest"),
         Measured(memory),
         Stepped((1, 2), 0.25),
-        Stepped((), 0.25, (), ((TokenLogprobs(-0.5, (1,), (-0.5,)),), ())),
-        Stepped((1, 2), 0.25, forced=(Forced(1, (5, 6)),)),
+        Stepped((), 0.25, (), write_parts([PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ()))])),
+        Stepped((1, 2), 0.25, parts=write_parts([GrammarResult((Forced(1, (5, 6)),))])),
         Copied((CopyTime(3, True, 64, 0.5),)),
         Failed("out of memory", 12.5),
     ):
         assert decode_answer(encode(answer)) == answer
+
+
+def test_the_values_of_parts_arrive_as_they_were_sent():
+    parts = (
+        TrainingReport("job", 1, 2, "run", 3, 4, 0.5, loss=0.25),
+        PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ())),
+        VectorResult((b"", b"state")),
+        GrammarResult((Forced(1, (5, 6)),)),
+    )
+    assert read_parts(write_parts(parts)) == parts
+    assert len({kind.__name__ for kind in VALUES}) == len(VALUES)

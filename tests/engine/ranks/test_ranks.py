@@ -23,7 +23,7 @@ from holdfast.engine.process.build import build_engine
 from holdfast.engine.ranks.mailbox import Bell, Ticket
 from holdfast.engine.ranks.messages import Done, PlanWriter, Prepare
 from holdfast.engine.ranks.ranks import RankFailure, Seat, remove_stale_meetings
-from holdfast.lm.types import BlockCopy, Segment, StepPlan
+from holdfast.lm.types import BlockCopy, Segment, StepPlan, TierCopies
 from tests.engine.conftest import SMALL, wait_for_end
 from tests.scheduling import create_requests
 
@@ -161,7 +161,7 @@ def test_rank_0_blames_the_rank_that_failed_before_it(engine):
 
 
 def test_what_ranks_say_of_steps_is_no_answer_to_a_command(engine):
-    engine.ranks.send(PlanWriter().write(StepPlan(7, (), swap_out=(BlockCopy(0, 0),))))
+    engine.ranks.send(PlanWriter().write(StepPlan(7, (), copies=TierCopies(swap_out=(BlockCopy(0, 0),)))))
     assert engine.ranks.together(Prepare(), lambda: "own") == ("own", [Done(False)])
     ((rank, said),) = engine.ranks.of_steps()
     assert rank == 1

@@ -10,7 +10,7 @@ from holdfast.core.cost import HEAVY, Burst
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.simulator.executor import Reserve, SimulatedExecutor, StepTimes, VirtualClock
-from holdfast.lm.types import BlockCopy, Sampling, Segment, StepPlan
+from holdfast.lm.types import BlockCopy, Sampling, Segment, StepPlan, TierCopies
 from tests.lab.simulator.simulation import COST
 
 
@@ -113,7 +113,9 @@ def test_each_stage_starts_the_next_step_when_it_has_ended_the_previous_one():
 def copying(step, inward=0, outward=0, tokens=1):
     empty = () if not tokens else plan(step, tokens).segments
     swap_in, swap_out = (tuple(BlockCopy(at, at) for at in range(count)) for count in (inward, outward))
-    return StepPlan(step, empty, swap_in=swap_in, swap_out=swap_out, awaits=step if inward and tokens else -1)
+    return StepPlan(
+        step, empty, copies=TierCopies(swap_in=swap_in, swap_out=swap_out, awaits=step if inward and tokens else -1)
+    )
 
 
 def test_a_step_ends_no_earlier_than_its_swap_in():
@@ -140,11 +142,12 @@ def test_swap_in_overlaps_steps_until_a_step_awaits_it():
     clock = VirtualClock()
     executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.001), clock)
     alone = COST.step([(1, 1)])
-    executor.submit(replace(copying(0, inward=20), awaits=-1))
-    assert executor.collect().swapped_in == -1
+    first = copying(0, inward=20)
+    executor.submit(replace(first, copies=first.copies._replace(awaits=-1)))
+    assert executor.collect().copied.swapped_in == -1
     assert clock() == pytest.approx(alone)
-    executor.submit(replace(plan(1), awaits=0))
-    assert executor.collect().swapped_in == 1
+    executor.submit(replace(plan(1), copies=TierCopies(awaits=0)))
+    assert executor.collect().copied.swapped_in == 1
     assert clock() == pytest.approx(0.020)
 
 
@@ -152,29 +155,29 @@ def test_results_report_completed_swap_outs():
     executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.003), VirtualClock())
     for step in (copying(0, outward=3), plan(1), plan(2), plan(3)):  # 9 ms of copies beside steps of some 4 ms
         executor.submit(step)
-    assert [executor.collect().swapped_out for _ in range(4)] == [-1, -1, 3, 3]
+    assert [executor.collect().copied.swapped_out for _ in range(4)] == [-1, -1, 3, 3]
 
 
 def test_swap_outs_wait_for_swap_ins():
     executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.001), VirtualClock())
     executor.submit(copying(0, inward=2, outward=1))
-    assert executor.collect().swapped_out == 0  # 2 ms in, then 1 ms out, within a step of 4
+    assert executor.collect().copied.swapped_out == 0  # 2 ms in, then 1 ms out, within a step of 4
     executor.submit(copying(1, inward=10, outward=1))
-    assert executor.collect().swapped_out == 0  # the copy out begins when the step ends with its copies in
+    assert executor.collect().copied.swapped_out == 0  # the copy out begins when the step ends with its copies in
 
 
 def test_swap_outs_start_after_the_computation_submitted_before_them():
     executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.001), VirtualClock())
     executor.submit(plan(0))
     executor.submit(copying(1, outward=1))
-    assert [executor.collect().swapped_out for _ in range(2)] == [0, 1]
+    assert [executor.collect().copied.swapped_out for _ in range(2)] == [0, 1]
 
 
 def test_a_plan_without_segments_ends_with_its_copies():
     clock = VirtualClock()
     executor = SimulatedExecutor(StepTimes(COST, copy_seconds=0.5), clock)
     executor.submit(copying(0, outward=4, tokens=0))
-    assert executor.collect().swapped_out == 0
+    assert executor.collect().copied.swapped_out == 0
     assert clock() == pytest.approx(2.0)
 
 

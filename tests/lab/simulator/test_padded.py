@@ -10,7 +10,7 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.padded import Batch, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.run import context_length, engine_shape
 from holdfast.lab.workloads import Conversation, Turn, fixed
-from holdfast.lm.types import Forward, RowBytes, RowMove, RowShape, Sampling, Segment, StepPlan
+from holdfast.lm.types import Forward, RowBytes, RowMove, RowPlan, RowShape, Sampling, Segment, StepPlan
 from tests.lab.simulator.simulation import COST, PROFILE, run
 from tests.padded_rows import ABLE
 
@@ -29,8 +29,7 @@ def plan(segments, *forwards, moves=(), step=0):
     return StepPlan(
         step,
         [Segment(str(row), row, start, stop, (1,) * (stop - start), GREEDY) for row, start, stop in segments],
-        forwards=forwards,
-        row_moves=moves,
+        parts=(RowPlan(forwards=forwards, moves=moves),),
     )
 
 

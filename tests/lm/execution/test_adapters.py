@@ -24,6 +24,7 @@ from holdfast.lm.models.peft_files import UnsupportedAdapter
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan
+from holdfast.lm.types.adapters import AdapterPlan
 from holdfast.loop.loop import Loop
 from tests.adapters import drawn, generated, merged, write
 from tests.checkpoints import VOCAB, make
@@ -155,7 +156,7 @@ def test_nine_adapters_of_all_ranks_beside_none_give_the_tokens_of_their_merged_
 ) -> None:
     engine = run(case, steps_in_flight=steps_in_flight, budget=512)
     assert engine.tokens == case.expected
-    assert max(len(set(plan.adapter_slots)) for plan in engine.plans) == 10
+    assert max(len(set(plan.part(AdapterPlan).slots)) for plan in engine.plans) == 10
     plain = [generated(case.module, tuple(request.prompt), request.params.max_tokens) for _, request in case.requests]
     assert sum(tokens != case.expected[str(number)] for number, tokens in enumerate(plain)) > 20
 
@@ -169,7 +170,7 @@ def test_tokens_are_equal_in_chunks_when_memory_is_short(case: Case) -> None:
 def test_tokens_are_equal_when_suspended_state_is_swapped_in_again(case: Case) -> None:
     engine = run(case, budget=48, blocks=20, host_blocks=200)
     assert engine.tokens == case.expected
-    assert any(plan.swap_in for plan in engine.plans)
+    assert any(plan.copies.swap_in for plan in engine.plans)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -226,7 +227,7 @@ def test_steps_without_an_adapter_name_no_slots_and_upload_no_tiles(case: Case) 
     engine.add(case.requests[0][1])
     engine.run()
     engine.close()
-    assert all(plan.adapter_slots == () and plan.adapter_loads == () for plan in engine.plans)
+    assert all(plan.part(AdapterPlan).slots == () and plan.part(AdapterPlan).loads == () for plan in engine.plans)
     assert engine.device.memory.batch.stage(engine.plans[0]).adapted is None
 
 

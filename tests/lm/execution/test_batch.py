@@ -10,7 +10,8 @@ import torch
 
 from holdfast.core.types import Grammar
 from holdfast.lm.execution.batch import Batch, PackedStep
-from holdfast.lm.types import PENDING, ConstrainedRow, Sampling, Segment, StepPlan, TableWrite
+from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, TableWrite
+from holdfast.lm.types.grammars import ConstrainedRow
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 

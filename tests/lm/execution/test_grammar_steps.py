@@ -22,7 +22,8 @@ from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.models.loader import load
-from holdfast.lm.types import PENDING, Answer, Sampling, Segment, StepPlan, StepResult, TableWrite
+from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, StepResult, TableWrite
+from holdfast.lm.types.grammars import Answer, GrammarPlan, GrammarResult
 from tests.lm.execution.test_executor import CONFIG
 from tests.paged import allocated
 from tests.tokenizers_made import byte_level
@@ -83,7 +84,11 @@ def prefill(step: int, *rows: tuple[int, Sampling]) -> StepPlan:
         step,
         tuple(Segment(str(row), row, 0, len(PROMPT), PROMPT, sampling) for row, sampling in rows),
         tuple(TableWrite(row, 0, tuple(range(row * 12, row * 12 + 12))) for row, _ in rows),
-        answers=tuple(Answer(row, len(PROMPT), ()) for row, sampling in rows if sampling.grammar is not None),
+        parts=(
+            GrammarPlan(
+                answers=tuple(Answer(row, len(PROMPT), ()) for row, sampling in rows if sampling.grammar is not None)
+            ),
+        ),
     )
 
 
@@ -176,7 +181,10 @@ def test_the_tokens_are_the_same_where_another_thread_collects(
         monkeypatch.setattr(matchers, name, partial(watched, getattr(matchers, name)))
     found = run_in_two_threads(executor, 3, count, *rows)
     assert [result.tokens for result in found] == [result.tokens for result in expected]
-    assert all(result.forced in (each.forced, ()) for result, each in zip(found, expected, strict=True))
+    assert all(
+        result.part(GrammarResult).forced in (each.part(GrammarResult).forced, ())
+        for result, each in zip(found, expected, strict=True)
+    )
 
 
 def test_forced_tokens_follow_as_a_segment_and_give_what_single_steps_give(executor: PagedExecutor) -> None:
@@ -184,7 +192,7 @@ def test_forced_tokens_follow_as_a_segment_and_give_what_single_steps_give(execu
     row = 0, record(5, grammar=GRAMMAR)
     executor.submit(prefill(0, row))
     first = executor.collect()
-    (forced,) = first.forced
+    (forced,) = first.part(GrammarResult).forced
     assert forced.at == 0 and list(forced.tokens) == each[1 : 1 + len(forced.tokens)]
     known = (first.tokens[0], *forced.tokens)
     start = len(PROMPT)

@@ -32,6 +32,7 @@ from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
+from holdfast.lm.types.adapters import AdapterPlan
 from tests.adapters import drawn
 from tests.paged import sizes
 
@@ -461,12 +462,12 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
         0,
         tuple(Segment(str(row), row, 0, 5, (row, 3, 1, 4, 1), None if row == 1 else greedy) for row in range(3)),
         tuple(TableWrite(row, 0, (2 * row, 2 * row + 1)) for row in range(3)),
-        adapter_slots=(2, 0, -1),
+        parts=(AdapterPlan(slots=(2, 0, -1)),),
     )
     decodes = StepPlan(
-        1, tuple(Segment(str(row), row, 5, 6, (7,), greedy) for row in range(3)), adapter_slots=(-1, 1, 2)
+        1, tuple(Segment(str(row), row, 5, 6, (7,), greedy) for row in range(3)), parts=(AdapterPlan(slots=(-1, 1, 2)),)
     )
-    for plan in (prompts, decodes, replace(decodes, adapter_slots=(0, 0, 0))):
+    for plan in (prompts, decodes, replace(decodes, parts=(AdapterPlan(slots=(0, 0, 0)),))):
         staged = [batch.stage(plan) for batch in batches]
         with torch.inference_mode():
             started = graphs.run(staged[0])

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.lm.execution.transfer import CopyStream, HostStream, Transfers, stream_for
 from holdfast.lm.kernels.cache.kv_cache import KVCache
-from holdfast.lm.types import BlockCopy, CopyTime, StepPlan
+from holdfast.lm.types import BlockCopy, CopyTime, StepPlan, TierCopies
 from tests.late_streams import ForgottenStream, LateStream
 
 LAYERS = 3
@@ -38,7 +38,7 @@ def transfers(stream: type[LateStream] | type[HostStream]) -> tuple[KVCache, KVC
 def plan(
     step: int, swap_in: Sequence[BlockCopy] = (), swap_out: Sequence[BlockCopy] = (), awaits: int = -1
 ) -> StepPlan:
-    return StepPlan(step, (), swap_in=tuple(swap_in), swap_out=tuple(swap_out), awaits=awaits)
+    return StepPlan(step, (), copies=TierCopies(swap_in=tuple(swap_in), swap_out=tuple(swap_out), awaits=awaits))
 
 
 def held(data: torch.Tensor, block: int) -> float:
@@ -89,7 +89,7 @@ def test_a_swap_in_is_reported_once_it_is_complete() -> None:
     assert copies.completed(wait=False) == copies.completed(wait=False) == (1, 0, ())
     bytes_of_a_block = LAYERS * 2 * 4 * 2 * 8 * 4
     assert copies.completed(wait=False) == (1, 1, (CopyTime(1, True, 2 * bytes_of_a_block, 0.25),))
-    assert copies.completed(wait=False).copies == ()
+    assert copies.completed(wait=False).times == ()
 
 
 def test_swap_outs_are_reported_in_plan_order_once_complete() -> None:

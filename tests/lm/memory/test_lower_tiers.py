@@ -250,7 +250,7 @@ def test_others_run_while_a_sequence_waits_for_its_blocks():
     scheduler.update(plan, answer(plan), 0.1)
     scheduler.finish_tier_jobs([TierDone(job.number, ("done",) * len(job.blocks), 0.0) for job in jobs], 0.1)
     plan = scheduler.schedule(0.1)
-    assert len(plan.swap_in) == 3 and not scheduler.awaits_tiers
+    assert len(plan.copies.swap_in) == 3 and not scheduler.awaits_tiers
     scheduler.update(plan, answer(plan), 0.2)
     assert spans(scheduler.schedule(0.2))[-1] == ("0", 12, 13), "only what no tier had is computed"
     assert scheduler.stats().prefix_hits_on_disk == 12

@@ -19,7 +19,7 @@ from holdfast.lm.padded.host_rows import HostRows
 from holdfast.lm.padded.loading import UnmodifiedModel
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.state_layout import StateLayout
-from holdfast.lm.types import PENDING, Abilities, Forward, RowMove, Sampling, Segment, StepPlan
+from holdfast.lm.types import PENDING, Abilities, Forward, RowMove, RowPlan, RowResult, Sampling, Segment, StepPlan
 from tests.padded_checks import LONGEST, VOCAB, StatePlaces, check_batch, generate_alone
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -222,7 +222,9 @@ class History:
         self.compute_batch()
         if decode_first:
             self.compute_apart()
-        plan = StepPlan(self.step, self.segments, forwards=tuple(self.forwards), row_moves=tuple(self.moves))
+        plan = StepPlan(
+            self.step, self.segments, parts=(RowPlan(forwards=tuple(self.forwards), moves=tuple(self.moves)),)
+        )
         self.step += 1
         self.count("step")
         self.in_check.apply(plan)
@@ -417,7 +419,7 @@ class History:
                 assert index == len(row.known)
                 self.count("token")
                 row.known.append(token)
-        self.lose({*result.lost})
+        self.lose({*result.part(RowResult).lost})
 
     def lose(self, lost: set[str]) -> None:
         """Lost sequences start again; what plans in flight ask for them computes nothing."""

@@ -13,7 +13,7 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.growing_layer import QUANTUM
 from holdfast.lm.scheduler.choice import make_scheduler
-from holdfast.lm.types import MemoryMeasurement, StepPlan, StepResult
+from holdfast.lm.types import MemoryMeasurement, RowPlan, StepPlan, StepResult
 from holdfast.loop.loop import Loop
 from tests.lm.padded.histories import FailingDriver, model_of
 from tests.padded_checks import VOCAB, StatePlaces, generate_alone
@@ -74,10 +74,10 @@ class Watched:
     @property
     def happened(self) -> Counter[str]:
         """How often: each kind of move, a chunk behind another, a prompt beside decodes, a group of prompts."""
-        seen = Counter[str](move.kind for plan in self.plans for move in plan.row_moves)
+        seen = Counter[str](move.kind for plan in self.plans for move in plan.part(RowPlan).moves)
         for plan in self.plans:
             at = 0
-            for forward in plan.forwards:
+            for forward in plan.part(RowPlan).forwards:
                 own, at = plan.segments[at : forward.stop], forward.stop
                 started = sum(not each.start for each in own)
                 seen["chunk"] += forward.apart and any(each.start for each in own)

@@ -26,7 +26,7 @@ from holdfast.lm.padded.growing_layer import FixedLayer, growing
 from holdfast.lm.padded.loading import UnmodifiedModel
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.state_layout import StateLayout
-from holdfast.lm.types import PENDING, Forward, RowMove, Segment, StepPlan
+from holdfast.lm.types import PENDING, Forward, RowMove, RowPlan, Segment, StepPlan
 from tests.lm.padded.histories import ALL, CPU, GREEDY, History, Made
 from tests.padded_checks import CACHE, draw_prompts, generate_alone, tiny
 
@@ -270,11 +270,11 @@ def test_captured_decodes_give_the_tokens_of_each_row_alone(family):
     prompts, tokens = draw_prompts(5, 14, 9), {row: [] for row in range(3)}
     segments = [Segment(f"s{row}", row, 0, len(prompts[row]), prompts[row], GREEDY) for row in range(3)]
     moves = tuple(RowMove(1, "embed", row, length=len(prompts[row])) for row in range(3))
-    executor.submit(StepPlan(0, segments, forwards=(Forward(3, apart=True),), row_moves=moves))
+    executor.submit(StepPlan(0, segments, parts=(RowPlan(forwards=(Forward(3, apart=True),), moves=moves),)))
     for step in range(1, 12):
         at = [len(prompts[row]) + step - 1 for row in range(3)]
         segments = [Segment(f"s{row}", row, at[row], at[row] + 1, (PENDING,), GREEDY) for row in range(3)]
-        executor.submit(StepPlan(step, segments, forwards=(Forward(3),)))
+        executor.submit(StepPlan(step, segments, parts=(RowPlan(forwards=(Forward(3),)),)))
     for _ in range(12):
         for row, token in enumerate(executor.collect().tokens):
             tokens[row].append(token)

@@ -8,7 +8,7 @@ import torch
 from holdfast.core.config import EngineConfig
 from holdfast.lm.padded import device as padded_device
 from holdfast.lm.padded.device import PaddedDevice
-from holdfast.lm.types import Forward, MemoryMeasurement, RowMove, StepPlan
+from holdfast.lm.types import Forward, MemoryMeasurement, RowMove, RowPlan, StepPlan
 from tests.lm.padded.histories import model_of
 from tests.lm.padded.test_executor import segment
 from tests.padded_checks import LONGEST, VOCAB, draw_prompts, generate_alone, tiny
@@ -70,12 +70,16 @@ def test_the_executor_generates_what_the_model_does_alone(llama):
     assert device.executor is device.executor
     (prompt,) = draw_prompts(9)
     plan = StepPlan(
-        0, [segment(2, 0, prompt)], forwards=(Forward(1, apart=True),), row_moves=(RowMove(1, "embed", 2, length=9),)
+        0,
+        [segment(2, 0, prompt)],
+        parts=(RowPlan(forwards=(Forward(1, apart=True),), moves=(RowMove(1, "embed", 2, length=9),)),),
     )
     device.executor.submit(plan)
     tokens = [*device.executor.collect().tokens]
     for step in range(1, 5):
-        device.executor.submit(StepPlan(step, [segment(2, 8 + step, tokens[-1:])], forwards=(Forward(1),)))
+        device.executor.submit(
+            StepPlan(step, [segment(2, 8 + step, tokens[-1:])], parts=(RowPlan(forwards=(Forward(1),)),))
+        )
         tokens += device.executor.collect().tokens
     device.executor.close()
     assert tuple(tokens) == generate_alone(llama, prompt, 5)
@@ -91,10 +95,14 @@ def test_captured_decodes_get_a_part_of_the_memory_for_states(llama, monkeypatch
     assert (shape.rows.memory, shape.rows.settled, shape.rows.longest) == (sizes.cache, 4 * LONGEST, LONGEST)
     (prompt,) = draw_prompts(9)
     moves = (RowMove(1, "embed", 2, length=9),)
-    device.executor.submit(StepPlan(0, [segment(2, 0, prompt)], forwards=(Forward(1, apart=True),), row_moves=moves))
+    device.executor.submit(
+        StepPlan(0, [segment(2, 0, prompt)], parts=(RowPlan(forwards=(Forward(1, apart=True),), moves=moves),))
+    )
     tokens = [*device.executor.collect().tokens]
     for step in range(1, 5):
-        device.executor.submit(StepPlan(step, [segment(2, 8 + step, tokens[-1:])], forwards=(Forward(1),)))
+        device.executor.submit(
+            StepPlan(step, [segment(2, 8 + step, tokens[-1:])], parts=(RowPlan(forwards=(Forward(1),)),))
+        )
         tokens += device.executor.collect().tokens
     assert device.executor.graphs is not None
     device.executor.close()
@@ -115,9 +123,11 @@ def test_decodes_are_measured_with_a_mask_and_prompts_without_as_they_run(llama,
     seen.clear()
     (prompt,) = draw_prompts(9)
     moves = (RowMove(1, "embed", 2, length=9),)
-    device.executor.submit(StepPlan(0, [segment(2, 0, prompt)], forwards=(Forward(1, apart=True),), row_moves=moves))
+    device.executor.submit(
+        StepPlan(0, [segment(2, 0, prompt)], parts=(RowPlan(forwards=(Forward(1, apart=True),), moves=moves),))
+    )
     (token,) = device.executor.collect().tokens
-    device.executor.submit(StepPlan(1, [segment(2, 9, (token,))], forwards=(Forward(1),)))
+    device.executor.submit(StepPlan(1, [segment(2, 9, (token,))], parts=(RowPlan(forwards=(Forward(1),)),)))
     device.executor.collect()
     device.executor.close()
     assert seen[-1] == (False, True)

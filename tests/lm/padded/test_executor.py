@@ -8,7 +8,7 @@ import torch
 
 from holdfast.lm.padded.executor import PaddedExecutor
 from holdfast.lm.padded.host_rows import HostRows
-from holdfast.lm.types import PENDING, Forward, RowMove, Sampling, Segment, StepPlan
+from holdfast.lm.types import PENDING, Forward, RowMove, RowPlan, RowResult, Sampling, Segment, StepPlan
 from tests.late_streams import LateStream
 from tests.lm.padded.echo import CPU, echo_rows, keys_of
 from tests.lm.padded.histories import ALL, GREEDY, FailingDriver, Made
@@ -33,7 +33,7 @@ class Steps:
         self.step = 0
 
     def submit(self, segments=(), forwards=(), moves=()):
-        plan = StepPlan(self.step, tuple(segments), forwards=tuple(forwards), row_moves=tuple(moves))
+        plan = StepPlan(self.step, tuple(segments), parts=(RowPlan(forwards=tuple(forwards), moves=tuple(moves)),))
         self.step += 1
         self.executor.submit(plan)
 
@@ -66,7 +66,7 @@ def test_prompts_join_apart_or_in_the_batch_and_give_their_tokens_in_plan_order(
     run = steps(abilities)
     assert run.start(1, 2).tokens == (12, 22)
     result = run([segment(2, 2, [PENDING]), segment(3, 0, [30, 31, 32]), segment(1, 2, [12])], [Forward(3)])
-    assert (result.tokens, result.counts, result.lost) == ((23, 33, 13), (1, 1, 1), ())
+    assert (result.tokens, result.counts, result.part(RowResult).lost) == ((23, 33, 13), (1, 1, 1), ())
     result = run([segment(3, 3, [PENDING]), segment(1, 3, [PENDING]), segment(2, 3, [PENDING])], [Forward(3)])
     assert result.tokens == (34, 14, 24)
 
@@ -150,14 +150,14 @@ def test_results_say_which_copies_to_and_from_the_host_are_complete(steps):
     run = steps(make_queue=lambda: LateStream(patience=0))
     run.start(1)
     result = run([segment(2, 0, [20])], [Forward(1, apart=True)], [RowMove(0, "store", 1, slot=8, length=2)])
-    assert (result.swapped_out, [(copy.step, copy.inward) for copy in result.copies]) == (1, [(1, False)])
-    assert run(moves=[RowMove(0, "load", 1, slot=8, length=2)]).swapped_in == 2
+    assert (result.copied.swapped_out, [(copy.step, copy.inward) for copy in result.copied.times]) == (1, [(1, False)])
+    assert run(moves=[RowMove(0, "load", 1, slot=8, length=2)]).copied.swapped_in == 2
 
 
 def test_a_step_of_copies_alone_is_complete_when_they_are(steps):
     run = steps(make_queue=lambda: LateStream(patience=100))
     run.start(1)
-    assert run(moves=[RowMove(0, "store", 1, slot=8, length=2)]).swapped_out == 1
+    assert run(moves=[RowMove(0, "store", 1, slot=8, length=2)]).copied.swapped_out == 1
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,9 @@ def test_a_decode_without_memory_loses_the_batch_and_spares_states_apart(steps):
     run([segment(3, 0, [30, 31])], [Forward(1, apart=True)])
     run.fails = [True]
     result = run([segment(1, 2, [PENDING]), segment(2, 2, [PENDING])], [Forward(2)])
-    assert (result.tokens, result.counts, result.lost) == ((), (0, 0), ("s1", "s2"))
+    assert (result.tokens, result.counts, result.part(RowResult).lost) == ((), (0, 0), ("s1", "s2"))
     result = run([segment(3, 2, [PENDING])], [Forward(1)], [RowMove(0, "embed", 3, length=2)])
-    assert (result.tokens, result.lost) == ((33,), ())
+    assert (result.tokens, result.part(RowResult).lost) == ((33,), ())
 
 
 def test_a_prefill_without_memory_loses_its_prompts_alone(steps):
@@ -244,7 +244,7 @@ def test_a_prefill_without_memory_loses_its_prompts_alone(steps):
     run.fails = [True, False]
     segments = [segment(2, 0, [20]), segment(3, 0, [30]), segment(1, 2, [PENDING])]
     result = run(segments, [Forward(2, apart=True), Forward(3)])
-    assert (result.tokens, result.counts, result.lost) == ((13,), (0, 0, 1), ("s2", "s3"))
+    assert (result.tokens, result.counts, result.part(RowResult).lost) == ((13,), (0, 0, 1), ("s2", "s3"))
 
 
 def test_lost_sequences_compute_nothing_in_plans_in_flight_until_they_start_again(steps):
@@ -256,9 +256,9 @@ def test_lost_sequences_compute_nothing_in_plans_in_flight_until_they_start_agai
     later = [segment(3, 0, [30]), segment(1, 3, [PENDING]), segment(2, 3, [PENDING])]
     run.submit(later, [Forward(1, apart=True), Forward(3)], [RowMove(2, "store", 2, slot=4, length=4)])
     run.submit([segment(1, 4, [PENDING])], [Forward(1)], [RowMove(1, "drop", 1)])
-    assert run.executor.collect().lost == ("s1", "s2")
+    assert run.executor.collect().part(RowResult).lost == ("s1", "s2")
     result = run.executor.collect()
-    assert (result.tokens, result.counts, result.lost) == ((31,), (1, 0, 0), ())
+    assert (result.tokens, result.counts, result.part(RowResult).lost) == ((31,), (1, 0, 0), ())
     assert run.executor.collect().counts == (0,)
     assert run([segment(1, 0, [10, 11, 12])], [Forward(1)]).tokens == (13,)
 
@@ -271,7 +271,7 @@ def test_a_row_from_a_slot_of_a_lost_state_is_said_to_be_lost_once(steps):
     run(moves=[RowMove(0, "store", 2, slot=4, length=2), RowMove(0, "offload", slot=4)])
     moves = [RowMove(0, "load", 5, slot=4, length=2), RowMove(0, "embed", 5, length=2)]
     result = run([segment(5, 2, [7], name="s2")], [Forward(1)], moves)
-    assert (result.counts, result.lost) == ((0,), ())
+    assert (result.counts, result.part(RowResult).lost) == ((0,), ())
     run(moves=[RowMove(0, "forget", slot=4), RowMove(0, "drop", 5)])
 
 
@@ -296,13 +296,13 @@ def test_a_move_without_memory_loses_the_states_that_it_touches(steps, monkeypat
     run([segment(4, 0, [40, 41])], [Forward(1, apart=True)])
     with monkeypatch.context() as patch:
         patch.setattr(run.rows.layout, verb, no_memory)
-        assert run(moves=[move]).lost == ()
+        assert run(moves=[move]).part(RowResult).lost == ()
     if move.kind == "keep":
         run(moves=[RowMove(0, "load", 1, slot=9, length=2)])
     moves = [RowMove(0, "embed", row, length=2) for row in (1, 4) if run.rows.place(row) is None]
     moves = moves if verb != "embed" else []
     result = run([segment(row, 2, [PENDING]) for row in (1, 2, 3, 4)], [Forward(4)], moves)
-    assert result.lost == tuple(f"s{row}" for row in lost)
+    assert result.part(RowResult).lost == tuple(f"s{row}" for row in lost)
     assert result.counts == tuple(int(row not in lost) for row in (1, 2, 3, 4))
     assert result.tokens == tuple(10 * row + 3 for row in (1, 2, 3, 4) if row not in lost)
 
@@ -326,10 +326,10 @@ def test_draws_depend_on_seed_and_position_and_not_on_the_neighbours():
     def generate(*rows):
         executor = made.executor(ALL)
         prefills = [segment(row, 0, prompts[row], sampling=random[row]) for row in rows]
-        executor.submit(StepPlan(0, prefills, forwards=(Forward(len(rows)),)))
+        executor.submit(StepPlan(0, prefills, parts=(RowPlan(forwards=(Forward(len(rows)),)),)))
         for step in range(1, 6):
             decodes = [segment(row, len(prompts[row]) + step - 1, [PENDING], sampling=random[row]) for row in rows]
-            executor.submit(StepPlan(step, decodes, forwards=(Forward(len(rows)),)))
+            executor.submit(StepPlan(step, decodes, parts=(RowPlan(forwards=(Forward(len(rows)),)),)))
         tokens = [executor.collect().tokens for _ in range(6)]
         executor.close()
         return dict(zip(rows, zip(*tokens, strict=True), strict=True))
@@ -348,7 +348,7 @@ def test_the_module_stays_as_it_was():
     before = {name: (id(value), value.clone()) for name, value in module.named_parameters()}
     attention, forward = module.config._attn_implementation, type(module).forward
     executor = Made.of(module).executor(ALL)
-    executor.submit(StepPlan(0, [segment(0, 0, [5, 6, 7])], forwards=(Forward(1),)))
+    executor.submit(StepPlan(0, [segment(0, 0, [5, 6, 7])], parts=(RowPlan(forwards=(Forward(1),)),)))
     executor.collect()
     executor.close()
     after = dict(module.named_parameters())

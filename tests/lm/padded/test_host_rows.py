@@ -87,11 +87,11 @@ def test_plans_count_as_complete_in_order_and_only_up_to_the_one_asked_for():
     assert host.completed(2, wait=False) == (1, 2, ())
     done = host.completed(3, wait=True)
     assert done[:2] == (3, 3)
-    assert [(copy.step, copy.inward, copy.bytes, copy.seconds) for copy in done.copies] == [(2, False, 16, 0.5)]
+    assert [(copy.step, copy.inward, copy.bytes, copy.seconds) for copy in done.times] == [(2, False, 16, 0.5)]
     host.load(1, 3, step=5)
     assert host.completed(5, wait=False)[:2] == (3, 4)
     assert host.completed(5, wait=True)[:2] == (5, 5)
-    assert host.completed(5, wait=True).copies == ()
+    assert host.completed(5, wait=True).times == ()
 
 
 def test_closing_waits_for_copies_under_way_and_gives_the_memory_back():

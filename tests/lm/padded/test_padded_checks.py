@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from holdfast.lm.types import Forward, RowMove, Segment, StepPlan
+from holdfast.lm.types import Forward, RowMove, RowPlan, Segment, StepPlan
 from tests.padded_checks import FAMILIES, VOCAB, StatePlaces, check_batch, draw_prompts, generate_alone, tiny
 
 
@@ -38,7 +38,7 @@ def follow(*steps):
     """Apply plans given as (segments, forwards, moves); the places afterwards."""
     places = StatePlaces()
     for number, (segments, forwards, moves) in enumerate(steps):
-        places.apply(StepPlan(number, segments, forwards=tuple(forwards), row_moves=tuple(moves)))
+        places.apply(StepPlan(number, segments, parts=(RowPlan(forwards=tuple(forwards), moves=tuple(moves)),)))
     return places
 
 

@@ -12,7 +12,8 @@ from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.scheduler.order import Fair, Fcfs, Priority
-from holdfast.lm.types import StepResult
+from holdfast.lm.types import StepResult, TierCopied
+from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
 from tests.invariants import check_scheduler
 from tests.scheduling import EOS, VOCABULARY, FakeDevice, answer, create_requests, create_scheduler, run_alone
 
@@ -33,10 +34,10 @@ class AdapterDevice(FakeDevice):
 
     def collect(self):
         plan = self.plans[0]
-        for slot, adapter in plan.adapter_loads:
+        for slot, adapter in plan.part(AdapterPlan).loads:
             self.held[slot] = None
             self.loads.append((plan.step, slot, adapter))
-        slots = plan.adapter_slots or (-1,) * len(plan.segments)
+        slots = plan.part(AdapterPlan).slots or (-1,) * len(plan.segments)
         assert len(slots) == len(plan.segments)
         for segment, slot in zip(plan.segments, slots, strict=True):
             wanted = self.adapters.get(segment.sequence_id, "")
@@ -52,7 +53,7 @@ class AdapterDevice(FakeDevice):
                 lost.append(adapter)
             else:
                 self.held[slot] = adapter
-        return replace(result, adapters_in=done, adapters_lost=tuple(lost))
+        return replace(result, parts=(AdapterResult(loaded=done, lost=tuple(lost)),))
 
 
 def check_adapters(scheduler, pool):
@@ -163,7 +164,7 @@ def scheduler_of(*names, slots=1, **options):
 
 def loaded(plan, token=7):
     """The result of a plan whose loads are complete."""
-    return replace(answer(plan, token), adapters_in=plan.step)
+    return replace(answer(plan, token), parts=(AdapterResult(loaded=plan.step),))
 
 
 def test_a_request_whose_adapter_is_being_loaded_holds_nobody_up():
@@ -174,21 +175,21 @@ def test_a_request_whose_adapter_is_being_loaded_holds_nobody_up():
         scheduler.add(other)
     plan = scheduler.schedule(0.0)
     assert [segment.sequence_id for segment in plan.segments] == ["1", "2"]
-    assert [load.adapter for load in plan.adapter_loads] == ["a"] and plan.adapter_slots == ()
+    assert [load.adapter for load in plan.part(AdapterPlan).loads] == ["a"] and plan.part(AdapterPlan).slots == ()
     scheduler.update(plan, loaded(plan), 0.0)
     plan = scheduler.schedule(0.0)
     assert [segment.sequence_id for segment in plan.segments] == ["1", "2", "0"]
-    assert plan.adapter_slots == (-1, -1, 0)
+    assert plan.part(AdapterPlan).slots == (-1, -1, 0)
 
 
 def test_with_nothing_else_to_run_a_plan_without_segments_waits_for_the_adapter():
     scheduler = scheduler_of("a")
     scheduler.add(with_adapter(create_requests(3)[0], "a"))
     plan = scheduler.schedule(0.0)
-    assert not plan.segments and plan.adapter_loads
+    assert not plan.segments and plan.part(AdapterPlan).loads
     assert scheduler.schedule(0.0) is None
     scheduler.update(plan, loaded(plan), 0.0)
-    assert scheduler.schedule(0.0).adapter_slots == (0,)
+    assert scheduler.schedule(0.0).part(AdapterPlan).slots == (0,)
 
 
 def test_a_request_gets_a_slot_although_others_keep_the_only_one_busy():
@@ -253,7 +254,7 @@ def test_requests_of_an_adapter_that_cannot_be_read_end_and_others_go_on():
     scheduler.add(with_adapter(first, "a"))
     scheduler.add(other)
     plan = scheduler.schedule(0.0)
-    outputs = scheduler.update(plan, replace(loaded(plan), adapters_lost=("a",)), 0.0)
+    outputs = scheduler.update(plan, replace(loaded(plan), parts=(AdapterResult(plan.step, ("a",)),)), 0.0)
     assert [output.request_id for output in outputs] == ["1"]
     assert list(scheduler.refused) == [("0", "a")]
     assert [segment.sequence_id for segment in scheduler.schedule(0.0).segments] == ["1"]
@@ -265,6 +266,16 @@ def test_adapters_are_counted():
     plan = scheduler.schedule(0.0)
     assert (scheduler.stats().adapters_known, scheduler.stats().adapters_resident) == (2, 0)
     assert scheduler.stats().waiting == 1
-    scheduler.update(plan, StepResult(plan.step, (), 0.0, plan.step, plan.step, adapters_in=plan.step), 0.0)
+    scheduler.update(
+        plan,
+        StepResult(
+            plan.step,
+            (),
+            0.0,
+            copied=TierCopied(swapped_out=plan.step, swapped_in=plan.step),
+            parts=(AdapterResult(loaded=plan.step),),
+        ),
+        0.0,
+    )
     assert (scheduler.stats().adapters_resident, scheduler.stats().adapter_loads) == (1, 1)
     assert scheduler.stats().running == 0

@@ -24,7 +24,7 @@ from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.slices import RESERVE, TrainingSlices
-from holdfast.lm.types import EngineShape
+from holdfast.lm.types import EngineShape, RowPlan
 from tests.lm.scheduler.test_latency_target import COST
 from tests.padded_rows import ABLE, shape_of_rows
 from tests.scheduling import create_requests, create_scheduler
@@ -120,7 +120,7 @@ def test_every_name_plans_padded_rows(name):
     for request in create_requests(5, 8):
         scheduler.add(replace(request, prompt=(1,) * len(request.prompt)))
     plan = scheduler.schedule(0.0)
-    assert plan.forwards[-1].stop == len(plan.segments) > 0
+    assert plan.part(RowPlan).forwards[-1].stop == len(plan.segments) > 0
 
 
 def test_each_name_is_a_policy_class_of_its_own_on_padded_rows():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.deferral import Deferred
 from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.types.tuning import TrainingPlan
 from tests.scheduling import create_scheduler, spans
 from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
 
@@ -27,7 +28,10 @@ def an_engine(bound, *, steps=None, budget=64, jobs=1, cost=None, **options):
 
 def kinds(engine):
     """The steps so far, in short: R a copy of vectors, T an iteration, I a step of inference."""
-    return "".join("I" if plan.segments else "T" if plan.training.action == "run" else "R" for _, plan in engine.plans)
+    return "".join(
+        "I" if plan.segments else "T" if plan.part(TrainingPlan).slice.action == "run" else "R"
+        for _, plan in engine.plans
+    )
 
 
 def follow_the_rule(engine, name, arrival, bound):
@@ -42,7 +46,9 @@ def test_without_requests_whole_iterations_follow_each_other():
     engine = an_engine(1.0)
     engine.run(4)
     assert kinds(engine) == "RTTT"
-    assert [plan.training.stop for _, plan in engine.plans[1:]] == [10] * 3, "every unit up to the optimizer's"
+    assert [plan.part(TrainingPlan).slice.stop for _, plan in engine.plans[1:]] == [10] * 3, (
+        "every unit up to the optimizer's"
+    )
 
 
 def test_a_request_waits_until_one_more_iteration_would_make_it_wait_beyond_the_bound():
@@ -67,7 +73,7 @@ def test_with_an_infinite_bound_training_runs_to_its_end_first():
     engine.add(a_request("r", arrival=0.0, tokens=2))
     engine.run(8)
     assert kinds(engine) == "RTTTTII"
-    assert engine.plans[5][1].training.action == "offload", "the job leaves the device at once"
+    assert engine.plans[5][1].part(TrainingPlan).slice.action == "offload", "the job leaves the device at once"
     assert [*engine.tuner.ended] == ["job 0"]
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.types import Grammar, Request, SamplingParams, TokenLogprobs
-from holdfast.lm.types import Forced, StepResult
+from holdfast.lm.types import StepResult
+from holdfast.lm.types.grammars import Forced, GrammarPlan, GrammarResult
 from tests.lm.scheduler.test_histories import STEPS, History, check
 from tests.scheduling import FakeDevice, create_scheduler, sampled, sampled_from, spans
 
@@ -28,14 +29,16 @@ class ForcingDevice(FakeDevice):
 
     def collect(self):
         plan = self.plans[0]
-        for answer in plan.answers:
+        for answer in plan.part(GrammarPlan).answers:
             self.answers[answer.row] = answer.start, list(answer.tokens)
         result = super().collect()
         constrained = [
             (at, segment) for at, segment in enumerate(sampled(plan)) if segment.sampling.grammar is not None
         ]
         forced = [(at, self._follow(segment)) for at, segment in constrained if segment.sampling.skips]
-        return replace(result, forced=tuple(Forced(at, tokens) for at, tokens in forced if tokens))
+        return replace(
+            result, parts=(GrammarResult(forced=tuple(Forced(at, tokens) for at, tokens in forced if tokens)),)
+        )
 
     def _states_of(self, segment, draft):
         stream, states = self.streams[segment.sequence_id], self.states[segment.sequence_id]
@@ -145,7 +148,13 @@ def started(**params):
 
 def result(plan, token, *forced):
     logprobs = (TokenLogprobs(0.0, (), ()),) if sampled(plan)[0].sampling.logprobs is not None else ()
-    return StepResult(plan.step, (token,), 0.0, forced=(Forced(0, forced),) if forced else (), logprobs=logprobs)
+    return StepResult(
+        plan.step,
+        (token,),
+        0.0,
+        logprobs=logprobs,
+        parts=(GrammarResult(forced=(Forced(0, forced),) if forced else ()),),
+    )
 
 
 def test_forced_tokens_come_out_at_once_and_are_computed_as_one_segment():

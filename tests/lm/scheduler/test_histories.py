@@ -28,6 +28,7 @@ from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.scheduler.speculation import Speculation
+from holdfast.lm.types.tuning import TrainingPlan
 from tests.invariants import check_scheduler
 from tests.scheduling import (
     EOS,
@@ -269,11 +270,11 @@ class History:
             if plan is None:
                 break
             assert plan.num_tokens <= self.budget
-            trains = plan.training is not None or plan.block_moves
+            trains = plan.part(TrainingPlan).slice or plan.part(TrainingPlan).moves
             assert plan.segments or trains or not self.plans, "only a step that nothing waits behind waits for copies"
             self.seen["waits for copies"] += not plan.segments and not trains
-            self.seen["swapped in"] += len(plan.swap_in)
-            self.seen["swapped out"] += len(plan.swap_out)
+            self.seen["swapped in"] += len(plan.copies.swap_in)
+            self.seen["swapped out"] += len(plan.copies.swap_out)
             ranges = Counter(segment.sequence_id for segment in plan.segments)
             self.seen["holes"] += sum(count > 1 for count in ranges.values())
             assert all(segment.length == len(segment.tokens) for segment in plan.segments)

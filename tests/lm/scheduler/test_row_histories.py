@@ -19,7 +19,7 @@ from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.scheduler.choice import EVERY_NAME, capacity_of, make_policy
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.policies import LatencyTarget
-from holdfast.lm.types import RowBytes
+from holdfast.lm.types import RowBytes, RowPlan, idle_tokens
 from tests.lm.scheduler.test_histories import COST
 from tests.padded_checks import StatePlaces
 from tests.padded_rows import ABLE, POSITION, FakeRows, check_rows, create_row_scheduler, shape_of_rows
@@ -134,13 +134,13 @@ class RowHistory:
             assert all(segment.length == len(segment.tokens) for segment in plan.segments)
             assert not any(segment.sequence_id in self.aborted for segment in plan.segments)
             assert not (plan.preempted and self.name in NEVER_PREEMPT and not self.losing)
-            self.seen.update(move.kind for move in plan.row_moves)
+            self.seen.update(move.kind for move in plan.part(RowPlan).moves)
             self.seen["preempted"] += len(plan.preempted)
-            self.seen["ended"] += sum(len(forward.ended) for forward in plan.forwards)
-            self.seen["groups"] += sum(forward.apart for forward in plan.forwards) < len(
+            self.seen["ended"] += sum(len(forward.ended) for forward in plan.part(RowPlan).forwards)
+            self.seen["groups"] += sum(forward.apart for forward in plan.part(RowPlan).forwards) < len(
                 {segment.sequence_id for segment in plan.segments if segment.start == 0}
             )
-            self.seen["idle"] += plan.idle_tokens
+            self.seen["idle"] += idle_tokens(plan)
             names = [segment.sequence_id for segment in sampled(plan)]
             self.seen["twice"] += len(names) - len({*names})
             if not self.losing:

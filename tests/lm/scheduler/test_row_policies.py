@@ -8,7 +8,7 @@ from holdfast.lm.scheduler.choice import make_policy
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.row_policies import Embedding, PaddedBatches, PrefillApart, RunToCompletion, Shaping
-from holdfast.lm.types import StepResult
+from holdfast.lm.types import StepResult, idle_tokens
 from tests.core.test_cost import PADDED
 from tests.padded_rows import ABLE, create_row_scheduler, forwards_of, moves_of, shape_of_rows
 from tests.scheduling import answer, create_requests, create_scheduler
@@ -127,7 +127,7 @@ def test_shaping_computes_one_prompt_beside_the_decodes_while_a_row_is_free():
         scheduler.add(request)
     plan = scheduler.schedule(0.0)
     assert forwards_of(plan) == [("batch", [("0", 3, 4), ("1", 5, 6), ("2", 0, 6)], ())]
-    assert plan.idle_tokens == 2 * 5, "(B - 1)(l - 1)"
+    assert idle_tokens(plan) == 2 * 5, "(B - 1)(l - 1)"
     scheduler.update(plan, answer(plan), 0.0)
     assert steps(scheduler, 1) == [[("batch", [("0", 4, 5), ("1", 6, 7), ("2", 6, 7)], ())]]
 

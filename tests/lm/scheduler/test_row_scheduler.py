@@ -8,7 +8,7 @@ from holdfast.core.types import FinishReason
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.row_policies import Embedding, RunToCompletion
 from holdfast.lm.scheduler.row_scheduler import TRIES
-from holdfast.lm.types import StepResult
+from holdfast.lm.types import RowPlan, RowResult, StepResult, TierCopied
 from tests.padded_rows import FakeRows, check_rows, create_row_scheduler, forwards_of, moves_of, shape_of_rows
 from tests.scheduling import answer, create_requests, run_alone
 
@@ -26,13 +26,20 @@ def add(scheduler, *prompts, first=0, **options):
 
 
 def kinds(plan):
-    return [move.kind for move in plan.row_moves]
+    return [move.kind for move in plan.part(RowPlan).moves]
 
 
 def lost(plan, *names):
     """A result in which these sequences lost their states, and all others got a token."""
     counts = tuple(0 if segment.sequence_id in names else 1 for segment in plan.segments if segment.sampling)
-    return StepResult(plan.step, (7,) * sum(counts), 0.0, plan.step, plan.step, counts=counts, lost=names)
+    return StepResult(
+        plan.step,
+        (7,) * sum(counts),
+        0.0,
+        counts=counts,
+        copied=TierCopied(swapped_out=plan.step, swapped_in=plan.step),
+        parts=(RowResult(lost=names),),
+    )
 
 
 @pytest.mark.parametrize("policy", [StallFree(64), Embedding(300)])
@@ -135,7 +142,7 @@ def test_a_lost_sequence_is_computed_again_from_its_known_tokens_with_less_memor
     assert (scheduler.stats().shrinks, scheduler.stats().waiting) == (1, 2)
     plan = scheduler.schedule(0.0)
     assert forwards_of(plan) == [("apart", [("0", 0, 6), ("1", 0, 10)], ())]
-    assert plan.row_moves == (), "the device has dropped the states itself"
+    assert plan.part(RowPlan).moves == (), "the device has dropped the states itself"
 
 
 def test_plans_in_flight_give_no_token_for_a_lost_sequence():
@@ -146,7 +153,7 @@ def test_plans_in_flight_give_no_token_for_a_lost_sequence():
     scheduler.update(plans[0], lost(plans[0], "1"), 0.0)
     again = scheduler.schedule(0.0)
     assert ("1", 0, 10) in [(segment.sequence_id, segment.start, segment.stop) for segment in again.segments]
-    (output,) = scheduler.update(plans[1], replace(lost(plans[1], "1"), lost=()), 0.0)
+    (output,) = scheduler.update(plans[1], replace(lost(plans[1], "1"), parts=(RowResult(lost=()),)), 0.0)
     assert output.request_id == "0"
     outputs = scheduler.update(again, answer(again), 0.0)
     assert {output.request_id for output in outputs} == {"0", "1"}
@@ -157,7 +164,7 @@ def test_a_missing_token_of_a_sequence_that_was_not_lost_is_an_error():
     add(scheduler, 5, 9, max_tokens=6)
     plan = scheduler.schedule(0.0)
     with pytest.raises(RuntimeError, match="2 sampled tokens is due"):
-        scheduler.update(plan, replace(lost(plan, "1"), lost=("0",)), 0.0)
+        scheduler.update(plan, replace(lost(plan, "1"), parts=(RowResult(lost=("0",)),)), 0.0)
 
 
 def test_a_lost_row_of_an_ended_sequence_is_free_again():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.types import FinishReason, Identity
 from holdfast.lm.types import PENDING, StepResult
+from holdfast.lm.types.prompts import PromptPlan, PromptResult
 from tests.invariants import check_scheduler
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
@@ -339,7 +340,12 @@ def test_an_end_token_at_the_limit_ends_a_sequence_once_as_stopped():
 def told(plan):
     """A result whose records are the tokens that are told."""
     return replace(
-        answer(plan), prompt_logprobs=tuple(tuple((token, (), ()) for token in each.targets) for each in plan.tells)
+        answer(plan),
+        parts=(
+            PromptResult(
+                logprobs=tuple(tuple((token, (), ()) for token in each.targets) for each in plan.part(PromptPlan).tells)
+            ),
+        ),
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.slabs import QUIET_SECONDS
+from holdfast.lm.types.tuning import TrainingPlan
 from tests.invariants import check_scheduler
 from tests.scheduling import FakeDevice, create_scheduler
 from tests.training_plans import FakeTrainer, a_request, blocks_of, make_steps, make_tuner
@@ -69,23 +70,23 @@ class Engine:
 
 
 def action(plan):
-    return plan.training.action if plan.training is not None else None
+    return plan.part(TrainingPlan).slice.action if plan.part(TrainingPlan).slice else None
 
 
 def test_training_gets_what_its_step_takes_with_kept_activations_and_gives_it_back_when_it_ends():
     engine = Engine(epochs=1)
-    assert engine.step().lent == 2 + 3 * 4
+    assert engine.step().part(TrainingPlan).lent == 2 + 3 * 4
     while action(plan := engine.step()) == "run":
-        assert plan.lent == 14
-    assert (action(plan), plan.lent) == ("offload", 2)
+        assert plan.part(TrainingPlan).lent == 14
+    assert (action(plan), plan.part(TrainingPlan).lent) == ("offload", 2)
     assert engine.scheduler.stats().blocks_training == 0 and [*engine.tuner.ended] == ["job"]
 
 
 def test_where_the_cache_is_too_small_for_kept_activations_training_computes_them_again():
     engine = Engine(max_blocks=13)
     plans = engine.steps(4)
-    assert [plan.lent for plan in plans] == [6] * 4
-    assert not plans[1].training.keep
+    assert [plan.part(TrainingPlan).lent for plan in plans] == [6] * 4
+    assert not plans[1].part(TrainingPlan).slice.keep
 
 
 def test_training_takes_only_what_running_sequences_and_their_headroom_leave():
@@ -97,7 +98,7 @@ def test_training_takes_only_what_running_sequences_and_their_headroom_leave():
     engine.tuner.resume("job")
     plan = engine.step()
     assert engine.scheduler.stats().blocks_used == 16
-    assert plan.lent == 6, "32 - 16 for the sequence - 3 headroom - 2 spare: not enough for 14"
+    assert plan.part(TrainingPlan).lent == 6, "32 - 16 for the sequence - 3 headroom - 2 spare: not enough for 14"
 
 
 def test_plans_go_on_while_copies_hold_the_blocks_that_training_waits_for():
@@ -105,7 +106,9 @@ def test_plans_go_on_while_copies_hold_the_blocks_that_training_waits_for():
     copies = engine.scheduler._queues.pool.copies
     copies.start_swap_in(range(16, 32), step=0)  # for a request that was aborted
     plan = engine.step()
-    assert (plan.lent, plan.training, len(plan.segments)) == (0, None, 0), "its result tells that the copies are done"
+    assert (plan.part(TrainingPlan), len(plan.segments)) == (TrainingPlan(), 0), (
+        "its result tells that the copies are done"
+    )
     assert action(engine.step()) == "restore"
 
 
@@ -114,7 +117,9 @@ def test_unused_blocks_go_first_and_no_slice_is_needed_for_them():
     engine.steps(1)  # restored: two blocks in use, 14 lent
     engine.add("a", prompt=4 * 26 - 1, tokens=1)
     plan = engine.step()
-    assert plan.segments and plan.lent == 6 and action(plan) == "run", "what is left holds a micro-batch, not kept"
+    assert plan.segments and plan.part(TrainingPlan).lent == 6 and action(plan) == "run", (
+        "what is left holds a micro-batch, not kept"
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_training_gives_up_the_least_that_a_waiting_request_needs_in_the_same_pl
     engine.steps(3)  # restored, and two units whose activations are kept
     engine.add("a", prompt=4 * blocks_asked - 1, tokens=1)
     plan = engine.step()
-    assert plan.segments and action(plan) == expected and plan.lent == left
+    assert plan.segments and action(plan) == expected and plan.part(TrainingPlan).lent == left
 
 
 def test_a_job_leaves_the_device_for_a_request_that_needs_all_and_comes_back():
@@ -134,9 +139,9 @@ def test_a_job_leaves_the_device_for_a_request_that_needs_all_and_comes_back():
     engine.steps(3)
     engine.add("a", prompt=4 * 32 - 1, tokens=1)
     plan = engine.step()
-    assert (action(plan), plan.lent) == ("offload", 2) and not plan.segments
+    assert (action(plan), plan.part(TrainingPlan).lent) == ("offload", 2) and not plan.segments
     plan = engine.step()
-    assert plan.lent == 0 and len(plan.segments) == 1
+    assert plan.part(TrainingPlan).lent == 0 and len(plan.segments) == 1
     assert "restore" in [action(plan) for plan in engine.steps(3)]
 
 
@@ -148,7 +153,7 @@ def test_running_sequences_grow_into_what_training_gives_up_and_nobody_is_preemp
     plans = engine.steps(60)
     assert not any(plan.preempted for plan in plans)
     assert {"release", "drop", "offload"} & {action(plan) for plan in plans}
-    assert min(plan.lent for plan in plans) == 0
+    assert min(plan.part(TrainingPlan).lent for plan in plans) == 0
 
 
 def test_training_yields_before_a_higher_class_displaces_anybody():
@@ -168,7 +173,7 @@ def test_what_was_given_up_comes_back_after_a_quiet_second():
     engine.add("small", prompt=3, tokens=100)
     engine.step()
     given_up = engine.now
-    while engine.step().lent < 14:
+    while engine.step().part(TrainingPlan).lent < 14:
         assert engine.now < given_up + QUIET_SECONDS + 0.5
     assert engine.now >= given_up + QUIET_SECONDS
 
@@ -181,12 +186,12 @@ def test_blocks_of_running_sequences_move_out_of_the_way_and_keep_what_they_hold
     engine.steps(3)  # the second lies above the first, which has ended
     engine.tuner.resume("job")
     plans = engine.steps(90)
-    moved = [move for plan in plans for move in plan.block_moves]
-    assert len(moved) == 2 and max(plan.lent for plan in plans) == 14
+    moved = [move for plan in plans for move in plan.part(TrainingPlan).moves]
+    assert len(moved) == 2 and max(plan.part(TrainingPlan).lent for plan in plans) == 14
 
 
 def test_a_scheduler_without_a_tuner_plans_none_of_this():
     scheduler = create_scheduler()
     scheduler.add(a_request("a"))
     plan = scheduler.schedule(0.0)
-    assert (plan.lent, plan.block_moves, plan.training) == (0, (), None)
+    assert plan.part(TrainingPlan) == TrainingPlan()

@@ -11,6 +11,7 @@ from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.slices import BUSY_SECONDS, IDLE_SECONDS, RESERVE, WATCHED, TrainingSlices
 from holdfast.lm.scheduler.training_room import TrainingRoom
+from holdfast.lm.types.tuning import TrainingPlan
 from tests.scheduling import create_scheduler
 from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
 
@@ -31,7 +32,11 @@ def an_engine(*, target=TARGET, cost=None, steps=None, ceiling=64, progress=Fals
 
 
 def slices(engine):
-    return [plan.training for _, plan in engine.plans if plan.training is not None and plan.training.action == "run"]
+    return [
+        plan.part(TrainingPlan).slice
+        for _, plan in engine.plans
+        if plan.part(TrainingPlan).slice and plan.part(TrainingPlan).slice.action == "run"
+    ]
 
 
 def test_slices_of_an_idle_engine_follow_each_other_unit_by_unit_one_at_a_time():
@@ -54,10 +59,10 @@ def test_a_step_of_decodes_is_filled_up_to_the_target():
     engine.run(50)
     for _, plan in engine.plans[5:]:
         step, trained = engine.predict([(s.start, s.stop) for s in plan.segments]), 0.0
-        if plan.training is not None and plan.training.action == "run":
-            trained = engine.slice_seconds(plan.training)
+        if plan.part(TrainingPlan).slice and plan.part(TrainingPlan).slice.action == "run":
+            trained = engine.slice_seconds(plan.part(TrainingPlan).slice)
             units = len(engine.jobs["job"].micro_batches(0)[0].units)
-            if plan.training.stop < units:  # not cut by the micro-batch's end
+            if plan.part(TrainingPlan).slice.stop < units:  # not cut by the micro-batch's end
                 assert step + trained > 0.6 * TARGET
         assert step + trained <= TARGET
 
@@ -96,7 +101,7 @@ def test_steps_in_service_set_the_price_by_which_a_job_is_taken(job_first):
     assert not tuner.refused
     engine.add(a_request("stream", tokens=70))
     engine.run(60)
-    assert any(plan.training and plan.segments for _, plan in engine.plans), "beside the stream"
+    assert any(plan.part(TrainingPlan).slice and plan.segments for _, plan in engine.plans), "beside the stream"
 
 
 def test_chats_go_before_batches_and_batches_before_training():
@@ -146,7 +151,7 @@ def test_with_progress_a_unit_runs_every_two_seconds_however_full_the_steps_are(
     for _ in range(100):
         engine.now += 0.06
         engine.run(1)
-    times = [time for time, plan in engine.plans if plan.training is not None]
+    times = [time for time, plan in engine.plans if plan.part(TrainingPlan).slice]
     assert 2 <= len(times) <= 4
     assert all(later - earlier >= 2.0 for earlier, later in pairwise(times[1:]))
 
@@ -170,8 +175,8 @@ def test_measured_units_correct_the_size_of_slices():
     engine.training_share = lambda: 1.2
     engine.add(a_request("r", tokens=110))
     engine.run(100)
-    late = [plan for _, plan in engine.plans[60:] if plan.training is not None]
-    spent = [1.2 * engine.slice_seconds(plan.training) for plan in late]
+    late = [plan for _, plan in engine.plans[60:] if plan.part(TrainingPlan).slice]
+    spent = [1.2 * engine.slice_seconds(plan.part(TrainingPlan).slice) for plan in late]
     assert max(spent) <= TARGET - 0.004 and max(spent) > 0.5 * (TARGET - 0.004)
 
 
@@ -181,9 +186,10 @@ def test_measured_steps_correct_the_room_that_is_left_to_slices():
     engine.step_share = lambda: 2.0
     engine.add(a_request("r", tokens=110))
     engine.run(100)
-    late = [plan for _, plan in engine.plans[60:] if plan.training is not None]
+    late = [plan for _, plan in engine.plans[60:] if plan.part(TrainingPlan).slice]
     spent = [
-        2.0 * engine.predict([(s.start, s.stop) for s in plan.segments]) + engine.slice_seconds(plan.training)
+        2.0 * engine.predict([(s.start, s.stop) for s in plan.segments])
+        + engine.slice_seconds(plan.part(TrainingPlan).slice)
         for plan in late
     ]
     assert 0.7 * TARGET < max(spent) <= TARGET
@@ -221,10 +227,10 @@ def test_a_slice_never_makes_a_predicted_step_exceed_the_target(seed, target, in
         )  # fmt: skip
     engine.run(150)
     for _, plan in engine.plans:
-        if plan.training is None or plan.training.action != "run" or not plan.segments:
+        if not plan.part(TrainingPlan).slice or plan.part(TrainingPlan).slice.action != "run" or not plan.segments:
             continue
         step = engine.predict([(segment.start, segment.stop) for segment in plan.segments])
-        assert step + engine.slice_seconds(plan.training) <= target * (1 - RESERVE) + 1e-12
+        assert step + engine.slice_seconds(plan.part(TrainingPlan).slice) <= target * (1 - RESERVE) + 1e-12
 
 
 def test_a_target_of_nothing_is_refused():

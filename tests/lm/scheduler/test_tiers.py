@@ -43,9 +43,9 @@ def test_the_next_turn_swaps_its_conversation_in_with_its_first_step():
     away(scheduler, 31, now=60.0)
     *_, plan = run(scheduler, one((*history, 99, 98)), now=70.0)
     assert spans(plan) == [("0", 20, 22)], "once there was room, it all came in at once"
-    assert len(plan.swap_in) == 5
+    assert len(plan.copies.swap_in) == 5
     (write,) = plan.table_writes
-    assert write.blocks[:5] == tuple(copy.target for copy in plan.swap_in)
+    assert write.blocks[:5] == tuple(copy.target for copy in plan.copies.swap_in)
     assert scheduler.stats().blocks_swapped_in == 5
 
 
@@ -59,7 +59,7 @@ def test_blocks_that_are_slower_to_copy_than_to_compute_are_computed():
     for _ in range(100):
         pool.host_link.observe(4 * LARGE, 5.0)  # seconds, and computing takes at most 2
     *_, plan = run(scheduler, one((*history, 99, 98)), now=70.0)
-    assert not plan.swap_in and spans(plan) == [("0", 0, 22)]
+    assert not plan.copies.swap_in and spans(plan) == [("0", 0, 22)]
 
 
 def dropped_front():
@@ -113,9 +113,9 @@ def test_a_suspended_sequence_goes_to_the_host_and_resumes_before_new_work():
         plans.append(step(scheduler, float(len(plans))))
     (suspended,) = [plan for plan in plans if plan.preempted]
     assert suspended.preempted == ("1",)
-    out = {copy.target for plan in plans for copy in plan.swap_out}
-    (resumed,) = [plan for plan in plans if plan.swap_in]
-    assert {copy.source for copy in resumed.swap_in} <= out
+    out = {copy.target for plan in plans for copy in plan.copies.swap_out}
+    (resumed,) = [plan for plan in plans if plan.copies.swap_in]
+    assert {copy.source for copy in resumed.copies.swap_in} <= out
     again = [spans(plan) for plan in plans if plan.step >= resumed.step]
     (name, start, _), *_ = again[0]
     assert (name, start) == ("1", 12), "its three full blocks are not computed again"
@@ -127,7 +127,7 @@ def test_a_sequence_waits_for_a_copy_and_none_is_preempted_while_idle_blocks_rem
     run(scheduler, one(tuple(range(8)), "idle"), now=0.0)
     scheduler.add(one(8, "1", max_tokens=4))
     first = step(scheduler, 5.0, swapped_out=-1)
-    assert (spans(first), len(first.swap_out)) == ([("1", 0, 8)], 1)
+    assert (spans(first), len(first.copies.swap_out)) == ([("1", 0, 8)], 1)
     plan = scheduler.schedule(6.0)
     assert (spans(plan), plan.preempted) == ([], ()), "no block is ready for position 8 before that copy is done"
     scheduler.update(plan, answer(plan), 6.0)
@@ -142,7 +142,7 @@ def test_admission_waits_until_the_idle_blocks_it_needs_are_on_the_host():
     while scheduler.has_work():
         plans.append(step(scheduler, 5.0 + len(plans)))
     assert [spans(plan) for plan in plans] == [[]] * 4 + [[("1", 0, 16)]]
-    assert [len(plan.swap_out) for plan in plans] == [1, 1, 1, 1, 0]
+    assert [len(plan.copies.swap_out) for plan in plans] == [1, 1, 1, 1, 0]
     assert scheduler.stats().host_blocks_cached == 4
 
 
@@ -152,7 +152,7 @@ def test_late_copies_delay_no_sequence_that_needs_no_block():
     scheduler.add(one(5, "1", max_tokens=3))
     plans = [step(scheduler, 5.0, swapped_out=-1) for _ in range(3)]
     assert [spans(plan) for plan in plans] == [[("1", 0, 5)], [("1", 5, 6)], [("1", 6, 7)]]
-    assert sum(len(plan.swap_out) for plan in plans) == 2
+    assert sum(len(plan.copies.swap_out) for plan in plans) == 2
     assert scheduler.stats().host_blocks_cached == 0
 
 
@@ -174,9 +174,9 @@ def test_a_step_swaps_in_at_most_one_long_conversation():
     for number, history in enumerate(histories):
         scheduler.add(one((*history, 99), str(number), max_tokens=3))
     first = step(scheduler, 6.0)
-    assert (spans(first), len(first.swap_in)) == ([("0", 16, 18)], 4)
+    assert (spans(first), len(first.copies.swap_in)) == ([("0", 16, 18)], 4)
     second = step(scheduler, 7.0)
-    assert (spans(second), len(second.swap_in)) == ([("0", 18, 19)], 4)
+    assert (spans(second), len(second.copies.swap_in)) == ([("0", 18, 19)], 4)
     assert spans(step(scheduler, 8.0)) == [("0", 19, 20), ("1", 16, 18)]
 
 
@@ -192,13 +192,13 @@ def beside_another():
 
 def test_a_conversation_swaps_in_beside_steps_of_others_that_do_not_wait():
     scheduler, alone = beside_another()
-    assert alone.awaits == -1
+    assert alone.copies.awaits == -1
     first = step(scheduler, 7.0, swapped_in=-1)
-    assert (spans(first), len(first.swap_in), first.awaits) == ([("runs", 3, 4)], 4, -1)
+    assert (spans(first), len(first.copies.swap_in), first.copies.awaits) == ([("runs", 3, 4)], 4, -1)
     assert spans(step(scheduler, 8.0, swapped_in=first.step - 1)) == [("runs", 4, 5)]
     assert spans(step(scheduler, 9.0, swapped_in=first.step)) == [("runs", 5, 6)]
     plan = step(scheduler, 10.0)
-    assert (spans(plan), plan.awaits) == ([("runs", 6, 7), ("returns", 16, 18)], -1)
+    assert (spans(plan), plan.copies.awaits) == ([("runs", 6, 7), ("returns", 16, 18)], -1)
 
 
 def test_a_sequence_alone_starts_at_once_and_its_step_awaits_its_copies():
@@ -206,7 +206,7 @@ def test_a_sequence_alone_starts_at_once_and_its_step_awaits_its_copies():
     scheduler = on_the_host(history)
     scheduler.add(one((*history, 99), "returns", max_tokens=2))
     plan = step(scheduler, 6.0, swapped_in=-1)
-    assert (spans(plan), plan.awaits) == ([("returns", 16, 18)], plan.step)
+    assert (spans(plan), plan.copies.awaits) == ([("returns", 16, 18)], plan.step)
 
 
 def test_a_swapping_in_sequence_starts_when_the_others_have_ended():
@@ -214,7 +214,7 @@ def test_a_swapping_in_sequence_starts_when_the_others_have_ended():
     first = step(scheduler, 7.0, swapped_in=-1)
     scheduler.abort("runs")
     plan = step(scheduler, 8.0, swapped_in=-1)
-    assert (spans(plan), plan.awaits) == ([("returns", 16, 18)], first.step)
+    assert (spans(plan), plan.copies.awaits) == ([("returns", 16, 18)], first.step)
 
 
 def test_blocks_of_a_sequence_aborted_while_swapping_in_are_reused_after_its_copies():
@@ -222,8 +222,8 @@ def test_blocks_of_a_sequence_aborted_while_swapping_in_are_reused_after_its_cop
     first = step(scheduler, 7.0, swapped_in=-1)
     scheduler.abort("returns")
     check_scheduler(scheduler)
-    assert step(scheduler, 8.0, swapped_in=-1).awaits == first.step
-    assert step(scheduler, 9.0, swapped_in=-1).awaits == -1
+    assert step(scheduler, 8.0, swapped_in=-1).copies.awaits == first.step
+    assert step(scheduler, 9.0, swapped_in=-1).copies.awaits == -1
 
 
 def test_a_sequence_that_shares_blocks_being_swapped_in_waits_for_them():
@@ -231,7 +231,7 @@ def test_a_sequence_that_shares_blocks_being_swapped_in_waits_for_them():
     first = step(scheduler, 7.0, swapped_in=-1)
     scheduler.add(one((*range(17), 98), "shares", max_tokens=2))
     second = step(scheduler, 8.0, swapped_in=-1)
-    assert (spans(second), second.swap_in) == ([("runs", 4, 5)], ())
+    assert (spans(second), second.copies.swap_in) == ([("runs", 4, 5)], ())
     step(scheduler, 9.0, swapped_in=first.step)
     assert {name for name, _, _ in spans(step(scheduler, 10.0))} == {"runs", "returns", "shares"}
 
@@ -280,7 +280,7 @@ def test_tenants_share_no_conversation_on_the_host():
     run(scheduler, one((1,), "tick"))
     other = type(request)("1", request.prompt, request.params, identity=Identity(tenant="other"))
     (plan,) = run(scheduler, other)
-    assert spans(plan) == [("1", 0, 9)] and plan.swap_in == ()
+    assert spans(plan) == [("1", 0, 9)] and plan.copies.swap_in == ()
 
 
 def test_the_fake_device_detects_a_block_that_changes_while_copied():
@@ -298,9 +298,9 @@ def test_the_fake_device_detects_a_block_that_changes_while_copied():
     device.expect(second)
     scheduler.add(second)
     plan = scheduler.schedule(1.0)
-    assert plan.swap_out
-    device.slots[4 * plan.swap_out[0].source] = "something else"
+    assert plan.copies.swap_out
+    device.slots[4 * plan.copies.swap_out[0].source] = "something else"
     device._begin_to_swap_out(plan)
-    device.slots[4 * plan.swap_out[0].source] = "changed"
+    device.slots[4 * plan.copies.swap_out[0].source] = "changed"
     with pytest.raises(AssertionError, match="changed while it was copied"):
         device._complete_copies(plan)

@@ -19,6 +19,7 @@ import pytest
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.deferral import Deferred
 from holdfast.lm.scheduler.slices import TrainingSlices
+from holdfast.lm.types.tuning import TrainingPlan
 from tests.lm.scheduler.test_histories import COST, STEPS, History, check
 from tests.training_plans import FakeTrainer, blocks_of, make_steps, make_tuner
 
@@ -127,9 +128,9 @@ class TrainingHistory(History):
             len(pool._free) + stats.blocks_cached + stats.blocks_used + stats.blocks_training == stats.blocks_total
         ), "the books"
         for plan in self.plans:
-            assert plan.lent <= self.tuner.max_blocks
-            self.seen["moved"] += len(plan.block_moves)
-            self.seen["beside requests"] += bool(plan.segments) and plan.training is not None
+            assert plan.part(TrainingPlan).lent <= self.tuner.max_blocks
+            self.seen["moved"] += len(plan.part(TrainingPlan).moves)
+            self.seen["beside requests"] += bool(plan.segments and plan.part(TrainingPlan).slice)
 
     def training_left(self):
         """Each unit in a slice of its own, some times over, as memory that is wanted elsewhere makes it begin again."""

@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.lm.scheduler.training_room import LEAST_STEPS
 from holdfast.lm.scheduler.tuner import TURN_SECONDS, Needs
-from holdfast.lm.types import TrainingResult
+from holdfast.lm.types.tuning import TrainingReport
 from tests.training_plans import blocks_of, cost_model, make_steps, make_tuner, room_of
 
 UNITS = 10
@@ -22,7 +22,7 @@ def a_tuner(jobs=1, *, lent=100, lengths=(16,) * 4, vectors=2, tenants=("",), **
 
 def answer(tuner, slice_, seconds=0.0, **more):
     tuner.observe(
-        TrainingResult(
+        TrainingReport(
             slice_.job, slice_.step, slice_.micro_batch, slice_.action, slice_.first, slice_.stop, seconds, **more
         )
     )  # fmt: skip

@@ -174,8 +174,8 @@ class Watched(PagedExecutor):
         ranges = Counter(segment.sequence_id for segment in plan.segments).values()
         seen["holes"] += sum(count > 1 for count in ranges)
         seen["several holes of one sequence"] += sum(count > 2 for count in ranges)
-        seen["arrivals under the computation"] += plan.awaits == plan.step
-        seen["arrivals beside other steps"] += bool(plan.swap_in) and plan.awaits < plan.step
+        seen["arrivals under the computation"] += plan.copies.awaits == plan.step
+        seen["arrivals beside other steps"] += bool(plan.copies.swap_in) and plan.copies.awaits < plan.step
         seen["steps that wait for room"] += not plan.segments
         for segment in plan.segments:
             if segment.sequence_id not in self.answering:

@@ -20,7 +20,8 @@ from holdfast.lm.kernels.sampling.sample import sample
 from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
 from holdfast.lm.kernels.sampling.sharded import sample_sharded
 from holdfast.lm.kernels.upload import upload
-from holdfast.lm.types import History, Sampling, Telling
+from holdfast.lm.types import History, Sampling
+from holdfast.lm.types.prompts import Telling
 
 ToLogits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -91,14 +92,14 @@ class Drawn(NamedTuple):
     """Of the rows `Wishes.embeds`."""
 
     def vectors(self, wishes: Wishes | None) -> tuple[bytes, ...]:
-        """`StepResult.vectors`, once all is on the host."""
+        """`VectorResult.vectors`, once all is on the host."""
         if self.hidden is None or wishes is None:
             return ()
         found = dict(zip(wishes.embeds, self.hidden.numpy(), strict=True))
         return tuple(found[row].tobytes() if row in found else b"" for row in range(len(self.tokens)))
 
     def of_prompts(self, tells: Sequence[Telling]) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        """`StepResult.prompt_logprobs`, once all is on the host."""
+        """`PromptResult.logprobs`, once all is on the host."""
         if self.prompts is None:
             return ()
         wanted = [each.alternatives for each in tells for _ in each.targets]

@@ -10,7 +10,7 @@ import torch
 from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 from holdfast.lm.kernels.sampling import logprobs, sampler
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
-from holdfast.lm.types import Telling
+from holdfast.lm.types.prompts import Telling
 from tests.ranks import in_group
 
 ROWS, VOCAB = 13, 101

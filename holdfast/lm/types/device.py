@@ -1,0 +1,192 @@
+"""The sizes of a device, and the contracts of a loop of language models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from holdfast.core.columns import Columns
+from holdfast.core.config import CacheTypeName, ExecutorName, QuantizationName
+from holdfast.core.types import Request, SequenceOutput
+from holdfast.lm.tiers import LowerShape
+from holdfast.lm.types.plan import StepPlan
+from holdfast.lm.types.result import StepResult
+from holdfast.lm.types.rows import RowShape
+from holdfast.lm.types.stats import SchedulerStats
+from holdfast.loop.contracts import Device, Executor
+from holdfast.loop.loop import Loop
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMeasurement:
+    """What the executor measured of its device, once the weights are loaded. Sizes in bytes."""
+
+    device: str
+    """The device in words, for people."""
+    total: int
+    weights: int
+    activations: int
+    """Peak of one step at the token budget, measured, beside weights and cache."""
+    cache: int
+    """What may be given to the KV cache."""
+    block: int
+    """One block of the KV cache: keys and values of `block_size` tokens in all layers. On padded rows: one position, or
+    one row where the state does not grow."""
+    host_cache: int = 0
+    """What may be given to the host tier."""
+    adapters: int = 0
+    """The slots of adapters."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache on the device."""
+        return self.cache // self.block
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier."""
+        return self.host_cache // self.block
+
+    def with_blocks(self, num_blocks: int, num_host_blocks: int) -> MemoryMeasurement:
+        """The same, with this many blocks in the tiers."""
+        return replace(self, cache=num_blocks * self.block, host_cache=num_host_blocks * self.block)
+
+
+COPIES_FOR_OTHERS_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
+"""Copied to the host beside a step for other engines to read: some milliseconds at most. On a CPU the step waits."""
+
+
+COPIES_AHEAD_BYTES = 1 << 27
+"""Bytes that a step swaps out ahead of need. On an H200, 128 MiB take 3 ms and slow a step of 22 ms by less than 3%."""
+
+
+BUDGET_TILE = {"cuda": 64, "cpu": 16}
+"""By kind of device: a token budget is a multiple of this, as other sizes leave part of a matrix tile idle."""
+
+
+DEFAULT_TOKEN_BUDGET = {"cuda": 2048, "cpu": 512}
+"""Tokens of a step, by kind of device."""
+
+
+def precision_of(dtype: str, quantization: QuantizationName, kv_cache_dtype: CacheTypeName) -> str:
+    """The type of a model's numbers and which of them are in FP8, for people: `bfloat16, fp8 weights and cache`."""
+    fp8 = [part for part, kind in (("weights", quantization), ("cache", kv_cache_dtype)) if kind == "fp8"]
+    return f"{dtype}, fp8 {' and '.join(fp8)}" if fp8 else dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """The engine as allocated: all that planning needs to know of the model and the device. A value."""
+
+    model: str
+    """The name under which it is served."""
+    precision: str
+    """The type of weights, activations and cache, for people and as part of the identity of cached state."""
+    num_blocks: int
+    """Blocks of the KV cache on the device; positions of padded rows (`row_positions`)."""
+    num_host_blocks: int = 0
+    """Blocks of the host tier."""
+    host_blocks_ready: int | None = None
+    """Those that can be used from the start; None: all."""
+    block_bytes: int = 0
+    """Bytes of a block; 0: unknown, and every block of the host is brought back."""
+    lower: LowerShape | None = None
+    """The tiers behind the host tier."""
+    copies_for_others: int | None = None
+    """Blocks that a step copies to the host for other engines to read; None: as many as in a pause."""
+    copies_ahead: int | None = None
+    """Blocks that a step swaps out ahead of need without becoming slower. None: as many as one plan may copy."""
+    token_budget: int
+    """Tokens that a step is filled up to."""
+    max_step_tokens: int
+    """Most tokens of one step. Above the budget where a policy computes prompts whole."""
+    max_model_len: int
+    """Longest sequence in tokens: what the model was made for, or what the cache holds if that is less."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    tile: int
+    """A token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
+    attention_balance: int = 16384
+    """Position at which a token's attention costs as much as all its other work. Used where no cost was measured."""
+    adapter_slots: int = 0
+    """Adapters that the device holds at a time; 0: none are served."""
+    gives_hidden: bool = False
+    """Whether hidden states can be had: for log probabilities of prompts, and for embeddings."""
+    executor: ExecutorName = "paged"
+    rows: RowShape | None = None
+    """Of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""
+
+    def __post_init__(self) -> None:
+        if (self.rows is not None) != (self.executor == "padded"):
+            raise ValueError(f"executor is {self.executor} and rows are {self.rows}; give rows for the padded one only")
+
+    @property
+    def row_positions(self) -> int:
+        """Positions that the states of padded rows may hold in all; 0 for the paged executor."""
+        return 0 if self.rows is None else self.rows.positions
+
+
+LanguageLoop = Loop[Request, StepPlan, StepResult, Columns[SequenceOutput], SchedulerStats]
+"""The loop of language models."""
+
+
+LanguageExecutor = Executor[StepPlan, StepResult]
+
+
+class DeviceExecutor(LanguageExecutor, Protocol):
+    """An executor of step plans as a device makes it."""
+
+    def prepare(self) -> bool:
+        """Use a pause for a bit of what makes later steps faster; whether it did. Nothing may be in flight."""
+        ...
+
+
+class HostTier(Protocol):
+    """The memory of the host tier, which becomes usable bit by bit once `begin` was called."""
+
+    @property
+    def ready(self) -> int:
+        """Blocks that can be used. Never falls."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that can be used once all is done."""
+        ...
+
+    def begin(self) -> None:
+        """Begin to make blocks usable, in a thread."""
+        ...
+
+
+class LanguageDevice(Device[MemoryMeasurement, EngineShape], Protocol):
+    """A language model on its device, paged or padded: what the engine is built from."""
+
+    @property
+    def kind(self) -> str:
+        """cuda or cpu."""
+        ...
+
+    @property
+    def precision(self) -> str:
+        """The type of weights, activations and cache, for people and as part of the identity of cached state."""
+        ...
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps run as captured CUDA graphs, so that `compile` has something to do."""
+        ...
+
+    @property
+    def executor(self) -> DeviceExecutor:
+        """The executor over the allocated memory, always the same. Raises RuntimeError before `allocate`."""
+        ...
+
+    @property
+    def host(self) -> HostTier | None:
+        """The host tier, where it has to be made usable. Raises RuntimeError before `allocate`."""
+        ...
+
+    def compile(self) -> None:
+        """Compile what captured steps need. Does nothing where steps are not captured."""
+        ...

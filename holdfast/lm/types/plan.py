@@ -1,0 +1,156 @@
+"""StepPlan: one step, decided and not yet applied."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from holdfast.core.columns import Columns
+from holdfast.lm.types.sampling import Sampling
+
+PENDING = -1
+"""Stands for the last token that the row sampled, which the host may not know yet; the executor fills it in."""
+
+
+class Segment(NamedTuple):
+    """Compute positions [start, stop) of one sequence.
+
+    A decode is a segment of length 1, and longer by the draft where drafted tokens are verified. A prefill chunk, or
+    the recomputation of a dropped range, is a segment too. A segment may be planned only when every earlier position of
+    its sequence is in the cache, or is swapped in or computed within the same step.
+    """
+
+    sequence_id: str
+    row: int
+    """Row of the executor's persistent state: its block table, or its padded row, and the token it sampled last."""
+    start: int
+    stop: int
+    tokens: tuple[int, ...]
+    """Token ids at [start, stop). The first may be PENDING; known or drafted tokens follow."""
+    sampling: Sampling | None
+    """How to sample after it; None when it ends before the sequence's last token. `StepPlan.samples` says how many."""
+
+    @property
+    def length(self) -> int:
+        """Number of query tokens."""
+        return self.stop - self.start
+
+
+class TableWrite(NamedTuple):
+    """New entries of a row's block table: `blocks` go to its indices [start, start + len(blocks))."""
+
+    row: int
+    start: int
+    blocks: tuple[int, ...]
+
+
+class BlockCopy(NamedTuple):
+    """The contents of one block, keys and values of all layers, copied to a block of the other tier."""
+
+    source: int
+    target: int
+
+
+class BlockMove(NamedTuple):
+    """The contents of one block copied to another of the same tier, before the plan's segments run."""
+
+    source: int
+    target: int
+
+
+class TierCopies(NamedTuple):
+    """The copies between the device and the host that a plan begins, and those that it waits for."""
+
+    swap_in: tuple[BlockCopy, ...] = ()
+    """Host to device, into blocks that nothing reads or writes before a plan that awaits it, or a result that says that
+    it is complete."""
+    swap_out: tuple[BlockCopy, ...] = ()
+    """Device to host, of blocks that stay as they are until a result says that it is complete. Writes to the host only
+    after `swap_in` has read there. A plan without segments is complete when all copies are."""
+    awaits: int = -1
+    """Number of the last plan whose `swap_in` the segments need, with those of all plans before it. If it is this very
+    plan, they need each layer when they come to it. What is not awaited comes in beside the segments."""
+
+
+NO_COPIES = TierCopies()
+
+
+class Forecast(NamedTuple):
+    """What the policy expected of a step, for those who watch."""
+
+    budget: int = 0
+    """Tokens that the policy would have let into the step; 0: not told."""
+    predicted: float = 0.0
+    """Seconds that the policy expects the segments to take; 0: it predicts nothing."""
+
+
+NO_FORECAST = Forecast()
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """What a part adds to a plan. Every field has a default that stands for nothing."""
+
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, decided and not yet applied. Plain data: it can be printed, asserted, simulated, replayed."""
+
+    step: int
+    segments: abc.Sequence[Segment]
+    """What is computed; the scheduler gives them as Columns."""
+    table_writes: tuple[TableWrite, ...] = ()
+    """Applied before the segments run, in order."""
+    copies: TierCopies = NO_COPIES
+    """Between the device and the host."""
+
+    samples: tuple[int, ...] | None = None
+    """Most tokens to sample after each sampling segment, in plan order; None: exactly one after each.
+
+    A segment with 1 gives exactly one. One with n > 1 ends with n - 1 drafted tokens to verify. It gives the drafted
+    tokens that are accepted and one more, or fewer, down to none.
+    """
+
+    preempted: tuple[str, ...] = ()
+    """Sequences that lost their blocks to make room for this step; with a host tier what they held goes there."""
+    parts: tuple[PartPlan, ...] = ()
+    """What the parts add, in the order of the parts. A part that adds nothing is left out."""
+    forecast: Forecast = NO_FORECAST
+
+    def part(self, kind: type[P]) -> P:
+        """What the part with plans of this class adds; `kind()` where it adds nothing."""
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        return kind()
+
+    @property
+    def columns(self) -> Columns[Segment]:
+        """The segments by column."""
+        return Columns.of(Segment, self.segments)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the step, which the token budget bounds."""
+        columns = self.columns
+        starts: list[int] = columns.column("start")
+        stops: list[int] = columns.column("stop")
+        return sum(stops) - sum(starts)
+
+    @property
+    def drafts(self) -> list[tuple[int, ...]] | None:
+        """The drafted tokens of each sampling segment, in plan order; None for a plan without any."""
+        if self.samples is None:
+            return None
+        pairs = zip(self.columns.column("tokens"), self.columns.column("sampling"), strict=True)
+        sampled = [tokens for tokens, sampling in pairs if sampling is not None]
+        return [tokens[len(tokens) - most + 1 :] for tokens, most in zip(sampled, self.samples, strict=True)]
+
+    @property
+    def num_sampled(self) -> int:
+        """Sampling segments: the length of StepResult.tokens where `samples` is None."""
+        return sum([sampling is not None for sampling in self.columns.column("sampling")])

@@ -1,0 +1,205 @@
+"""Padded rows: what a plan and a result add for them, and what planning knows of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from holdfast.lm.types.plan import PartPlan, StepPlan
+from holdfast.lm.types.result import PartResult
+
+
+class Forward(NamedTuple):
+    """One run of an unmodified model: some of a plan's segments, padded to the longest of them.
+
+    A forward of the batch (not `apart`) computes the rows that are in the batch. If the row of a segment is not in it
+    yet, its whole prompt is computed in this forward and the row joins: by vector shaping beside rows that run (Baton
+    §4.1), or left-padded if nothing runs. Each row of the batch has exactly one segment in it, or is in `ended`.
+
+    A forward apart computes states that are not in the batch: one chunk of one prompt, or a group of whole prompts from
+    position 0, left-padded. Their states join the batch by a `RowMove` "embed" of this plan or a later one.
+    """
+
+    stop: int
+    """Its segments are those of the plan from the `stop` of the forward before it, at first 0, up to this index."""
+    apart: bool = False
+    ended: tuple[int, ...] = ()
+    """Rows of the batch that are computed although their sequences have ended (run to completion)."""
+
+
+RowMoveKind = Literal["embed", "drop", "keep", "store", "offload", "load", "forget"]
+
+
+class RowMove(NamedTuple):
+    """What happens to the state of one row, or of one slot, between the forwards of a plan.
+
+    A row's state is in the batch, or apart. A slot holds one state outside of both, on the device or on the host.
+
+    - embed: the row's state apart joins the batch (vector embedding, Baton §4.2).
+    - drop: the row's state is given up, in the batch or apart. Its sequence ended or was preempted.
+    - keep: the row's state goes to the slot and stays on the device. The row is empty then.
+    - store: the row's state goes to the slot, on the host. The row is empty then.
+    - offload: the slot's state goes from the device to the host.
+    - load: a copy of the slot's state, cut to `length` positions, becomes the row's state apart. The slot keeps its
+      own.
+    - forget: the slot's state is given up.
+
+    The scheduler knows when a copy to the host is complete from `TierCopied.swapped_out`, and when a load from there is
+    from `swapped_in`. It needs neither before it plans on: what needs a state waits for it on the device.
+    """
+
+    before: int
+    """Index of the forward that it happens before; the number of forwards: after the last."""
+    kind: RowMoveKind
+    row: int = -1
+    """Of the executor's rows; -1 for offload and forget."""
+    slot: int = -1
+    """-1 for embed and drop."""
+    length: int = 0
+    """Positions of the state afterwards; 0 for drop and forget."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan(PartPlan):
+    """How the segments of a plan are computed on padded rows."""
+
+    forwards: tuple[Forward, ...] = ()
+    """The runs of the model that the segments make up, in order. Empty: a single one of packed tokens (paged)."""
+    moves: tuple[RowMove, ...] = ()
+    """Where states of rows go, in the order in which it happens."""
+
+
+def idle_tokens(plan: StepPlan) -> int:
+    """Tokens that the forwards compute and that belong to no segment: padding, and rows whose sequence has ended.
+
+    One insertion of l tokens into a batch of B rows by shaping makes (B - 1)(l - 1) of them (Baton §4.1). Without
+    `forwards` there is no padding.
+    """
+    columns = plan.columns
+    lengths = [stop - start for start, stop in zip(columns.column("start"), columns.column("stop"), strict=True)]
+    idle = at = 0
+    for forward in plan.part(RowPlan).forwards:
+        longest = max(lengths[at : forward.stop], default=1)
+        rows = forward.stop - at + len(forward.ended)
+        idle += rows * longest - sum(lengths[at : forward.stop])
+        at = forward.stop
+    return idle
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult(PartResult):
+    """What became of the states of padded rows."""
+
+    lost: tuple[str, ...] = ()
+    """Sequences whose state is gone because the device ran out of memory: nothing of them is computed. Their sampling
+    segments in this plan and in those after it, up to the one that starts them again, give no token (`counts`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBytes:
+    """Bytes of the state of one row, as a model that was not modified keeps it."""
+
+    fixed: int = 0
+    """Bytes that do not depend on the length: recurrent states."""
+    growing: tuple[tuple[int, int | None], ...] = ()
+    """Of states that grow: bytes of a position, and the most positions that are kept (a window), or None for all."""
+
+    def of(self, length: int) -> int:
+        """Bytes of a state of this many positions."""
+        return self.fixed + sum(each * (length if most is None else min(length, most)) for each, most in self.growing)
+
+    @property
+    def position(self) -> int:
+        """Bytes of one position in a short state; where nothing grows, of the whole row."""
+        return sum(each for each, _ in self.growing) or self.fixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What an unmodified model gives the right logits for, as probes against each prompt alone have shown.
+
+    What is False is not used. The last resort, one row at a time, is right for every model.
+    """
+
+    chunks: bool
+    """A prompt may be computed in several forwards."""
+    left_padding: bool
+    """Prompts of unequal length may be computed in one forward, placeholders in front. If not: of equal length only."""
+    batched_decode: bool
+    """Rows may be merged and decoded in one forward. If not, each forward has one row."""
+    shaping: bool
+    """A prompt may be computed beside decodes, in one forward of the batch (Baton §4.1)."""
+    croppable: bool
+    """A state may be cut to its first positions, so it can serve a prompt that has only these in common with it."""
+    graphs: bool = False
+    """A decode may be captured as a CUDA graph."""
+    not_captured: str = ""
+    """Why not, where there is a GPU and graphs are wanted."""
+    continues: bool = True
+    """A state serves any longer prompt that begins with its tokens. Not where an encoder reads the prompt whole."""
+    keeps_state: bool = True
+    """The model gives its state out. If not, a row is computed from its first token in every step, alone."""
+
+    @property
+    def sentence(self) -> str:
+        """What the executor will do, for the line at start: `prompts in chunks, rows decoded together`."""
+        prompts = "prompts in chunks" if self.chunks else "whole prompts"
+        if not self.keeps_state:
+            return "each row computed again from its first token in every step"
+        rows = "rows decoded together" if self.batched_decode else "rows decoded one by one"
+        graphs = ", decodes captured" if self.graphs else ""
+        if self.not_captured:
+            graphs = f", decodes not captured: {self.not_captured}"
+        return f"{prompts}, {rows}{graphs}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """What planning needs to know of padded rows."""
+
+    memory: int
+    """Bytes for the states of all rows: the batch, states apart, and those kept on the device."""
+    bytes: RowBytes
+    abilities: Abilities
+    host_memory: int = 0
+    """Bytes for states on the host."""
+    quantum: int = 256
+    """The batch has room for a multiple of this many positions in each row."""
+    settled: int = 0
+    """Positions of the memory in which captured decodes have the batch, beside `memory`. 0: there is none."""
+    longest: int = 1 << 24
+    """Most positions of a row."""
+
+    @property
+    def positions(self) -> int:
+        """Positions that the memory holds, for stats; rows where a state does not grow."""
+        return self.memory // self.bytes.position
+
+    def settles(self, rows: int, width: int) -> bool:
+        """Whether a decode leaves a batch of this size, with the new column, in the memory of captured decodes."""
+        if not self.settled or not self.bytes.growing:
+            return self.settled > 0
+        columns = padded_columns(width, self.longest, self.quantum)
+        return width <= columns and padded_rows(rows) * columns <= self.settled
+
+
+def padded_rows(rows: int) -> int:
+    """Rows of a captured decode: 1, 2, 4, 8, 12, 16, then steps of at most a half of the power of two below.
+
+    At most a third is padding.
+    """
+    if rows <= 4:
+        return 1 << (rows - 1).bit_length()
+    step = 4 if rows <= 16 else 8 if rows <= 64 else 1 << (rows - 1).bit_length() - 3
+    return -(-rows // step) * step
+
+
+def padded_columns(columns: int, most: int, quantum: int = 256) -> int:
+    """Columns of a captured decode: 1, 2 ... 8, 10, 12, 14, 16, 20 ... times half the quantum, and at most `most`.
+
+    Beyond a quantum, at most a third is padding; beyond four, a fifth.
+    """
+    unit = max(1, quantum // 2)
+    units = -(-columns // unit)
+    step = 1 << max((units - 1).bit_length() - 3, 0)
+    return min(-(-units // step) * step * unit, most)

@@ -1,0 +1,110 @@
+"""How tokens are drawn: the part of a request's parameters that reaches the device."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.core.types import Grammar, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """How a sequence's logits are changed before a token is drawn. The fields of these names are SamplingParams'."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and what is added to their logits."""
+    prompt: int = 0
+    """Tokens of the prompt."""
+    ends: tuple[int, ...] = ()
+    """Tokens that may not be drawn before the answer has `min_tokens`."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it depends on the tokens so far."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether it changes nothing."""
+        return not (self.counts or self.min_p > 0 or self.bias or (self.min_tokens and self.ends))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a sequence's tokens are drawn: the part of SamplingParams that reaches the device.
+
+    The fields of SAMPLING_COLUMNS are columns of every step's inputs there. What fewer requests ask for follows them,
+    and reaches the device only in the steps that need it.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    logprobs: int | None = None
+    """Alternatives to tell with the log probability of each token; None: tell nothing."""
+    shaping: Shaping | None = None
+    """None: the logits are not changed."""
+    grammar: Grammar | None = None
+    """What the answer must match; None: anything."""
+    embed: bool = False
+    """Give the hidden state that the logits come from."""
+
+    @classmethod
+    def of(cls, params: SamplingParams, seed: int, *, prompt: int = 0, ends: abc.Collection[int] = ()) -> Sampling:
+        """The record of one request, with its number of prompt tokens, and the tokens that end it.
+
+        `seed` is its own, or one drawn for it.
+        """
+        shaping = Shaping(
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            min_p=params.min_p,
+            min_tokens=params.min_tokens,
+            bias=params.logit_bias,
+            prompt=prompt,
+            ends=tuple(sorted(ends)),
+        )
+        told = None if shaping.is_neutral else shaping
+        drawn = params.temperature, params.top_k, params.top_p
+        return cls(*drawn, seed, params.logprobs, told, params.grammar, params.embed)
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks for more than a token drawn from the model's logits."""
+        wishes = self.logprobs is not None or self.shaping is not None
+        return wishes or self.grammar is not None or self.embed
+
+    @property
+    def counts(self) -> bool:
+        """Whether the draw depends on the tokens so far."""
+        return self.shaping is not None and self.shaping.counts
+
+    @property
+    def skips(self) -> bool:
+        """Whether tokens that its grammar forces may be taken over without a draw, as nothing else is told of them."""
+        return self.grammar is not None and self.logprobs is None and not self.counts
+
+    @property
+    def columns(self) -> tuple[float, int, float, int]:
+        """The values of SAMPLING_COLUMNS."""
+        return self.temperature, self.top_k, self.top_p, self.seed
+
+
+SAMPLING_COLUMNS: dict[str, type[float] | type[int]] = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
+"""The columns of a step's sampled rows, in the order of `Sampling.columns`: float32 for a float, int64 for an int."""
+
+
+class History(NamedTuple):
+    """The known tokens of a row whose draw depends on them (`Shaping.counts`), from position 0 on."""
+
+    row: int
+    tokens: tuple[int, ...]

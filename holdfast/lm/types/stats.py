@@ -1,0 +1,98 @@
+"""SchedulerStats: a look at queues and memory after a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A look at queues and memory after a step."""
+
+    waiting: int
+    running: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    """Unowned blocks that still hold reusable state."""
+    preemptions: int
+    prefix_queries: int
+    """Prompt tokens of admitted requests."""
+    prefix_hits: int
+    """Those that the prefix cache gave."""
+    tokens_computed: int
+    tokens_recovered: int = 0
+    """Positions computed again before kept state of their sequence: they had been dropped."""
+    host_blocks_total: int = 0
+    host_blocks_ready: int = 0
+    """Blocks of the host tier that can be used; the others are still being locked."""
+    host_blocks_cached: int = 0
+    """Blocks of the host tier that hold state."""
+    host_blocks_dropped: int = 0
+    """Blocks given up for others of a higher value."""
+    blocks_swapped_in: int = 0
+    blocks_swapped_out: int = 0
+    prefix_hits_on_host: int = 0
+    """Of `prefix_hits`, those that came from the host tier."""
+    suspensions: int = 0
+    """Of `preemptions`, those of sequences whose state went to the host tier."""
+    tokens_dropped: int = 0
+    """Tokens whose state was given up in every tier."""
+    forwards: int = 0
+    """Of padded rows, as are all below: runs of the model so far."""
+    idle_tokens: int = 0
+    """Tokens computed so far that belong to no request (`idle_tokens`)."""
+    rows_wide: int = 0
+    """Positions that memory is counted for in each row of the batch, before it is rounded up."""
+    rows_prefilled: int = 0
+    """Of `running`, those that were prefilled ahead and wait for a place in the batch."""
+    shrinks: int = 0
+    """Steps in which the device ran out of memory. The batch was made smaller each time."""
+    adapters_known: int = 0
+    """Adapters that requests may ask for."""
+    adapters_resident: int = 0
+    """Those in a slot on the device."""
+    adapter_loads: int = 0
+    """Copies of adapters to the device so far."""
+    blocks_training: int = 0
+    """Blocks lent to training: free + cached + used + training = total."""
+    training_tokens: int = 0
+    """Tokens of the micro-batches of tuning jobs that were computed."""
+    training_seconds: float = 0.0
+    """Device time of their slices."""
+    deferred_seconds: float = 0.0
+    """How long requests have waited by the deferral bound, summed."""
+    tokens_drafted: int = 0
+    """Drafted tokens that were verified."""
+    drafts_accepted: int = 0
+    """Those of them that were the model's own."""
+    prefix_hits_on_disk: int = 0
+    """Of `prefix_hits`, those that came from the disk for their request."""
+    prefix_hits_on_remote: int = 0
+    """The same of the remote tier."""
+    disk_blocks_total: int = 0
+    disk_blocks_cached: int = 0
+    disk_bytes_written: int = 0
+    disk_bytes_read: int = 0
+    disk_blocks_dropped: int = 0
+    """Given up for others of a higher value."""
+    remote_down: int = 0
+    """1 while the remote tier does not work; over several engines, how many find that."""
+    remote_bytes_written: int = 0
+    remote_bytes_read: int = 0
+    blocks_corrupt: int = 0
+    """Blocks of the disk or the remote tier whose bytes were not what was written; they are computed again."""
+    tier_failures: int = 0
+    """Blocks that could not be written to these tiers or read from them."""
+    blocks_cheaper_computed: int = 0
+    """Blocks that these tiers had, and that were computed again as that is faster."""
+    fetches_given_up: int = 0
+    """Requests that did not wait for their blocks any longer and computed them."""
+    chunk_bytes_in: int = 0
+    """Bytes of KV blocks that have come from other engines."""
+    chunk_bytes_out: int = 0
+    """Bytes that were sent to others."""
+    chunk_rate: float = 0.0
+    """Bytes per second of recent moves into this engine; 0 before the first."""
+    chunk_failures: int = 0
+    """Moves into this engine that ended early because of an error."""

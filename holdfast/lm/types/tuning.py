@@ -1,0 +1,81 @@
+"""What tuning adds to a plan and to a result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from holdfast.lm.types.plan import BlockMove, PartPlan
+from holdfast.lm.types.result import PartResult
+
+TrainingAction = Literal["run", "release", "drop", "offload", "restore"]
+
+
+class TrainingSlice(NamedTuple):
+    """Work on one micro-batch of a job, computed after the plan's segments.
+
+    A micro-batch is a list of units: half a layer, attention or MLP, forward or backward, or a chunk of the head; the
+    last micro-batch of a step ends with the unit of the optimizer. The result does not depend on where slices are cut.
+
+    - run: compute units [first, stop).
+    - release: give up the activations that were kept. The backward computes them again.
+    - drop: give up the micro-batch. It begins again at unit 0.
+    - offload: move the job's vectors (parameters, gradients, moments) to the host.
+    - restore: move them back.
+    """
+
+    job: str
+    """Its id. Empty: there is no work (`NO_SLICE`)."""
+    step: int
+    """Number of the optimizer step, from 0."""
+    micro_batch: int
+    """Index within the step."""
+    action: TrainingAction
+    first: int = 0
+    stop: int = 0
+    keep: bool = True
+    """Forward units keep the activations that backward needs; otherwise only the inputs of the halves."""
+
+    def __bool__(self) -> bool:
+        """Whether there is any work."""
+        return self.job != ""
+
+
+NO_SLICE = TrainingSlice("", 0, 0, "run")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan(PartPlan):
+    """What a plan does for training, and the memory that training has."""
+
+    slice: TrainingSlice = NO_SLICE
+    """Computed after the segments. A plan may have a slice and no segments."""
+    lent: int = 0
+    """Number of the cache's last blocks that belong to training from this plan on."""
+    moves: tuple[BlockMove, ...] = ()
+    """Applied before everything else of the plan; table writes name the new places."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingReport(PartResult):
+    """What one slice took and gave."""
+
+    job: str = ""
+    """The job's id. Empty: there was no slice."""
+    step: int = 0
+    micro_batch: int = 0
+    action: TrainingAction = "run"
+    first: int = 0
+    stop: int = 0
+    seconds: float = 0.0
+    """Time that the device spent on it. `StepResult.seconds` does not include it."""
+    tokens: int = 0
+    """Of the micro-batch, where the slice ended it."""
+    loss: float | None = None
+    """Mean over the step's tokens, where the slice ended the step."""
+    launch_seconds: float = 0.0
+    """Time that the host spent to launch it; 0 where it does not run beside the device."""
+
+    def __bool__(self) -> bool:
+        """Whether there was a slice."""
+        return self.job != ""

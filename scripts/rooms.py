@@ -13,6 +13,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cache, cached_property
 from html import escape
 from pathlib import Path
@@ -63,7 +64,9 @@ class Package:
             text = path.read_text()
             name = ".".join(parts).removesuffix("__init__").rstrip(".")
             modules.append(Module(name, ast.parse(text), text.count("\n")))
-        return cls(tuple(modules), tuple(layers), tuple(name.removeprefix(f"{PACKAGE}.") for name in pure))
+        named = [name.removeprefix(f"{PACKAGE}.") for name in pure]
+        found = [name for each in named for name in ([m.name for m in modules if fnmatch(m.name, each)] or [each])]
+        return cls(tuple(modules), tuple(layers), tuple(found))
 
     @cached_property
     def rooms(self) -> tuple[str, ...]:

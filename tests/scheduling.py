@@ -35,6 +35,7 @@ def create_scheduler(
     chunk_blocks=1,
     low_water=0.25,
     lower=None,
+    parts=(),
     **options,
 ):
     rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=chunk_blocks, block_size=block_size)
@@ -46,6 +47,7 @@ def create_scheduler(
     return Scheduler(
         policy or StallFree(budget),
         pool,
+        parts,
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         headroom=headroom,

@@ -16,10 +16,10 @@ from functools import partial
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.choice import NAMES, capacity_of, make_policy
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.choice import NAMES, capacity_of, make_policy
 from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan, StepResult

@@ -26,8 +26,8 @@ from holdfast.lab.simulator.executor import Reserve
 from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, engine_shape
 from holdfast.lab.simulator.shapes import MODELS, ModelShape
 from holdfast.lab.workloads import Workload
+from holdfast.lm.choice import make_scheduler, steps_in_flight
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.choice import make_scheduler, steps_in_flight
 from holdfast.lm.types import EngineShape, StepPlan, StepResult
 from holdfast.loop.contracts import Executor
 from holdfast.loop.loop import Loop

@@ -22,9 +22,9 @@ from holdfast.core.stages import Stages
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.run import Clients
 from holdfast.lab.workloads import Conversation, Turn, Workload
+from holdfast.lm.choice import make_scheduler
 from holdfast.lm.padded.device import PaddedDevice, Probed
 from holdfast.lm.padded.loading import UnmodifiedModel, load_unmodified
-from holdfast.lm.scheduler.choice import make_scheduler
 from holdfast.lm.types import EngineShape, LanguageExecutor, LanguageLoop, SchedulerStats
 from holdfast.loop.loop import Loop
 

@@ -38,7 +38,7 @@ from holdfast.lab.simulator.deployment import configured_shape
 from holdfast.lab.simulator.devices import DEVICES, LINKS, look_up
 from holdfast.lab.simulator.shapes import MODELS, ModelShape, shape_from_config
 from holdfast.lab.workloads import WorkloadConfig
-from holdfast.lm.scheduler.choice import NAMES
+from holdfast.lm.choice import NAMES
 from holdfast.lm.types import precision_of
 
 DEVICE = "h200"

@@ -22,7 +22,7 @@ from holdfast.lab.simulator.devices import LINKS, look_up
 from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.shapes import ModelShape
 from holdfast.lab.workloads import Workload
-from holdfast.lm.scheduler.choice import CHUNKED
+from holdfast.lm.choice import CHUNKED
 
 MAX_QUEUED_MS = 2000.0
 """Longest median wait for the first step under a sustained load (Sarathi-Serve §5)."""

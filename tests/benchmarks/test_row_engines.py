@@ -5,7 +5,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.run import engine_shape
 from holdfast.lab.workloads import fixed
-from holdfast.lm.scheduler.choice import make_scheduler
+from holdfast.lm.choice import make_scheduler
 from holdfast.loop.loop import Loop
 from tests.lab.simulator.simulation import COST, PROFILE
 

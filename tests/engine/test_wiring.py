@@ -20,6 +20,7 @@ from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.models.loader import load
+from holdfast.lm.parts.adapters.planner import AdapterPart
 from tests.adapters import drawn, write
 from tests.built import SCHEDULING, check, settings_of
 from tests.engine.conftest import SMALL
@@ -201,7 +202,7 @@ def test_adapters_are_read_and_get_slots_of_the_given_rank_and_number(small, che
     assert build(small())[1].adapter_slots == 0
     loop, info = build(small(adapter=(f"a={path}",), max_adapters=3))
     assert [(adapter.name, adapter.rank, len(adapter.modules)) for adapter in info.adapters] == [("a", 8, 7)]
-    assert info.adapter_slots == loop.planner._adapters.num_slots == 3
+    assert info.adapter_slots == loop.planner.part(AdapterPart).pool.num_slots == 3
     wide = build(small(max_adapters=3, max_adapter_rank=32))[1].memory.adapters
     assert 2 * info.memory.adapters > wide > 1.9 * info.memory.adapters
     for options, reason in (

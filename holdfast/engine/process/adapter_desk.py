@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
-from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.parts.adapters.planner import AdapterPart
 
 
 class AdapterFiles(Protocol):
@@ -28,10 +28,10 @@ class AdapterFiles(Protocol):
 class AdapterDesk:
     """Answers the client's messages about adapters. For the thread of the loop, but for what reads files."""
 
-    def __init__(self, scheduler: Scheduler, store: AdapterFiles) -> None:
+    def __init__(self, part: AdapterPart, store: AdapterFiles) -> None:
         self.wake: Callable[[], None] = lambda: None
         """Called in another thread when an adapter has been read."""
-        self._scheduler, self._store = scheduler, store
+        self._part, self._store = part, store
         self.read = store.read
         """Reads an adapter for `register`, in any thread. Raises ValueError, which names no directory."""
         self._reader = ThreadPoolExecutor(1, "holdfast-load-adapter")
@@ -54,22 +54,22 @@ class AdapterDesk:
     def register(self, read: Any) -> AdapterInfo:
         """Serve an adapter that `AdapterFiles.read` gave."""
         info = self._store.register(read)
-        self._scheduler.add_adapter(info.id)
+        self._part.add(info.id)
         return info
 
     def unload(self, number: int, adapter: str) -> None:
         """Forget an adapter once its requests have ended; `answers` says when."""
         self._unloading[adapter] = number
-        self._scheduler.remove_adapter(adapter)
+        self._part.remove(adapter)
 
     def answers(self) -> Iterator[messages.FromEngine]:
         """What has become of loads, unloads, and of requests whose adapter cannot be read any more."""
-        while self._scheduler.refused:
-            request, adapter = self._scheduler.refused.popleft()
+        while self._part.refused:
+            request, adapter = self._part.refused.popleft()
             name = adapter.partition("@")[0]
             yield messages.Refused(request, f"the files of adapter {name} have changed or are gone; load it again")
-        while self._scheduler.retired:
-            adapter = self._scheduler.retired.popleft()
+        while self._part.retired:
+            adapter = self._part.retired.popleft()
             self._store.forget(adapter)
             if (asked := self._unloading.pop(adapter, None)) is not None:
                 yield messages.AdapterUnloaded(asked)

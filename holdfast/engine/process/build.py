@@ -33,6 +33,7 @@ from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
 from holdfast.engine.ranks.paged import check_layout, grammar_compiler, make_paged_device, make_rank, threads_of
 from holdfast.engine.ranks.ranks import Ranks
+from holdfast.lm.choice import choose_policy, make_drafter, make_scheduler, make_tuner, steps_in_flight
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.grammar.matchers import Matchers
@@ -41,7 +42,7 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
-from holdfast.lm.scheduler.choice import choose_policy, make_drafter, make_scheduler, make_tuner, steps_in_flight
+from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -200,9 +201,10 @@ def put_together(
     )
     desk = None
     if isinstance(device, PagedDevice) and device.adapter_store is not None:
-        desk = AdapterDesk(scheduler, device.adapter_store)
+        adapted = scheduler.part(AdapterPart)
+        desk = AdapterDesk(adapted, device.adapter_store)
         for adapter in adapters:
-            scheduler.add_adapter(adapter.id)
+            adapted.add(adapter.id)
     tuning = None
     if tuned is not None and tuner is not None and isinstance(device, PagedDevice) and desk is not None:
         with stages.stage("tuning"):

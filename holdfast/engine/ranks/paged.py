@@ -12,6 +12,7 @@ from holdfast.core.config import PADDED_OPTIONS, EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client.text import read_tokenizer
+from holdfast.lm.choice import capacity_of
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.execution.place import Place
 from holdfast.lm.grammar.compiler import GrammarCompiler
@@ -21,7 +22,6 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import TransformersModel
 from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.models.shard import shard_of
-from holdfast.lm.scheduler.choice import capacity_of
 from holdfast.lm.types import DEFAULT_TOKEN_BUDGET
 from holdfast.training.base import digest_of_model
 

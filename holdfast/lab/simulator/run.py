@@ -19,8 +19,8 @@ from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
+from holdfast.lm.choice import capacity_of, make_scheduler, make_tuner, steps_in_flight
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.choice import capacity_of, make_scheduler, make_tuner, steps_in_flight
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.tiers import LowerShape

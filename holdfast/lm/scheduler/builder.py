@@ -16,7 +16,6 @@ from holdfast.lm.types import (
     PENDING,
     BlockMove,
     Forecast,
-    PartPlan,
     Sampling,
     Segment,
     StepPlan,
@@ -24,7 +23,6 @@ from holdfast.lm.types import (
     TableWrite,
     TierCopies,
 )
-from holdfast.lm.types.adapters import AdapterLoad, AdapterPlan
 from holdfast.lm.types.prompts import PromptPlan, Telling
 from holdfast.lm.types.tuning import NO_SLICE, TrainingPlan
 
@@ -72,6 +70,8 @@ class StepBuilder:
         """How many tokens of [start, stop) the step may compute, where a policy bounds prefills by more than tokens."""
         self.weigh: Callable[[Entry], float] | None = None
         """What a sequence's decode adds to a step, where a policy of a pipeline balances steps; above 0."""
+        self.planned: list[Entry] = []
+        """The sequence of each segment, in plan order."""
         self.sampling: list[Entry] = []
         """The sequence of each sampling segment, in plan order."""
         self.telling: list[Entry] = []
@@ -106,9 +106,8 @@ class StepBuilder:
         self._samples: dict[int, int] = {}
         """Most tokens that a sampling segment gives, by its place in `sampling`; one where there is none."""
         self._tells: list[Telling] = []
-        self._slots: list[int] = []
-        """The slot of each segment's adapter, where any sequence has one."""
-        self._adapted = queues.adapters is not None and queues.adapters.in_use
+        self._kept = False
+        """Whether a part wants the plan even without segments."""
         self._writes: list[TableWrite] = []
         self._block_moves: tuple[BlockMove, ...] = ()
         self._decodes: list[tuple[int, int]] = []
@@ -140,6 +139,10 @@ class StepBuilder:
     def spans(self) -> list[tuple[int, int]]:
         """The positions [start, stop) of each segment planned so far."""
         return list(zip(self._starts, self._stops, strict=True))
+
+    def keep(self) -> None:
+        """Have the plan made even if it gets no segments and others are in flight."""
+        self._kept = True
 
     def lend(self) -> None:
         """Bring the memory of training nearer to what it needs. To be called before all other verbs.
@@ -209,12 +212,13 @@ class StepBuilder:
         self._tokens += [LAST_SAMPLED if entry.drawn_last else last_known(entry) for entry in chosen]
         self._samplings += [entry.sampling for entry in chosen]
         self.sampling += chosen
-        if self._adapted:
-            self._slots += [entry.slot for entry in chosen]
+        self.planned += chosen
         self.num_tokens += len(chosen)
         self.budget -= len(chosen)
         if self.after_decode is not None:
             self.after_decode()
+        for part in self._queues.hooks.decoded:
+            part.decoded(self)
         if self._queues.forced:
             self._catch_up()
 
@@ -305,25 +309,24 @@ class StepBuilder:
 
         Without one, if nothing can run before idle state has made room or state has come in, the plan has no segments.
         """
-        queues, pool, adapters = self._queues, self.pool, self._queues.adapters
+        queues, pool, hooks = self._queues, self.pool, self._queues.hooks
+        self.in_flight = in_flight
         training = queues.slabs.slice if queues.slabs is not None else NO_SLICE
         awaits = queues.awaits
-        loads: tuple[AdapterLoad, ...] = ()
-        if adapters is not None and self._adapted and (self._ids or not in_flight):
-            loads = adapters.loads(self.number)
+        parts = [plan for part in hooks.finish if (plan := part.finish(self)) is not None]
         if self._ids:
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
             pool.copies.finish_swap_in(awaits)
             queues.awaits = -1  # without segments the next plan has to wait
         else:
-            if in_flight and not (training or self._block_moves):
+            if in_flight and not (training or self._block_moves or self._kept):
                 return None
             ready = pool.allocatable
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
-            loading = adapters is not None and adapters.pool.loading
+            awaited = self._kept or any(part.wants_step for part in hooks.wants_step)
             idle = not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in
             waits = queues.slabs is not None and queues.slabs.waits
-            if idle and not (loading or training or self._block_moves or waits or self.settles):
+            if idle and not (awaited or training or self._block_moves or waits or self.settles):
                 return None
         segments = Columns(
             Segment,
@@ -335,10 +338,6 @@ class StepBuilder:
             sampling=self._samplings,
         )
         samples = self._samples
-        parts: list[PartPlan] = []
-        slots = tuple(self._slots) if any(slot >= 0 for slot in self._slots) else ()
-        if loads or slots:
-            parts.append(AdapterPlan(loads, slots))
         if training or queues.lent or self._block_moves:
             parts.append(TrainingPlan(training, queues.lent, self._block_moves))
         if self._tells:
@@ -372,8 +371,7 @@ class StepBuilder:
             if entry.tells is not None:
                 self._tell(entry, entry.tells, start, stop)
             self._ids.append(entry.id)
-            if self._adapted:
-                self._slots.append(entry.slot)
+            self.planned.append(entry)
             self._rows.append(entry.row)
             self._starts.append(start)
             self._stops.append(stop)

@@ -54,12 +54,6 @@ class Entry:
     """Its last token is the one that its row drew last. Not so once a draft was verified: the host tells it then."""
     lost_before: int = 0
     """Plans of a lower number may give it no token: its state was lost."""
-    adapter: str = ""
-    """The content id of its adapter; empty: none."""
-    slot: int = -1
-    """The slot of its adapter while it runs."""
-    held: bool = False
-    """It waits for its adapter, outside of the waiting queue."""
     history_in: tuple[int, int] = (NO_ROW, 0)
     """The row that its history or its answer was sent to, and how often it had been preempted by then."""
     tells: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 from holdfast.lm.memory.block_pool import BlockPool
@@ -81,10 +81,10 @@ def _reasons(queues: Queues) -> Iterable[WaitingRequest]:
     first = queues.waiting.first()
     for entry in queues.fetches or ():
         yield waiting_request(entry, "fetching")
-    held = queues.adapters.held if queues.adapters is not None else ()
-    for entry in chain(queues.waiting, held):
-        held_up = "adapter loading" if entry.held else "order"
-        yield waiting_request(entry, reason(queues, entry) if entry is first else held_up)
+    for entry in queues.waiting:
+        yield waiting_request(entry, reason(queues, entry) if entry is first else "order")
+    for entry, part in queues.held.items():
+        yield waiting_request(entry, part.waits_for)
 
 
 def reason(queues: Queues, entry: Entry) -> str:

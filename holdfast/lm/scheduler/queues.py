@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.protocol import AnyMemory, Found
-from holdfast.lm.scheduler.adapter_queue import AdapterQueue
 from holdfast.lm.scheduler.entries import NO_ROW, Entry, RankedQueue
 from holdfast.lm.scheduler.fetch_queue import NOTHING, FetchQueue
 from holdfast.lm.scheduler.order import Order
+from holdfast.lm.scheduler.part import Hooks, Part
 from holdfast.lm.scheduler.slabs import Slabs
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.tiers import TierName
@@ -23,16 +22,20 @@ class Queues:
     too; copies from the host fill the blocks while others run.
     """
 
-    def __init__(self, pool: AnyMemory, max_sequences: int, headroom: float, order: Order, stages: int) -> None:
+    def __init__(
+        self, pool: AnyMemory, max_sequences: int, headroom: float, order: Order, stages: int, hooks: Hooks
+    ) -> None:
         self.pool = pool
+        self.hooks = hooks
+        """The parts that hear of each change."""
         self.order = order
         self.stages = stages
         """Stages of the pipeline that a step passes; so many steps are computed at a time."""
         self.waiting = waiting = order.queue()
         self.contenders = waiting if order.displaces and isinstance(waiting, RankedQueue) else None
         """The waiting sequences, if the order lets them displace running ones."""
-        self.adapters: AdapterQueue | None = None
-        """The waiting sequences that have an adapter; None where none are served."""
+        self.held: dict[Entry, Part] = {}
+        """The sequences that wait for something of a part, each with the part. They are not in `waiting`."""
         self.slabs: Slabs | None = None
         """The memory of training; None where none is planned."""
         self.fetches: FetchQueue | None = None
@@ -56,10 +59,6 @@ class Queues:
         """Tokens of those that came to the host from the tiers behind it, for that sequence."""
         self.recovered = 0
 
-    def serve_adapters(self, pool: AdapterPool) -> None:
-        """Take sequences whose adapters are in this pool, too. To be called before there are any."""
-        self.adapters = AdapterQueue(pool, self.waiting)
-
     def serve_lower_tiers(self, lower: LowerTiers) -> None:
         """Let sequences wait for blocks of these tiers. To be called before there are any."""
         self.fetches = FetchQueue(lower)
@@ -72,9 +71,8 @@ class Queues:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, also those that wait for their adapters or for their blocks."""
-        held = self.adapters.num_held if self.adapters is not None else 0
-        return len(self.waiting) + held + (len(self.fetches) if self.fetches is not None else 0)
+        """Sequences that wait, also those that parts hold, or that wait for their blocks."""
+        return len(self.waiting) + len(self.held) + (len(self.fetches) if self.fetches is not None else 0)
 
     @property
     def lent(self) -> int:
@@ -83,13 +81,42 @@ class Queues:
 
     def add(self, entry: Entry) -> None:
         """Let a sequence wait."""
-        if self.adapters is not None and entry.adapter:
-            self.adapters.add(entry)
-        else:
-            self.waiting.add(entry)
+        self._ask(entry, None)
+
+    def hold(self, entry: Entry, part: Part) -> None:
+        """Let a part hold an entry of the waiting queue. The other parts know it no longer."""
+        self.waiting.remove(entry)
+        self.held[entry] = part
+        for other in self.hooks.left:
+            if other is not part:
+                other.left(entry)
+
+    def release(self, entry: Entry, part: Part) -> None:
+        """Let an entry that the part holds wait, unless another part holds it."""
+        holder = self.held.pop(entry)
+        assert holder is part
+        self._ask(entry, part)
+
+    def _ask(self, entry: Entry, holder: Part | None) -> None:
+        """Let an entry wait, or be held by the first part that wants it. `holder` has held it, and is not asked."""
+        asked = [] if holder is None else [holder]
+        for part in self.hooks.queued:
+            if part is holder:
+                continue
+            if part.queued(entry):
+                self.held[entry] = part
+                for other in asked:
+                    other.left(entry)
+                return
+            asked.append(part)
+        self.waiting.add(entry)
 
     def fetch(self, entry: Entry, now: float) -> bool:
-        """Let an entry in the waiting queue wait for blocks of lower tiers instead. Returns whether it does."""
+        """Let an entry in the waiting queue be held by a part, or wait for blocks of lower tiers. Whether it does."""
+        for part in self.hooks.starting:
+            if part.starting(entry, now):
+                self.hold(entry, part)
+                return True
         if self.fetches is None or not self.fetches.begin(entry, now):
             return False
         self._leave(entry)
@@ -102,20 +129,20 @@ class Queues:
                 self.add(entry)
 
     def _leave(self, entry: Entry) -> None:
-        if self.adapters is not None and entry.adapter:
-            self.adapters.remove(entry)
-        else:
-            self.waiting.remove(entry)
+        """Remove an entry that waits, or that a part holds."""
+        if (holder := self.held.pop(entry, None)) is not None:
+            holder.left(entry)
+            return
+        self.waiting.remove(entry)
+        for part in self.hooks.left:
+            part.left(entry)
 
     def start(self, entry: Entry, found: Found, now: float) -> tuple[BlockCopy, ...]:
         """Move a waiting entry to `swapping_in`, with blocks for all its known positions, kept ones included.
 
         Returns the copies that fill its blocks from the host.
         """
-        if self.adapters is not None and entry.adapter:
-            self.adapters.start(entry)
-        else:
-            self.waiting.remove(entry)
+        self.waiting.remove(entry)
         cache, sequence = entry.cache, entry.sequence
         copies = cache.allocate(found, sequence.length, now)
         below = self.fetches.settle(entry) if self.fetches is not None else NOTHING
@@ -123,6 +150,8 @@ class Queues:
         entry.decoding = False
         entry.decode_limit = entry.next_check = 0
         self.swapping_in.append(entry)
+        for part in self.hooks.started:
+            part.started(entry)
         self.recovered += sum(stop - start for start, stop in cache.missing(sequence.length)[:-1])
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
@@ -153,8 +182,8 @@ class Queues:
             if self.fetches is not None:
                 self.fetches.settle(entry)
             return
-        if self.adapters is not None and entry.adapter:
-            self.adapters.stop(entry)
+        for part in self.hooks.stopped:
+            part.stopped(entry)
         if entry.swap_in_step >= 0:
             self.join(entry)  # its blocks are written by others only after its copies
         self.running.remove(entry)

@@ -10,6 +10,7 @@ from holdfast.lm.memory.row_pool import FoundRow, RowPool, RowState
 from holdfast.lm.scheduler.builder import LAST_SAMPLED, StepBuilder
 from holdfast.lm.scheduler.entries import AWAITED, NO_ROW, Entry, RankedQueue
 from holdfast.lm.scheduler.order import Order
+from holdfast.lm.scheduler.part import Hooks
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.row_groups import group
 from holdfast.lm.types import Forward, RowMove, RowPlan, StepPlan
@@ -31,6 +32,7 @@ class RowQueues(Queues):
         max_sequences: int,
         headroom: float,
         order: Order,
+        hooks: Hooks,
         *,
         prefill_ahead: int,
         to_completion: bool,
@@ -39,7 +41,7 @@ class RowQueues(Queues):
 
         `to_completion` leaves rows in the batch when their sequences have ended, until all of them have.
         """
-        super().__init__(pool, max_sequences + prefill_ahead, headroom, order, 1)
+        super().__init__(pool, max_sequences + prefill_ahead, headroom, order, 1, hooks)
         self.max_sequences = max_sequences
         self.prefill_ahead = prefill_ahead
         self.to_completion = to_completion
@@ -78,7 +80,7 @@ class RowQueues(Queues):
         """Remove an entry that has ended from its queue. Its row is free, unless it stays until the batch ends."""
         state = state_of(entry)
         if entry.row == NO_ROW:
-            self.waiting.remove(entry)
+            self._leave(entry)
         else:
             self.end_row(entry, len(entry.sequence.tokens))
         state.settle(entry.sequence.tokens, now)
@@ -127,11 +129,13 @@ class RowQueues(Queues):
         entry.decoding = False
         entry.sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.add(entry)
+        self.add(entry)
 
     def _vacate(self, entry: Entry) -> None:
         if entry.row == NO_ROW:
             return
+        for part in self.hooks.stopped:
+            part.stopped(entry)
         (self.prefilled if any(other is entry for other in self.prefilled) else self.running).remove(entry)
         row, entry.row = entry.row, NO_ROW
         if row not in self.pool.ended:
@@ -458,6 +462,7 @@ class RowBuilder(StepBuilder):
 
     def _append(self, entry: Entry, start: int, stop: int, tokens: tuple[int, ...], *, samples: bool) -> None:
         self._ids.append(entry.id)
+        self.planned.append(entry)
         self._rows.append(entry.row)
         self._starts.append(start)
         self._stops.append(stop)

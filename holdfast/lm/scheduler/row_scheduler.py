@@ -13,6 +13,7 @@ from holdfast.lm.memory.row_pool import RowPool, RowState
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.order import Order
+from holdfast.lm.scheduler.part import Hooks, Part
 from holdfast.lm.scheduler.row_builder import RowBuilder, RowQueues, state_of
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import RowPlan, RowResult, SchedulerStats, StepPlan, StepResult, idle_tokens
@@ -32,6 +33,7 @@ class RowScheduler(Scheduler):
         self,
         policy: Policy,
         pool: RowPool,
+        parts: abc.Collection[Part] = (),
         *,
         max_sequences: int,
         max_model_len: int,
@@ -47,12 +49,17 @@ class RowScheduler(Scheduler):
     ) -> None:
         """As `Scheduler`; `prefill_ahead` and `to_completion` as `RowQueues`."""
 
-        def make_queues(pool: RowPool, rows: int, headroom: float, order: Order, stages: int) -> RowQueues:
-            return RowQueues(pool, rows, headroom, order, prefill_ahead=prefill_ahead, to_completion=to_completion)
+        def make_queues(
+            pool: RowPool, rows: int, headroom: float, order: Order, stages: int, hooks: Hooks
+        ) -> RowQueues:
+            return RowQueues(
+                pool, rows, headroom, order, hooks, prefill_ahead=prefill_ahead, to_completion=to_completion
+            )
 
         super().__init__(
             policy,
             pool,
+            parts,
             max_sequences=max_sequences,
             max_model_len=max_model_len,
             vocab_size=vocab_size,

@@ -7,13 +7,12 @@ from collections import abc, deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.core.columns import Columns
 from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput, TokenLogprobs
 from holdfast.lm.limits import RequestLimits
-from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.protocol import AnyMemory, AnyState
@@ -21,16 +20,18 @@ from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.entries import NO_ROW, Entry
 from holdfast.lm.scheduler.order import Order, Priority
+from holdfast.lm.scheduler.part import Hooks, Part
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.tiers import TierDone, TierJob
 from holdfast.lm.types import History, PartPlan, Sampling, SchedulerStats, Sequence, StepPlan, StepResult
-from holdfast.lm.types.adapters import AdapterResult
 from holdfast.lm.types.grammars import Answer, Forced, GrammarPlan, GrammarResult
 from holdfast.lm.types.penalties import PenaltyPlan
 from holdfast.lm.types.prompts import PromptResult
 from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 from holdfast.lm.types.vectors import VectorResult
+
+P = TypeVar("P", bound=Part)
 
 LEAST_FORCED = 2
 """Fewer tokens that a grammar forces are sampled one by one: a step of decodes alone is faster."""
@@ -50,6 +51,7 @@ class Scheduler:
         self,
         policy: Policy,
         pool: AnyMemory,
+        parts: abc.Collection[Part] = (),
         *,
         max_sequences: int,
         max_model_len: int,
@@ -58,19 +60,18 @@ class Scheduler:
         headroom: float = 0.1,
         sharing: bool = False,
         served: Identity | None = None,
-        adapters: AdapterPool | None = None,
         tuner: Tuner | None = None,
         lower: LowerTiers | None = None,
         order: Order | None = None,
         seed: int = 0,
         stages: int = 1,
         make_state: Callable[[Any, bytes | None], AnyState] = SequenceCache,
-        make_queues: Callable[[Any, int, float, Order, int], Queues] = Queues,
+        make_queues: Callable[[Any, int, float, Order, int, Hooks], Queues] = Queues,
         make_builder: Callable[[Any, int, float], StepBuilder] = StepBuilder,
     ) -> None:
-        """`sharing` lets requests of one identity share the state of equal prefixes. `served` names the model, adapter
-        and dtype of the executor; `add` refuses any other. None refuses nothing. A request may also name an adapter
-        that is known to `adapters`; it runs once that is in a slot of the device. `tuner` has jobs of training; the
+        """`parts` are called in their order. `sharing` lets requests of one identity share the state of equal prefixes.
+        `served` names the model, adapter and dtype of the executor; `add` refuses any other, unless a part serves it.
+        None refuses nothing. `tuner` has jobs of training; the
         policy says when they run. `lower` are the tiers behind the host tier of `pool`.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
@@ -89,10 +90,10 @@ class Scheduler:
         self._make_state = make_state
         self._eos = frozenset(eos_token_ids)
         self._seed = seed
-        self._queues = make_queues(pool, max_sequences, headroom, self._order, stages)
-        self._adapters = adapters
-        if adapters is not None:
-            self._queues.serve_adapters(adapters)
+        self._hooks = Hooks(parts)
+        self._queues = make_queues(pool, max_sequences, headroom, self._order, stages, self._hooks)
+        for part in parts:
+            part.attach(self._queues)
         self.tuner = tuner
         """The jobs of training; None where none are taken."""
         if tuner is not None:
@@ -100,11 +101,6 @@ class Scheduler:
         self._lower = lower
         if lower is not None:
             self._queues.serve_lower_tiers(lower)
-        self._retiring: set[str] = set()
-        self.retired: deque[str] = deque()
-        """Adapters that are not known any more. Whoever reads them takes them out."""
-        self.refused: deque[tuple[str, str]] = deque()
-        """Requests that ended as their adapter could not be loaded, each with the adapter; to be taken out, too."""
         self._make_builder = make_builder
         self._entries: dict[str, Entry] = {}
         self._in_flight: deque[tuple[int, list[Entry], int, list[Entry]]] = deque()
@@ -140,16 +136,19 @@ class Scheduler:
         params, pool = request.params, self._queues.pool
         if request.id in self._entries:
             raise ValueError(f"request {request.id} is already being served; give each request an id of its own")
+        identity = request.identity
+        for part in self._hooks.base_identity:
+            identity = part.base_identity(identity)
         self._limits.check(
             request.prompt,
             params,
-            identity=request.identity,
+            identity=identity,
             priority=request.priority,
             deadline=request.deadline,
-            adapters=self._adapters if self._adapters is not None else (),
             answered=request.answered,
         )
-        adapter = request.identity.adapter if self._adapters is not None else ""
+        for part in self._hooks.check:
+            part.check(request)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         limit = min(request.answer_start + params.max_tokens, self._limits.max_model_len)
         seed = self._draw_seed() if params.seed is None else params.seed
@@ -161,11 +160,10 @@ class Scheduler:
             sampling=Sampling.of(params, seed, prompt=request.answer_start, ends=ends),
             limit=limit,
             ends=ends,
-            adapter=adapter,
             tells=params.prompt_logprobs,
         )
-        if self._adapters is not None and adapter:
-            self._adapters.users[adapter] += 1
+        for part in self._hooks.added:
+            part.added(entry)
         self._requests += 1
         self._counting += depends(entry.sampling)
         self._entries[request.id] = entry
@@ -174,20 +172,15 @@ class Scheduler:
             entry.cache.touch(request.prompt, self._now)  # it will wait: its conversation is active again from now on
         soon = len(self._queues.free_rows) > self._queues.num_waiting
         self._queues.add(entry)
-        if soon and not entry.held:
+        if soon and entry not in self._queues.held:
             self._queues.fetch(entry, max(self._now, request.arrival))
 
-    def add_adapter(self, adapter: str) -> None:
-        """Let requests name this adapter, a content id, from now on. Raises ValueError where none are served."""
-        if self._adapters is None:
-            raise ValueError("this engine serves no adapters")
-        self._retiring.discard(adapter)
-        self._adapters.add(adapter)
-
-    def remove_adapter(self, adapter: str) -> None:
-        """Forget an adapter once the requests that name it have ended; `retired` says when."""
-        self._retiring.add(adapter)
-        self._retire(adapter)
+    def part(self, kind: type[P]) -> P:
+        """The part of this class. Raises LookupError where there is none."""
+        for part in self._hooks.parts:
+            if isinstance(part, kind):
+                return part
+        raise LookupError(f"this scheduler has no {kind.__name__}")
 
     def abort(self, request_id: str) -> None:
         """End a request at once; tokens that steps in flight give for it are dropped. Ignores requests that ended."""
@@ -203,12 +196,17 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; it counts as submitted. None if nothing can run before a step in flight ends."""
         self._now = now
+        hooks = self._hooks
+        for part in hooks.advance:
+            part.advance(now)
         if (lower := self._lower) is not None:
             self._queues.resume_fetched(now)
             lower.flush(not self._entries)
         step = self._make_builder(self._queues, self._steps, now)
         step.in_flight = bool(self._in_flight)
         step.settles = self._settled < self._barrier
+        for part in hooks.begin:
+            part.begin(step)
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
@@ -219,6 +217,8 @@ class Scheduler:
             self._in_flight.append((self._steps, step.sampling, self._ended, step.telling))
             self._steps += 1
             self._tokens_computed += step.num_tokens
+            for part in hooks.planned:
+                part.planned(plan)
         return plan
 
     def _histories(self, sampling: list[Entry]) -> list[PartPlan]:
@@ -271,10 +271,8 @@ class Scheduler:
             if copy.inward and isinstance(pool, BlockPool):
                 pool.host_link.observe(copy.bytes, copy.seconds)
         self._settled = max(self._settled, result.copied.swapped_in)
-        if self._queues.adapters is not None:
-            adapters = result.part(AdapterResult)
-            for entry in self._queues.adapters.finish_loads(adapters.loaded, adapters.lost):
-                self.refused.append((entry.id, entry.adapter))
+        for part in self._hooks.apply:
+            for entry in part.apply(plan, result, now):
                 self._end(entry, FinishReason.ABORT)
         if self.tuner is not None and self._queues.slabs is not None and report:
             self.tuner.observe(report)
@@ -463,6 +461,7 @@ class Scheduler:
             or bool(self._queues.pool.copies.wanted)
             or self._settled < self._barrier
             or self._flushes
+            or any(part.has_work for part in self._hooks.has_work)
         )
 
     @property
@@ -502,9 +501,6 @@ class Scheduler:
             prefix_hits_on_host=queues.prefix_hits_on_host,
             suspensions=queues.preemptions if pool.host else 0,
             tokens_dropped=pool.dropped * pool.block_size,
-            adapters_known=len(self._adapters) if self._adapters is not None else 0,
-            adapters_resident=self._adapters.resident if self._adapters is not None else 0,
-            adapter_loads=self._adapters.loads if self._adapters is not None else 0,
             blocks_training=queues.lent,
             training_tokens=self._training_tokens,
             training_seconds=self._training_seconds,
@@ -514,7 +510,14 @@ class Scheduler:
             prefix_hits_on_disk=queues.prefix_hits_below["disk"],
             prefix_hits_on_remote=queues.prefix_hits_below["remote"],
             **(lower.stats() if lower is not None else {}),
+            **self._stats_of_parts(),
         )
+
+    def _stats_of_parts(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for part in self._hooks.stats:
+            found.update(part.stats())
+        return found
 
     def _end(self, entry: Entry, reason: FinishReason) -> None:
         entry.sequence.finish_reason = reason
@@ -523,17 +526,8 @@ class Scheduler:
         del self._entries[entry.id]
         self._queues.stop(entry, self._now)
         self._policy.ended(entry)
-        if self._adapters is not None and entry.adapter:
-            self._adapters.users[entry.adapter] -= 1
-            self._retire(entry.adapter)
-
-    def _retire(self, adapter: str) -> None:
-        """Forget an adapter that is to be forgotten, if no request names it any more."""
-        if self._adapters is not None and adapter in self._retiring and not self._adapters.users[adapter]:
-            self._retiring.discard(adapter)
-            if adapter in self._adapters:
-                self._adapters.remove(adapter)
-            self.retired.append(adapter)
+        for part in self._hooks.ended:
+            part.ended(entry)
 
     def _draw_seed(self) -> int:
         """The next seed for a request that brings none, the same in every run."""

@@ -60,7 +60,10 @@ class CopyingDevice(FakeDevice):
         (plan, result) = self.plans[0], super().collect()
         ways = ((False, plan.copies.swap_out), (True, plan.copies.swap_in))
         return replace(
-            result, copied=TierCopied(times=tuple(CopyTime(plan.step, way, 4096 * len(c), 0.5) for way, c in ways if c))
+            result,
+            copied=result.copied._replace(
+                times=tuple(CopyTime(plan.step, way, 4096 * len(c), 0.5) for way, c in ways if c)
+            ),
         )
 
 

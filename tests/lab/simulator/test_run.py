@@ -12,7 +12,7 @@ from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.simulator.run import engine_shape
 from holdfast.lab.workloads import Conversation, Turn
-from holdfast.lm.scheduler.choice import NAMES
+from holdfast.lm.choice import NAMES
 from holdfast.loop.loop import Loop
 from tests.built import SCHEDULING, check, settings_of
 from tests.lab.simulator.simulation import COST, PROFILE, run

@@ -16,11 +16,12 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
 from holdfast.lm.execution.adapter_transfer import AdapterStore
 from holdfast.lm.execution.paged_device import PagedDevice
-from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.models.peft_files import UnsupportedAdapter
+from holdfast.lm.parts.adapters.planner import AdapterPart
+from holdfast.lm.parts.adapters.pool import AdapterPool
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan
@@ -95,14 +96,15 @@ class Engine:
             self.device.memory.host.begin()
             self.device.memory.host.wait()
         self.adapters = AdapterPool(shape.adapter_slots)
+        self.part = AdapterPart(self.adapters)
         self.scheduler = Scheduler(
             StallFree(budget),
             BlockPool(blocks, 4, host_blocks=host_blocks),
+            [self.part],
             max_sequences=sequences,
             max_model_len=case.model.spec.max_model_len,
             headroom=0.0,
             sharing=True,
-            adapters=self.adapters,
         )
         ticks = count()
         self.loop: Any = Loop(self.scheduler, self.device.executor, steps_in_flight, lambda: float(next(ticks)))
@@ -120,7 +122,7 @@ class Engine:
 
     def register(self, name: str, directory: Path) -> str:
         adapter = self.store.register(self.store.read(name, directory)).id
-        self.scheduler.add_adapter(adapter)
+        self.part.add(adapter)
         return adapter
 
     def add(self, request: Request, adapter: str = "") -> None:
@@ -218,7 +220,7 @@ def test_an_adapter_whose_files_changed_ends_its_requests_and_no_others(case: Ca
     tokens = engine.run()
     engine.close()
     assert tokens["1"] == () and tokens["2"] and tokens["3"]
-    assert list(engine.scheduler.refused) == [("1", lost)]
+    assert list(engine.part.refused) == [("1", lost)]
 
 
 def test_steps_without_an_adapter_name_no_slots_and_upload_no_tiles(case: Case) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.choice import make_scheduler
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.growing_layer import QUANTUM
-from holdfast.lm.scheduler.choice import make_scheduler
 from holdfast.lm.types import MemoryMeasurement, RowPlan, StepPlan, StepResult
 from holdfast.loop.loop import Loop
 from tests.lm.padded.histories import FailingDriver, model_of

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Identity, Request, SamplingParams
+from holdfast.lm.choice import RESERVING, capacity_of, make_policy
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.choice import RESERVING, capacity_of, make_policy
 from holdfast.lm.scheduler.drafts import Drafter, Matcher
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget

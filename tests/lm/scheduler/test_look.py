@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from holdfast.core.types import Identity
-from holdfast.lm.memory.adapter_pool import AdapterPool
+from holdfast.lm.parts.adapters.planner import AdapterPart
+from holdfast.lm.parts.adapters.pool import AdapterPool
 from holdfast.lm.scheduler.look import REASONS, RunningRequest, look
 from holdfast.lm.tiers import LowerShape, StoredBlock
 from tests.scheduling import answer, create_requests, create_scheduler
@@ -61,8 +62,9 @@ def test_a_request_waits_until_idle_state_is_copied_to_the_host_to_make_room():
 
 def test_a_request_waits_for_its_adapter():
     served = Identity("m")
-    scheduler = create_scheduler(served=served, adapters=AdapterPool(1))
-    scheduler.add_adapter("a@1")
+    adapters = AdapterPart(AdapterPool(1))
+    scheduler = create_scheduler(served=served, parts=[adapters])
+    adapters.add("a@1")
     plain, adapted = create_requests(5, 5, identity=served)
     scheduler.add(plain)
     scheduler.add(replace(adapted, identity=replace(served, adapter="a@1")))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.cost import PaddedCost
 from holdfast.core.types import Identity, Request, SamplingParams
-from holdfast.lm.scheduler.choice import EVERY_NAME, capacity_of, make_policy
+from holdfast.lm.choice import EVERY_NAME, capacity_of, make_policy
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.types import RowBytes, RowPlan, idle_tokens

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.lm.scheduler.choice import make_policy
+from holdfast.lm.choice import make_policy
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.row_policies import Embedding, PaddedBatches, PrefillApart, RunToCompletion, Shaping

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.lm.memory.adapter_pool import AdapterPool
+from holdfast.lm.parts.adapters.pool import AdapterPool
 
 
 class Oracle:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.limits import RequestRefused
-from holdfast.lm.memory.adapter_pool import AdapterPool
+from holdfast.lm.parts.adapters.planner import AdapterPart, adapter_of
+from holdfast.lm.parts.adapters.pool import AdapterPool
 from holdfast.lm.scheduler.order import Fair, Fcfs, Priority
 from holdfast.lm.types import StepResult, TierCopied
 from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
@@ -56,19 +57,21 @@ class AdapterDevice(FakeDevice):
         return replace(result, parts=(AdapterResult(loaded=done, lost=tuple(lost)),))
 
 
-def check_adapters(scheduler, pool):
+def check_adapters(scheduler, part):
     """Every slot is in one state, pins and users are those of the sequences, and exactly the held ones are held."""
-    queues, entries = scheduler._queues, list(scheduler._entries.values())
-    used = Counter(entry.adapter for entry in entries if entry.adapter and entry.row >= 0)
+    queues, entries, pool = scheduler._queues, list(scheduler._entries.values()), part.pool
+    used = Counter(adapter_of(entry) for entry in entries if adapter_of(entry) and entry.row >= 0)
     assert dict(pool.pinned) == dict(used)
-    assert +pool.users == Counter(entry.adapter for entry in entries if entry.adapter)
+    assert +pool.users == Counter(adapter_of(entry) for entry in entries if adapter_of(entry))
     waiting = {entry.id for entry in queues.waiting}
     for entry in entries:
-        assert (entry.row < 0 and not entry.held) == (entry.id in waiting)
-        assert (entry.slot == pool.slot(entry.adapter)) if entry.row >= 0 and entry.adapter else entry.slot == -1
-        assert not (entry.held and entry.row >= 0)
-        if entry.id in waiting and entry.adapter:
-            assert pool.slot(entry.adapter) is not None
+        held, slot = entry in queues.held, part._slots.get(entry, -1)
+        assert held == (entry in part._held)
+        assert (entry.row < 0 and not held) == (entry.id in waiting)
+        assert (slot == pool.slot(adapter_of(entry))) if entry.row >= 0 and adapter_of(entry) else slot == -1
+        assert not (held and entry.row >= 0)
+        if entry.id in waiting and adapter_of(entry):
+            assert pool.slot(adapter_of(entry)) is not None
     assert queues.num_waiting == sum(entry.row < 0 for entry in entries)
 
 
@@ -78,6 +81,7 @@ def history(seed):
     block_size, slots = choose.choice((2, 4)), choose.choice((1, 1, 2, 3))
     blocks = choose.choice((1, 3)) * -(-MAX_MODEL_LEN // block_size)
     pool, adapters, requests = AdapterPool(slots), {}, {}
+    part = AdapterPart(pool)
     broken = {f"x{number}" for number in range(choose.choice((0, 0, 2)))}
     scheduler = create_scheduler(
         budget=choose.choice((3, 16, 64)),
@@ -88,12 +92,12 @@ def history(seed):
         eos=(EOS,),
         order=choose.choice((Priority(aging=5.0), Fcfs(), Fair())),
         host_blocks=choose.choice((0, 40)),
-        adapters=pool,
+        parts=[part],
     )
     device = AdapterDevice(blocks, block_size, 40, slots=slots, adapters=adapters, choose=choose, broken=broken)
     names = [f"a{number}" for number in range(choose.choice((1, 4, 9)))] + sorted(broken)
     for name in names:
-        scheduler.add_adapter(name)
+        part.add(name)
     plans, tokens, reasons, aborted, now, depth = deque(), {}, {}, set(), 0.0, choose.randint(1, 3)
     refused = set()
     for step in range(2000):
@@ -127,9 +131,9 @@ def history(seed):
         for output in scheduler.update(plan, device.collect(), now):
             tokens[output.request_id] += output.tokens
             reasons[output.request_id] = output.finish_reason
-        refused |= {request for request, _ in scheduler.refused}
+        refused |= {request for request, _ in part.refused}
         check_scheduler(scheduler)
-        check_adapters(scheduler, pool)
+        check_adapters(scheduler, part)
     assert not scheduler.has_work(), "a request starves"
     for name, request in requests.items():
         if adapters[name] in broken:
@@ -156,9 +160,10 @@ def with_adapter(request, adapter):
 
 
 def scheduler_of(*names, slots=1, **options):
-    scheduler = create_scheduler(adapters=AdapterPool(slots), **options)
+    part = AdapterPart(AdapterPool(slots))
+    scheduler = create_scheduler(parts=[part], **options)
     for name in names:
-        scheduler.add_adapter(name)
+        part.add(name)
     return scheduler
 
 
@@ -231,7 +236,7 @@ def test_a_request_for_an_adapter_that_is_not_known_is_refused():
     scheduler = scheduler_of("a")
     with pytest.raises(RequestRefused, match="adapter is b, which this engine does not serve"):
         create = with_adapter(create_requests(3)[0], "b")
-        scheduler_served = create_scheduler(adapters=AdapterPool(1), served=Identity("m"))
+        scheduler_served = create_scheduler(parts=[AdapterPart(AdapterPool(1))], served=Identity("m"))
         scheduler_served.add(create)
     scheduler.add(with_adapter(create_requests(3)[0], "a"))
 
@@ -240,10 +245,10 @@ def test_an_adapter_is_forgotten_once_its_requests_have_ended():
     scheduler = scheduler_of("a", served=Identity("m"))
     request = with_adapter(create_requests(3)[0], "a")
     scheduler.add(request)
-    scheduler.remove_adapter("a")
-    assert not scheduler.retired
+    scheduler.part(AdapterPart).remove("a")
+    assert not scheduler.part(AdapterPart).retired
     scheduler.abort(request.id)
-    assert list(scheduler.retired) == ["a"] and scheduler.stats().adapters_known == 0
+    assert list(scheduler.part(AdapterPart).retired) == ["a"] and scheduler.stats().adapters_known == 0
     with pytest.raises(RequestRefused):
         scheduler.add(request)
 
@@ -256,7 +261,7 @@ def test_requests_of_an_adapter_that_cannot_be_read_end_and_others_go_on():
     plan = scheduler.schedule(0.0)
     outputs = scheduler.update(plan, replace(loaded(plan), parts=(AdapterResult(plan.step, ("a",)),)), 0.0)
     assert [output.request_id for output in outputs] == ["1"]
-    assert list(scheduler.refused) == [("0", "a")]
+    assert list(scheduler.part(AdapterPart).refused) == [("0", "a")]
     assert [segment.sequence_id for segment in scheduler.schedule(0.0).segments] == ["1"]
 
 

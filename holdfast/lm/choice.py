@@ -10,12 +10,13 @@ from holdfast.core.config import ROW_SCHEDULERS, EngineConfig, ExecutorName, Sch
 from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.core.types import Identity
-from holdfast.lm.memory.adapter_pool import AdapterPool
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
+from holdfast.lm.parts.adapters.planner import AdapterPart
+from holdfast.lm.parts.adapters.pool import AdapterPool
 from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
@@ -303,8 +304,8 @@ def make_scheduler(
     if shape.lower is not None:
         prices = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
         lower = LowerTiers(pool, shape.lower, prices, now)
-    adapters = AdapterPool(shape.adapter_slots) if shape.adapter_slots else None
-    return Scheduler(policy, pool, **settings, adapters=adapters, tuner=tuner, lower=lower, stages=stages)
+    parts = [AdapterPart(AdapterPool(shape.adapter_slots))] if shape.adapter_slots else []
+    return Scheduler(policy, pool, parts, **settings, tuner=tuner, lower=lower, stages=stages)
 
 
 def make_drafter(config: EngineConfig, shape: EngineShape, kind: str) -> Drafter | None:

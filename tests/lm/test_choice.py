@@ -6,8 +6,7 @@ import pytest
 
 from holdfast.core.config import ROW_SCHEDULERS, EngineConfig
 from holdfast.core.cost import PaddedCost
-from holdfast.lm.scheduler.baselines import Unified
-from holdfast.lm.scheduler.choice import (
+from holdfast.lm.choice import (
     CHUNKED,
     EVERY_NAME,
     NAMES,
@@ -19,6 +18,7 @@ from holdfast.lm.scheduler.choice import (
     make_tuner,
     steps_in_flight,
 )
+from holdfast.lm.scheduler.baselines import Unified
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree

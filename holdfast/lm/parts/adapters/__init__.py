@@ -1,0 +1,1 @@
+"""Adapters: low-rank changes of the model that requests name."""

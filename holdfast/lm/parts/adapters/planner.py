@@ -1,0 +1,217 @@
+"""AdapterPart: lets sequences wait for their adapters, without holding others up and without starving."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from holdfast.core.types import Identity
+from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue
+from holdfast.lm.scheduler.part import Part, PartQueues, PartStep
+from holdfast.lm.types import PartPlan, StepPlan, StepResult
+from holdfast.lm.types.adapters import AdapterLoad, AdapterPlan, AdapterResult
+
+
+class AdapterPart(Part):
+    """The sequences that have an adapter. Those that wait start once their adapter is in a slot; until then it holds
+    them.
+
+    A sequence that is held takes neither a row nor blocks, and those behind it start. In rank order their adapters are
+    loaded into empty slots, or in place of idle adapters that nothing ahead of them waits for.
+
+    If no such slot is left, the adapter of the first held sequence reserves one: of the adapter that fewest sequences
+    use, those that rank behind it do not start any more. Finitely many rank ahead of it, and all of them end, so it
+    gets the slot in the end.
+    """
+
+    name = "adapters"
+    waits_for = "adapter loading"
+
+    def __init__(self, pool: AdapterPool) -> None:
+        self.pool = pool
+        """The adapters that are known, and the slots of the device."""
+        self.retired: deque[str] = deque()
+        """Adapters that are not known any more. Whoever reads them takes them out."""
+        self.refused: deque[tuple[str, str]] = deque()
+        """Requests that ended as their adapter could not be loaded, each with the adapter; to be taken out, too."""
+        self._queues: PartQueues
+        self._slots: dict[Entry, int] = {}
+        """The slot of each running sequence that has an adapter."""
+        self._held: set[Entry] = set()
+        """The waiting sequences that this part holds."""
+        self._retiring: set[str] = set()
+        """Adapters that are to be forgotten once no request names them."""
+        self._by_adapter: dict[str, RankedQueue] = {}
+        """The waiting sequences of each adapter that has any, held or not."""
+        self._reserved: str | None = None
+        """The adapter whose slot the first held sequence reserves."""
+        self._reserved_at: Rank = ()
+        """That sequence's rank."""
+
+    def add(self, adapter: str) -> None:
+        """Let requests name this adapter, a content id, from now on."""
+        self._retiring.discard(adapter)
+        self.pool.add(adapter)
+
+    def remove(self, adapter: str) -> None:
+        """Forget an adapter once the requests that name it have ended; `retired` says when."""
+        self._retiring.add(adapter)
+        self._retire(adapter)
+
+    def attach(self, queues: PartQueues) -> None:
+        self._queues = queues
+
+    def base_identity(self, identity: Identity) -> Identity:
+        return replace(identity, adapter="") if identity.adapter in self.pool else identity
+
+    def added(self, entry: Entry) -> None:
+        if adapter := adapter_of(entry):
+            self.pool.users[adapter] += 1
+
+    def ended(self, entry: Entry) -> None:
+        if adapter := adapter_of(entry):
+            self.pool.users[adapter] -= 1
+            self._retire(adapter)
+
+    def queued(self, entry: Entry) -> bool:
+        adapter = adapter_of(entry)
+        if not adapter:
+            return False
+        self._by_adapter.setdefault(adapter, RankedQueue()).add(entry)
+        if self._may_start(entry):
+            return False
+        self._held.add(entry)
+        return True
+
+    def left(self, entry: Entry) -> None:
+        if not (adapter := adapter_of(entry)):
+            return
+        queue = self._by_adapter[adapter]
+        queue.remove(entry)
+        if not queue:
+            del self._by_adapter[adapter]
+        self._held.discard(entry)
+
+    def started(self, entry: Entry) -> None:
+        if adapter := adapter_of(entry):
+            self.left(entry)
+            self._slots[entry] = self.pool.pin(adapter)
+
+    def stopped(self, entry: Entry) -> None:
+        if adapter := adapter_of(entry):
+            self.pool.unpin(adapter)
+            del self._slots[entry]
+
+    def finish(self, step: PartStep) -> PartPlan | None:
+        """The loads of the plan, and the slot of each segment's adapter."""
+        if not (self._by_adapter or self.pool.pinned):
+            return None
+        loads = self._begin_loads(step.number) if step.planned or not step.in_flight else ()
+        slots = tuple([self._slots.get(entry, -1) for entry in step.planned]) if self._slots else ()
+        if not any(slot >= 0 for slot in slots):
+            slots = ()
+        return AdapterPlan(loads, slots) if loads or slots else None
+
+    @property
+    def wants_step(self) -> bool:
+        return self.pool.loading
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
+        """Note which loads are complete, and end the sequences that wait for an adapter that is lost."""
+        done = result.part(AdapterResult)
+        failed = self._finish_loads(done.loaded, done.lost)
+        self.refused += [(entry.id, adapter_of(entry)) for entry in failed]
+        return failed
+
+    def stats(self) -> Mapping[str, float]:
+        pool = self.pool
+        return {"adapters_known": len(pool), "adapters_resident": pool.resident, "adapter_loads": pool.loads}
+
+    def _begin_loads(self, step: int) -> tuple[AdapterLoad, ...]:
+        """The loads to begin with the plan of this number, for the sequences that are held."""
+        begun: list[AdapterLoad] = []
+        while (first := self._first_held()) is not None:
+            taken = self.pool.load(adapter_of(first), step, spared=lambda other: self._is_wanted(other, first.rank))
+            if taken is None:
+                self._reserve(first)
+                return tuple(begun)
+            load, loser = taken
+            begun.append(load)
+            if loser is not None:
+                self._settle(loser)
+        self._reserve(None)
+        return tuple(begun)
+
+    def _finish_loads(self, step: int, lost: tuple[str, ...]) -> list[Entry]:
+        """Note that the loads up to this plan's are complete, but for those of adapters that are lost.
+
+        Returns the sequences that wait for a lost adapter: they can never run.
+        """
+        failed: list[Entry] = []
+        for adapter in lost:
+            self.pool.fail_load(adapter)
+            failed += self._by_adapter.get(adapter, ())
+        for adapter in self.pool.finish_loads(step):
+            self._settle(adapter)
+        return failed
+
+    def _may_start(self, entry: Entry) -> bool:
+        adapter = adapter_of(entry)
+        if self.pool.slot(adapter) is None:
+            return False
+        return adapter != self._reserved or entry.rank < self._reserved_at
+
+    def _first_held(self) -> Entry | None:
+        """The first in rank of the sequences that no load was begun for."""
+        firsts = [
+            queue.first()
+            for adapter, queue in self._by_adapter.items()
+            if self.pool.slot(adapter) is None and not self.pool.is_loading(adapter)
+        ]
+        return min((entry for entry in firsts if entry is not None), key=lambda entry: entry.rank, default=None)
+
+    def _is_wanted(self, adapter: str, rank: Rank) -> bool:
+        """Whether a sequence ahead of this rank waits for an adapter."""
+        queue = self._by_adapter.get(adapter)
+        first = queue.first() if queue is not None else None
+        return first is not None and first.rank < rank
+
+    def _reserve(self, entry: Entry | None) -> None:
+        """Reserve a slot for this held sequence, instead of another; None reserves none."""
+        before, pinned = (self._reserved, self._reserved_at), self.pool.pinned
+        if entry is None:
+            self._reserved, self._reserved_at = None, ()
+        else:
+            self._reserved_at = entry.rank
+            if self._reserved not in pinned:
+                self._reserved = min(pinned, key=lambda adapter: pinned[adapter], default=None)
+        if (self._reserved, self._reserved_at) != before:
+            for adapter in (before[0], self._reserved):
+                if adapter is not None:
+                    self._settle(adapter)
+
+    def _settle(self, adapter: str) -> None:
+        """Put the sequences of an adapter into the waiting queue, or hold them, as it stands with its slot now."""
+        for entry in self._by_adapter.get(adapter, ()):
+            if self._may_start(entry):
+                if entry in self._held:
+                    self._held.remove(entry)
+                    self._queues.release(entry, self)
+            elif entry not in self._held:
+                self._held.add(entry)
+                self._queues.hold(entry, self)
+
+    def _retire(self, adapter: str) -> None:
+        """Forget an adapter that is to be forgotten, if no request names it any more."""
+        if adapter in self._retiring and not self.pool.users[adapter]:
+            self._retiring.discard(adapter)
+            if adapter in self.pool:
+                self.pool.remove(adapter)
+            self.retired.append(adapter)
+
+
+def adapter_of(entry: Entry) -> str:
+    """The content id of a sequence's adapter; empty: it has none."""
+    return entry.sequence.request.identity.adapter

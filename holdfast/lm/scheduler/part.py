@@ -1,0 +1,198 @@
+"""Part: the planner's side of a feature of a step, and Hooks: which parts are called at which event."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import ClassVar, Protocol
+
+from holdfast.core.types import Identity, Request
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.types import PartPlan, StepPlan, StepResult
+
+
+class PartQueues(Protocol):
+    """What a part may use of the scheduler's queues (`queues.Queues`)."""
+
+    def hold(self, entry: Entry, part: Part) -> None:
+        """Let a part hold an entry of the waiting queue."""
+        ...
+
+    def release(self, entry: Entry, part: Part) -> None:
+        """Let an entry that the part holds wait, unless another part holds it."""
+        ...
+
+
+class PartStep(Protocol):
+    """What a part may use of a step under construction (`builder.StepBuilder`)."""
+
+    @property
+    def number(self) -> int:
+        """The step's number."""
+        ...
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the result of a plan is still to come."""
+        ...
+
+    @property
+    def planned(self) -> Sequence[Entry]:
+        """The sequence of each segment planned so far."""
+        ...
+
+    def keep(self) -> None:
+        """Have the plan made even if it gets no segments and others are in flight."""
+        ...
+
+
+class Part(ABC):
+    """The planner's side of one feature: what it adds to plans, and what it makes of results.
+
+    A part overrides the hooks that it needs and is called at no other. All methods are called in the loop's thread,
+    and time is an argument. What a part must know of a sequence, it keeps itself, by its Entry.
+
+    A waiting sequence is known to every part (`queued`). A part may hold it: then it is known to this part alone, until
+    the part calls `Queues.release`. A sequence that is held takes neither a row nor blocks, and holds up nobody.
+    """
+
+    name: ClassVar[str]
+    """The part's name, for people."""
+    waits_for: ClassVar[str] = ""
+    """Why a sequence waits that the part holds: one of `look.REASONS`."""
+
+    def attach(self, queues: PartQueues) -> None:  # noqa: B027
+        """The part belongs to the scheduler with these queues. Called once, before every other hook."""
+
+    def base_identity(self, identity: Identity) -> Identity:
+        """The identity that the engine itself must serve for requests of this one."""
+        return identity
+
+    def check(self, request: Request) -> None:  # noqa: B027
+        """Raise ValueError for a request that could never run to its end."""
+
+    def added(self, entry: Entry) -> None:  # noqa: B027
+        """A request was accepted. It is not in a queue yet."""
+
+    def ended(self, entry: Entry) -> None:  # noqa: B027
+        """A sequence has ended, and is in no queue any more."""
+
+    def queued(self, entry: Entry) -> bool:
+        """A sequence waits from now on: a new one, one that was preempted, or one that another part held.
+
+        Returns whether this part holds it.
+        """
+        return False
+
+    def starting(self, entry: Entry, now: float) -> bool:
+        """A waiting sequence would start now, if it finds room. Returns whether this part holds it instead."""
+        return False
+
+    def left(self, entry: Entry) -> None:  # noqa: B027
+        """A waiting sequence has ended, or another part holds it; or one that this part holds has ended."""
+
+    def started(self, entry: Entry) -> None:  # noqa: B027
+        """A sequence that waited has a row and blocks."""
+
+    def stopped(self, entry: Entry) -> None:  # noqa: B027
+        """A sequence is about to lose its row and its blocks: it has ended, or will wait again."""
+
+    def make_room(self, blocks: int, now: float) -> bool:
+        """Free this many more blocks, before a request waits for them or is preempted. Returns whether it did."""
+        return False
+
+    def advance(self, now: float) -> None:  # noqa: B027
+        """A step is to be planned. The first hook of each step."""
+
+    def begin(self, step: PartStep) -> None:  # noqa: B027
+        """The policy is about to plan."""
+
+    def decoded(self, step: PartStep) -> None:  # noqa: B027
+        """The policy has planned the decodes."""
+
+    def finish(self, step: PartStep) -> PartPlan | None:
+        """The part's slice of the plan; None: it adds nothing.
+
+        `step.keep()` says that the plan is made even without segments. Without that, there is no plan, and what is
+        returned counts for nothing, if there are no segments and `step.in_flight`, or no part `wants_step`.
+        """
+        return None
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the part waits for the result of a plan, even of one without segments, where none is in flight.
+
+        Asked after `finish`.
+        """
+        return False
+
+    def planned(self, plan: StepPlan) -> None:  # noqa: B027
+        """A plan is made; it counts as submitted."""
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
+        """Take note of the result of the oldest plan in flight, before its tokens are read.
+
+        Returns the sequences that can never go on: they end. Raises RuntimeError for a result that is not the plan's.
+        """
+        return ()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to plan without any request."""
+        return False
+
+    def stats(self) -> Mapping[str, float]:
+        """The fields of SchedulerStats that the part knows."""
+        return {}
+
+
+class Hooks:
+    """The parts of a scheduler, in their order, and for each hook those that override it: the others are not called."""
+
+    __slots__ = (
+        "added",
+        "advance",
+        "apply",
+        "base_identity",
+        "begin",
+        "check",
+        "decoded",
+        "ended",
+        "finish",
+        "has_work",
+        "left",
+        "make_room",
+        "parts",
+        "planned",
+        "queued",
+        "started",
+        "starting",
+        "stats",
+        "stopped",
+        "wants_step",
+    )
+
+    def __init__(self, parts: Collection[Part] = ()) -> None:
+        self.parts = tuple(parts)
+        self.base_identity = self._overriding("base_identity")
+        self.check = self._overriding("check")
+        self.added = self._overriding("added")
+        self.ended = self._overriding("ended")
+        self.queued = self._overriding("queued")
+        self.starting = self._overriding("starting")
+        self.left = self._overriding("left")
+        self.started = self._overriding("started")
+        self.stopped = self._overriding("stopped")
+        self.make_room = self._overriding("make_room")
+        self.advance = self._overriding("advance")
+        self.begin = self._overriding("begin")
+        self.decoded = self._overriding("decoded")
+        self.finish = self._overriding("finish")
+        self.wants_step = self._overriding("wants_step")
+        self.planned = self._overriding("planned")
+        self.apply = self._overriding("apply")
+        self.has_work = self._overriding("has_work")
+        self.stats = self._overriding("stats")
+
+    def _overriding(self, hook: str) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if getattr(type(part), hook) is not getattr(Part, hook))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from holdfast.lm.grammar.compiler import GrammarCompiler, mask_threads
+from holdfast.lm.grammar.shares import Shares
 from holdfast.lm.types import PENDING
 from holdfast.lm.types.grammars import Answer, ConstrainedRow, Forced
 

@@ -109,9 +109,9 @@ def losses() -> Found:
                     wanted = {"model": "holdfast-tiny", "training_file": file, "hyperparameters": chosen}
                     job = api.post("/v1/fine_tuning/jobs", json=wanted).raise_for_status().json()["id"]
                 if kills < 3:
-                    more = 15 * (kills + 1)
-                    until(api, f"/v1/fine_tuning/jobs/{job}/events?limit=100", lambda page: last_step(page) >= more)
                     kills += 1
+                    path = f"/v1/fine_tuning/jobs/{job}/events?limit=100"
+                    until(api, path, lambda page: last_step(page) >= 15 * kills)  # noqa: B023  called at once
                     continue  # which kills it
                 done = until(api, f"/v1/fine_tuning/jobs/{job}", lambda job: bool(job["finished_at"]))
                 rows = api.get(f"/v1/files/{done['result_files'][0]}/content").raise_for_status().text.splitlines()

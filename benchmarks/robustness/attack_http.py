@@ -448,7 +448,7 @@ async def attack(served: Served, neighbour: Neighbour, wanted: Attack) -> tuple[
     seconds = time.monotonic() - began
     wrong = [] if await running.settled() else ["its requests or files stay"]
     held, answers = neighbour.longest(began), running.answers.copy()
-    calm = held <= quiet + wanted.held
+    calm = held <= quiet + HELD
     if wanted.ends and calm:
         took = await running.end()
         seconds = took
@@ -466,7 +466,7 @@ async def attack(served: Served, neighbour: Neighbour, wanted: Attack) -> tuple[
         "the server has ended": wanted.ends or served.process.poll() is None,
         f"new clients may get {', '.join(wanted.others)}": not set(running.others) - set(wanted.others),
         f"grown by over {wanted.grown:g} MB": sum(running.grown) <= wanted.grown,
-        f"stream held by over {quiet + wanted.held:.3f} s": calm,
+        f"stream held by over {quiet + HELD:.3f} s": calm,
         f"no log of {wanted.logged!r}": wanted.logged in log,
         "a trace in the log": "Traceback" not in log,
     }

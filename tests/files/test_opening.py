@@ -33,8 +33,8 @@ REASONS = {
     ("cluster.ray_spawner", "here.write_bytes"): OWN,
     ("engine.checkpoint", "read_text"): "the function that is meant by `SAFE_MODULES`",
     ("engine.profiles", "fresh.write_text"): OWN,
-    ("engine.rank_work", "Mailbox.open"): "it maps memory that another process hands over",
-    ("engine.ranks", "Path(f'/proc/{pid}/stat').read_text"): KERNEL,
+    ("engine.ranks.ranks", "Path(f'/proc/{pid}/stat').read_text"): KERNEL,
+    ("engine.ranks.work", "Mailbox.open"): "it maps memory that another process hands over",
     ("files.own_directory", "os.open"): "it opens the directory, as one",
     ("files.own_directory", "self.open"): "the function that is meant by this test",
     ("files.regular", "os.open"): "the function that is meant by this test",
@@ -79,20 +79,26 @@ def calls() -> dict[tuple[str, str], int]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        safe = {
-            alias.asname or alias.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module in SAFE_MODULES
-            for alias in node.names
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                function = node.func
-                name = getattr(function, "attr", None) or getattr(function, "id", None)
-                called = ast.unparse(function)
-                if (name in OPENERS and called not in safe) or called in LOADERS:
-                    found[module, called] = node.lineno
+        opened = opening(ast.parse(path.read_text(encoding="utf-8")))
+        found.update({(module, called): line for called, line in opened.items()})
+    return found
+
+
+def opening(tree: ast.Module) -> dict[str, int]:
+    """The called functions of a module that open a file by a path, or might; with a line."""
+    safe = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in SAFE_MODULES
+        for alias in node.names
+    }
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            called = ast.unparse(node.func)
+            if (name in OPENERS and called not in safe) or called in LOADERS:
+                found[called] = node.lineno
     return found
 
 
@@ -102,3 +108,12 @@ def test_no_file_is_opened_by_its_path_but_by_the_functions_for_that() -> None:
              if (module, called) not in REASONS]  # fmt: skip
     assert fresh == [], "use holdfast.files, or give the reason here"
     assert REASONS.keys() - found.keys() == set(), "these calls are gone"
+
+
+def test_the_search_finds_each_way_to_open_a_file() -> None:
+    ways = [
+        "Path(p).read_text()", "path.open('wb')", "open(p, 'r')", "os.open(p, 0)", "io.open(p)", "np.memmap(path)",
+        "torch.load(p)", "np.load(p)", "safe_open(path)", "Path(p).write_bytes(b'')", "Tokenizer.from_file(p)",
+    ]  # fmt: skip
+    assert [way for way in ways if not opening(ast.parse(way))] == []
+    assert opening(ast.parse("from holdfast.files.regular import read_text\nread_text(p)")) == {}

@@ -9,8 +9,8 @@ that only held the stream or a new client up runs again, twice at most.
 The table has for each attack what it sent, how long it took, by how much memory grew, how many files were open, what
 was answered (`closed`: ended without an answer, `open`: not ended in time, `unread`: the attack reads nothing), how
 long a new client waited, and the longest gap between tokens of the stream, idle and during the attack. Then come the
-scenarios, in which servers are killed and started, and starts that must be refused. Exit status 1 if anything is beyond
-its bound.
+scenarios, in which servers are killed and started, the attacks by grammars with a table of their own, and starts that
+must be refused. Exit status 1 if anything is beyond its bound.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attack_grammars
 import hostile_files
 import httpx
 import uvloop
-from attack_grammars import GRAMMARS, chain, form
+from attack_grammars import GRAMMARS
 from attack_restarts import SCENARIOS
 from neighbour import OURS, THEIRS, Neighbour, Served, about, beside, head, post, serving, start
 
@@ -84,8 +86,6 @@ class Attack:
     """Most seconds that a new client may wait longer than without an attack."""
     pace: float = 0.0
     """Seconds between the pieces that are sent again."""
-    schema: bool = False
-    """New clients ask for an answer by a small schema of their own."""
     before: tuple[tuple[str, Mapping[str, object]], ...] = ()
     """Path and body of what we post before."""
     hides: bytes = b""
@@ -143,7 +143,6 @@ SERVERS: dict[str, tuple[list[str], bool, int | None]] = {
         None,
     ),
     "two replicas, with keys": (["--replicas", "2", "--max-replicas", "3"], True, None),
-    "SIGTERM": ([], True, None),
     "two replicas": (["--replicas", "2", "--max-replicas", "3"], False, None),
     "256 files": ([], True, 256),
     "without keys": ([], False, None),
@@ -243,34 +242,20 @@ ATTACKS = [
     Attack(name="an adapter that answers NaN", server="hostile adapters", answers=("200",), each=4, least=4,
            first=post(LOAD, {"lora_name": "nan", "lora_path": "nan-answers"}) + text([5] * 300, model="nan") + text(
                [5], model="nan", logprobs=2, top_p=0.5) + post(UNLOAD, {"lora_name": "nan"})),
-    Attack(name="GBNF of 240 KB, SIGTERM", server="SIGTERM", connections=8, answers=("400",), least=8, ends=True,
-           first=text([5], **GRAMMARS["240 KB of line breaks in GBNF"][0])),
     Attack(name="a slow chat template, SIGTERM", server=SLOW, connections=2, least=2, **TEMPLATES),
     Attack(name="a hungry chat template, SIGTERM", server=HUNGRY, connections=8, least=8, grown=1500.0, **TEMPLATES),
     Attack(name="a template of 3 GB, SIGTERM", server=HUGE, connections=8, least=8, **TEMPLATES),
 ]  # fmt: skip
 
 ATTACKS += [
-    Attack(name=f"grammar: {name}", first=text([5], **fields), connections=connections, answers=answers, least=0,
-           grown=700.0, schema=True)
-    for name, (fields, connections, answers) in GRAMMARS.items()
-]  # fmt: skip
-
-CHAIN = chain(1000)
-TOOL = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", **CHAIN}}}
-REGEXES = [{"structured_outputs": {"regex": f"(foo|bar){{3}}x{at}" * 4000}} for at in range(12)]
-ATTACKS += [
-    Attack(name="grammar: a strict tool", answers=("400",), connections=4, least=4, schema=True,
-           first=chat(tools=[TOOL], tool_choice="required")),
-    Attack(name="grammar: background responses", answers=("400", "200"), connections=4, least=0, schema=True,
-           first=post("/v1/responses", {**MODEL, "input": "hello", "background": True, "text": {"format": {
-               "type": "json_schema", "name": "x", "schema": CHAIN}}})),
-    Attack(name="grammar: 12 expressions of 60 KB", answers=("200", "400"), each=12, least=0, grown=700.0, schema=True,
-           first=b"".join(text([5], **fields) for fields in REGEXES)),
     *(Attack(name=f"two replicas: {name}"[:33], server="two replicas, with keys", connections=4, answers=("400",),
              first=text([5], **GRAMMARS[name][0]), grown=700.0)
       for name in ("a chain of 1,000 $refs", "$refs that overflow a stack", "a chain of 4,000 rules")),
 ]  # fmt: skip
+
+
+OTHERS: list[Callable[[str], bool]] = [partial(attack_grammars.run, regexes=16)]
+"""Attacks with servers and bounds of their own. They get --only, and return whether all bounds hold."""
 
 
 class Running:
@@ -336,7 +321,7 @@ class Running:
             async with asyncio.timeout(LAST):
                 try:
                     reader, writer = await asyncio.open_connection(self.served.host, self.served.port)
-                    writer.write(text([5], OURS, max_tokens=1, **(form(small()) if self.attack.schema else {})))
+                    writer.write(text([5], OURS, max_tokens=1))
                     answer = (await reader.readuntil(b"\r\n"))[9:12].decode()
                     writer.transport.abort()
                 except (OSError, EOFError):
@@ -423,11 +408,6 @@ class Running:
             await asyncio.sleep(0.02)
         await last
         return time.monotonic() - began
-
-
-def small() -> dict[str, Any]:
-    """A small schema that nobody has asked for yet."""
-    return {"type": "object", "properties": {f"x{time.monotonic_ns()}": {"type": "boolean"}}}
 
 
 def engines(served: Served) -> object:
@@ -579,6 +559,8 @@ def main() -> int:
         process.start()
         process.join()
         good = good and process.exitcode == 0
+    for others in OTHERS:
+        good = others(options.only) and good
     for name, run in SCENARIOS.items():
         good = (options.only not in name or scenario(name, run)) and good
     if options.only:

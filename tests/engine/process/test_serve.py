@@ -195,7 +195,7 @@ def test_a_pause_is_used_bit_by_bit_until_a_message_arrives():
 
 def test_an_import_that_fails_while_the_client_gets_ready_is_raised_to_it(monkeypatch, collector):
     monkeypatch.setitem(sys.modules, "holdfast.engine.process.build", None)
-    with pytest.raises(ImportError, match=r"holdfast\.engine\.build"):
+    with pytest.raises(ImportError, match=r"holdfast\.engine\.process\.build"):
         run(Start(EngineConfig(), 0.0), Script(), Loading("cpu"))
 
 

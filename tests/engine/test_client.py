@@ -274,12 +274,18 @@ async def test_a_killed_engine_ends_every_stream_with_the_reason(small):
     await client.close()
 
 
-async def test_questions_about_blocks_end_with_the_engine_that_does_not_answer_them(small):
-    client = await EngineClient.start(small())
+async def test_every_question_ends_with_the_engine_that_does_not_answer_it(small):
+    client = await EngineClient.start(small(max_adapters=1))
     chain = client.chain(range(2, 66))
     os.kill(client.pid, signal.SIGSTOP)
-    asked = [asyncio.create_task(client.found(chain)), asyncio.create_task(client.fetch(chain, range(2), "nobody"))]
-    await asyncio.sleep(0)  # both have asked
+    questions = (
+        client.found(chain),
+        client.fetch(chain, range(2), "nobody"),
+        client.load_adapter("x", "/nowhere"),
+        client.health(timeout=60),
+    )
+    asked = [asyncio.create_task(question) for question in questions]
+    await asyncio.sleep(0)  # all have asked
     os.kill(client.pid, signal.SIGKILL)
     for question in asked:
         with pytest.raises(EngineDead, match="was killed by SIGKILL"):

@@ -95,6 +95,17 @@ def test_the_last_grammars_are_kept_and_each_matcher_is_its_own() -> None:
     assert len(reads) == 1, "the tokenizer is read once"
 
 
+def test_a_grammar_that_is_used_outlives_one_that_is_not() -> None:
+    compiler = GrammarCompiler(byte_level().to_str, 330, (1,), most=2)
+    used, unused, new = (Grammar("regex", letter) for letter in "abc")
+    compiler.prepare(used)
+    compiler.prepare(unused)
+    compiler.begin(used)
+    compiler.prepare(new)
+    assert set(compiler._kept) == {used, new}
+    compiler.close()
+
+
 def test_kept_grammars_are_bounded_by_their_bytes() -> None:
     compiler = GrammarCompiler(byte_level().to_str, 330, (1,), most_bytes=1 << 21, lexers=1)
     small = [Grammar("regex", f"{number}x") for number in range(3)]

@@ -80,6 +80,21 @@ def test_a_block_is_pinned_until_its_copy_to_the_host_is_complete():
     check_pool(pool, [[copy.source]])
 
 
+def test_blocks_that_are_freed_while_others_are_copied_count_once():
+    pool = pool_of(4, 4)
+    idle(pool, 0, 1)
+    kept = pool.allocate(2, 0.0)
+    for index, block in enumerate(kept):
+        pool.cache_block(block, digest(2 + index), index)
+    (copy,) = pool.swap_out(0, 0, 0.0)
+    pool.free(kept, 0.0)
+    assert copy.source not in kept and (pool.cached, pool.available, pool.used) == (4, 3, 0)
+    check_pool(pool, [])
+    pool.finish_swap_out(0)
+    assert (pool.cached, pool.available) == (4, 4)
+    check_pool(pool, [])
+
+
 def test_a_block_shared_during_its_copy_cannot_be_allocated_afterwards():
     pool = pool_of(4, 4)
     idle(pool, 0, 1, 2, 3)

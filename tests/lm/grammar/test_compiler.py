@@ -211,6 +211,24 @@ def test_threads_that_need_a_new_grammar_wait_for_one_of_them(monkeypatch: pytes
     assert list(compiler._kept) == [good], "what cannot be followed is not kept"
 
 
+def test_a_grammar_that_could_not_be_compiled_is_tried_anew_when_it_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler, grammar = GrammarCompiler(byte_level().to_str, 330, (1,)), Grammar("regex", "ab")
+    compile_one, failures = compiler._compile, [MemoryError("for a moment"), GrammarError("no process")]
+
+    def at_last(grammar: Grammar) -> Compiled:
+        if failures:
+            raise failures.pop(0)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(compiler, "_compile", at_last)
+    for expected in (MemoryError, GrammarError):
+        with pytest.raises(expected):
+            compiler.begin(grammar)
+    assert accepts(compiler, grammar, "ab") and not compiler._compiling
+
+
 def test_grammars_compile_in_several_threads_at_once(compiler: GrammarCompiler) -> None:
     failed: list[BaseException] = []
 

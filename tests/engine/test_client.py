@@ -287,12 +287,14 @@ async def test_every_question_ends_with_the_engine_that_does_not_answer_it(small
     asked = [asyncio.create_task(question) for question in questions]
     await asyncio.sleep(0)  # all have asked
     os.kill(client.pid, signal.SIGKILL)
-    for question in asked:
-        with pytest.raises(EngineDead, match="was killed by SIGKILL"):
-            await asyncio.wait_for(question, 30)
-    with pytest.raises(EngineDead):
-        await client.found(chain)
-    await client.close()
+    try:
+        for question in asked:
+            with pytest.raises(EngineDead, match="was killed by SIGKILL"):
+                await asyncio.wait_for(question, 30)
+        with pytest.raises(EngineDead):
+            await client.found(chain)
+    finally:
+        await client.close()
 
 
 async def test_an_adapter_that_is_loaded_again_serves_on_unless_its_content_is_another(small, checkpoint, tmp_path):
@@ -304,16 +306,18 @@ async def test_an_adapter_that_is_loaded_again_serves_on_unless_its_content_is_a
     async def tokens():
         return (await read(client.stream(range(2, 30), SHORT, adapter="x")))[1]
 
-    first = await client.load_adapter("x", str(tmp_path / "one"))
-    with pytest.raises(AdapterError, match="the name x is taken"):
-        await client.load_adapter("x", str(tmp_path / "one"))
-    said = await tokens()
-    for _ in range(2):  # the second would find what the first has unloaded
-        assert (await client.load_adapter("x", str(tmp_path / "one"), replace=True)).id == first.id
-        assert await tokens() == said
-    assert (await client.load_adapter("x", str(tmp_path / "other"), replace=True)).id != first.id
-    assert await tokens() != said
-    await client.close()
+    try:
+        first = await client.load_adapter("x", str(tmp_path / "one"))
+        with pytest.raises(AdapterError, match="the name x is taken"):
+            await client.load_adapter("x", str(tmp_path / "one"))
+        said = await tokens()
+        for _ in range(2):  # the second would find what the first has unloaded
+            assert (await client.load_adapter("x", str(tmp_path / "one"), replace=True)).id == first.id
+            assert await tokens() == said
+        assert (await client.load_adapter("x", str(tmp_path / "other"), replace=True)).id != first.id
+        assert await tokens() != said
+    finally:
+        await client.close()
 
 
 async def test_an_engine_that_fails_while_running_gives_its_reason(small, capfd):

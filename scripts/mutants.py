@@ -2,7 +2,7 @@
 
     python scripts/mutants.py [WORD ...]     only the bugs that hold a WORD in a file's name or in their text
 
-The bugs are in mutants.toml. All of them take some hours; `holdfast/lm/memory` or `tests/server` names a part.
+The bugs are in mutants.toml. All of them take over an hour; `holdfast/lm/memory` or `tests/server` names a part.
 Exit status 1 if one lived, or if a file no longer holds what its bug replaces.
 """
 

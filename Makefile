@@ -29,7 +29,8 @@ help:
 	@echo "make test-browser  tests of the page, in a headless Chromium (Debian: apt-get install chromium)"
 	@echo "make fuzz      property tests over many fresh examples; SEED=N draws those of an earlier run, TESTS=FILE of one file"
 	@echo "make families  compare families of models on padded rows with Transformers alone, and write docs/families.md"
-	@echo "make mutants   put known bugs in, one at a time, and list which of them the tests catch"
+	@echo "make mutants   put known bugs in, one at a time, and list which of them the tests catch; over an hour"
+	@echo "               ONLY=WORDS: those whose files or text hold one of the words, such as ONLY=lm/memory"
 	@echo "make gpu-test  the tests that need a CUDA device"
 	@echo "make memcheck  every kernel's smallest tests under compute-sanitizer, on a CUDA device"
 	@echo "make rooms     draw docs/rooms.svg, the rooms of the package and the imports between them"
@@ -108,7 +109,7 @@ families: $(READY)
 	$(BIN)/python -m tests.lm.padded.test_families
 
 mutants: $(READY)
-	$(BIN)/python scripts/mutants.py
+	$(BIN)/python scripts/mutants.py $(ONLY)
 
 gpu-test: $(READY)
 	$(BIN)/python -m pytest -m gpu

@@ -164,13 +164,14 @@ async def test_a_slow_reader_gets_the_same_text_in_fewer_deltas(client):
     prompt = client.text.encode("hello")
     expected = await read(client.stream(prompt, SHORT))
     stream = client.stream(prompt, SHORT)
-    first = await anext(stream)
+    deltas = [await anext(stream)]  # on a busy machine it may have all of the text
     while (await client.health()).running:
         pass
-    rest = await read(stream)
-    assert first.text + rest[0] == expected[0]
-    assert [*first.tokens, *rest[1]] == expected[1]
-    assert rest[2].usage == expected[2].usage
+    deltas += [delta async for delta in stream]
+    assert "".join(delta.text for delta in deltas) == expected[0]
+    assert [token for delta in deltas for token in delta.tokens] == expected[1]
+    assert deltas[-1].usage == expected[2].usage
+    assert len(deltas) <= 2
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = {path.name: path for path in (ROOT / "benchmarks").glob("*/results/*")}
+"""Result files by name; no two have the same."""
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+FRONT = ROOT / "docs" / "benchmarks.md"
+BENCHMARKS = "\n".join(page.read_text() for page in [FRONT, *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))])
+"""The page of headlines, and those of each topic."""
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 NOT_KEPT = re.compile(r"no\s+result\s+file")
 
@@ -53,7 +56,7 @@ def row(begin: str, text: str = BENCHMARKS) -> list[str]:
 
 def read(name: str) -> Any:
     """A result file: of JSON, or the JSON of each line that has any."""
-    text = (RESULTS / name).read_text()
+    text = RESULTS[name].read_text()
     return json.loads(text) if name.endswith(".json") else [json.loads(found) for found in re.findall(r"\{.*\}", text)]
 
 
@@ -81,14 +84,14 @@ def test_result_files_that_pages_name_exist() -> None:
     for page in PAGES:
         text = page.read_text()
         named = re.findall(r"`(20\d\d-\d\d-\d\d-[\w.-]+\.(?:jsonl?|md|txt|png))`", text)
-        linked = re.findall(r"benchmarks/results/([\w.-]+\.\w+)", text)
-        missing += [f"{page.name}: {name}" for name in {*named, *linked} if not (RESULTS / name).exists()]
+        linked = re.findall(r"benchmarks/\w+/results/([\w.-]+\.\w+)", text)
+        missing += [f"{page.name}: {name}" for name in {*named, *linked} if name not in RESULTS]
     assert missing == []
 
 
 def test_each_section_with_a_table_names_its_results() -> None:
-    """A section of benchmarks.md with a table names a result file or a page of notes, or says that none was kept."""
-    source = re.compile(r"benchmarks/results/[\w.-]+|`20\d\d-[\w.-]+\.(?:jsonl?|md|txt)`|\(notes/[\w.-]+\)")
+    """A section of the benchmarks with a table names a result file or a page of notes, or says that none was kept."""
+    source = re.compile(r"/results/[\w.-]+|`20\d\d-[\w.-]+\.(?:jsonl?|md|txt)`|\((?:\.\./)?notes/[\w.-]+\)")
     bare = [
         heading
         for heading, body in sections(BENCHMARKS)
@@ -115,10 +118,11 @@ def test_figures_of_which_no_file_was_kept_say_so(figure: str, section: str) -> 
 def test_ratios_beside_two_figures_are_theirs() -> None:
     wrong, checked = [], 0
     for table in tables(BENCHMARKS):
-        if not {"Holdfast", "vLLM", "ratio"} <= set(table.columns):
+        peer = "peer" if "peer" in table.columns else "vLLM"
+        if not {"Holdfast", peer, "ratio"} <= set(table.columns):
             continue
         for cells in table.rows:
-            ours, theirs, ratio = (numbers(cells[table.columns.index(name)]) for name in ("Holdfast", "vLLM", "ratio"))
+            ours, theirs, ratio = (numbers(cells[table.columns.index(name)]) for name in ("Holdfast", peer, "ratio"))
             if len(ours) == len(theirs) == len(ratio) == 1:
                 checked += 1
                 value = ours[0] / theirs[0]
@@ -127,6 +131,35 @@ def test_ratios_beside_two_figures_are_theirs() -> None:
                     wrong.append(f"{cells[0]}: {ours[0]} and {theirs[0]}, told as {ratio[0]}")
     assert checked > 15
     assert wrong == []
+
+
+def test_the_ten_headlines_give_the_whole_spread_and_their_result() -> None:
+    (table,) = tables(FRONT.read_text())
+    assert table.columns == ["what", "Holdfast", "peer", "ratio", "spread", "date", "command"]
+    assert len(table.rows) == 10
+    for cells in table.rows:
+        (ratio,), (low, high) = numbers(cells[3]), (numbers(cells[4]) + 2 * numbers(cells[3]))[:2]
+        assert low <= ratio <= high, cells[0]
+        assert "one run" in cells[4] or low < high, cells[0]
+        assert re.search(r"/results/[\w.-]+\)", cells[5]), cells[0]
+
+
+def test_documented_benchmarks_exist() -> None:
+    pages = [*PAGES, ROOT / "benchmarks" / "README.md"]
+    missing = {
+        f"{page.name}: {name}"
+        for page in pages
+        for name in re.findall(r"-m (benchmarks\.[a-z]+\.\w+)", page.read_text())
+        if not (ROOT / f"{name.replace('.', '/')}.py").exists()
+    }
+    assert missing == set()
+
+
+def test_the_list_of_benchmarks_names_each_script_and_no_other() -> None:
+    folders = ("papers", "kernels", "robustness", "peers", "engine", "lib")
+    scripts = {path.stem for folder in folders for path in (ROOT / "benchmarks" / folder).glob("*.py")}
+    listed = re.findall(r"^\| `(\w+)`", (ROOT / "benchmarks" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(scripts)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +191,7 @@ def test_offline_ratios_follow_from_the_sittings(begin: str, what: str, peer: st
 
 def beside_vllm() -> Iterator[Table]:
     """The tables of the sitting of 2026-11-21."""
-    return tables((RESULTS / "2026-11-21-beside-vllm-h200.md").read_text())
+    return tables(RESULTS["2026-11-21-beside-vllm-h200.md"].read_text())
 
 
 def without_adapters(what: str) -> list[float]:
@@ -187,7 +220,7 @@ def test_rows_with_adapters_are_those_of_the_sitting() -> None:
 
 
 def test_cells_are_compared_with_the_best_baseline_of_their_file() -> None:
-    text = (RESULTS / "2026-11-22-cells-h200.txt").read_text().split("\nlstm (")[1].split("\nseq2seq (")[0]
+    text = RESULTS["2026-11-22-cells-h200.txt"].read_text().split("\nlstm (")[1].split("\nseq2seq (")[0]
     peaks = {name.strip(): int(peak) for name, peak in re.findall(r"^  (\D.*?) +(\d+) /s,", text, re.MULTILINE)}
     ours = peaks.pop("cellular, 512")
     cells = row("LSTM, up to 512 |")
@@ -198,14 +231,43 @@ def test_cells_are_compared_with_the_best_baseline_of_their_file() -> None:
 def test_headline_of_tuning_holds_all_sittings() -> None:
     rates = [read("2026-11-22-tuning-h200.json")["keep"]["tok_s"]]
     for name in ("tuning-beside-NVIDIA-H200.md", "2026-11-23-tuning-beside-batches-h200.md"):
-        (alone,) = re.findall(r"Training alone: ([\d,]+) tok/s", (RESULTS / name).read_text())
+        (alone,) = re.findall(r"Training alone: ([\d,]+) tok/s", RESULTS[name].read_text())
         assert f"Training alone: {alone} tok/s" in BENCHMARKS
         rates.append(float(alone.replace(",", "")))
     assert f"runs at {min(rates):,.0f} to {max(rates):,.0f} tokens a second" in BENCHMARKS.replace("\n", " ")
 
 
+def test_shares_of_tuning_beside_chats_are_of_both_sittings_alone() -> None:
+    """The own sitting's rate alone was the lowest of all, so its shares stand beside those of the highest."""
+    (alone, highest) = (
+        float(re.findall(r"Training alone: ([\d,]+) tok/s", RESULTS[name].read_text())[0].replace(",", ""))
+        for name in ("tuning-beside-NVIDIA-H200.md", "2026-11-23-tuning-beside-batches-h200.md")
+    )
+    (table,) = [table for table in tables(BENCHMARKS) if table.columns[-1].endswith(f"of {highest:,.0f}")]
+    assert len(table.rows) == 3
+    for cells in table.rows:
+        rate, own, of_highest = (float(each) for each in cells[-1].replace(",", "", 1).split(","))
+        assert [own, of_highest] == pytest.approx([rate / alone, rate / highest], abs=0.0051)
+
+
+def test_ratios_of_a_70b_shape_hold_the_earlier_sittings() -> None:
+    peer = {
+        each["what"].split()[0]: each["output_tok_s"]
+        for each in read("2026-11-23-tp2-beside-vllm-two-h200.jsonl")
+        if each["engine"] == "vllm 0.22.1" and each["shape"] == "70b" and "output_tok_s" in each
+    }
+    ours: dict[str, list[float]] = {"bs1": [], "bs32": [], "bs128": []}
+    for name in ("many-served-70b-tp2-two-h200", "two-h200-70b-tp2", "tp2-beside-vllm-two-h200"):
+        for each in read(f"2026-11-23-{name}.jsonl"):
+            what = each.get("what", "").split(" ")[0]
+            if what in ours and each.get("engine", "holdfast") == "holdfast" and each.get("shape", "70b") == "70b":
+                ours[what].append(each["output_tok_s"] / peer[what])
+    first, second, third = (f"{min(each):.2f} to {max(each):.2f}" for each in ours.values())
+    assert f"{first}, {second} and {third} times vLLM's" in BENCHMARKS
+
+
 def test_the_table_of_training_beside_requests_is_that_of_the_simulation() -> None:
-    (source,) = tables((RESULTS / "tuning-beside-simulated.md").read_text())
+    (source,) = tables(RESULTS["tuning-beside-simulated.md"].read_text())
     by_name = {(cells[0], cells[1]): cells for cells in source.rows}
     page = (ROOT / "docs" / "schedulers.md").read_text()
     (table,) = [table for table in tables(page) if table.columns[-1] == "training, of alone"]
@@ -219,7 +281,7 @@ def test_the_table_of_training_beside_requests_is_that_of_the_simulation() -> No
 
 
 def test_causes_of_the_differences_to_baton_are_as_they_ran() -> None:
-    (seeds,) = tables((RESULTS / "baton-why-seeds-simulated.md").read_text())
+    (seeds,) = tables(RESULTS["baton-why-seeds-simulated.md"].read_text())
     shares = [[re.findall(r"\(([-+]\d+)%\)", cell) for cell in cells] for cells in seeds.rows[1:]]
     first, second = ([share[at][0] for at in (4, 8, 10)] for share in shares)
     cells = row("queries drawn with seeds 1 and 2")

@@ -6,9 +6,9 @@
 
 Suites without a package run from a checkout of their repository: llamastack/llama-stack, openresponses/openresponses
 (of early 2026, with six tests) and leseb/openresponses-gw. Environments stay in build/clients, so a second run installs
-nothing. Writes benchmarks/results/clients.json and docs/clients.md; suites that do not run keep their last result. Exit
-status 1 if a suite passes fewer cases than it must. Needs the internet for what is not installed yet, and Node 20 or
-newer with npm.
+nothing. Writes results/clients.json beside this file and docs/clients.md; suites that do not run keep their last
+result. Exit status 1 if a suite passes fewer cases than it must. Needs the internet for what is not installed yet, and
+Node 20 or newer with npm.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 from xml.etree import ElementTree
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from invocation import provenance
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.lib.invocation import provenance
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -461,7 +461,7 @@ def main() -> int:
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(suite.name for suite in SUITES))
     parser.add_argument("--source", action="append", default=[], metavar="SUITE=DIR", help="a suite's checkout")
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "clients", metavar="DIR")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "clients.json", metavar="FILE")
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "clients.json", metavar="FILE")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "clients.md", metavar="FILE")
     arguments = parser.parse_args()
     unknown = set(arguments.suites) - {suite.name for suite in SUITES}

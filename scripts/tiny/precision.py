@@ -11,7 +11,7 @@ import time
 from functools import partial
 from random import Random
 
-from benchmarks.invocation import add_engine_options
+from benchmarks.lib.invocation import add_engine_options
 from holdfast import LLM, SamplingParams
 
 from .dialogues import Dialogue, write_dialogue

@@ -1,14 +1,10 @@
 """Baton's simulated figures: what is fitted is met, idle tokens are those of the policy, tables name the paper's."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from benchmarks import baton
+from benchmarks.papers import baton
 
 
 @pytest.fixture(scope="module")

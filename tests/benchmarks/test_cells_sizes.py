@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import cells_sizes
+from benchmarks.papers import cells_sizes
 
 
 def test_a_device_is_measured_again_in_its_own_rows_and_others_are_kept(

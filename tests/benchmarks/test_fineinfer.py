@@ -1,13 +1,8 @@
 """FineInfer's managers by simulation: what they reserve bounds the batch. Overhead is latency less forwards."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from benchmarks import fineinfer, fineinfer_runs
+from benchmarks.papers import fineinfer, fineinfer_runs
 from holdfast.lab.metrics import Record
 from holdfast.lab.workloads import Conversation, Turn
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.h200_capacity import Book, between, bracket, figures, following, gain, load, table
+from benchmarks.engine.h200_capacity import Book, between, bracket, figures, following, gain, load, table
 from holdfast.lab.metrics import Record
 
 STEP_MS = 8.0

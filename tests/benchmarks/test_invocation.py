@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from benchmarks.invocation import add_engine_options
+from benchmarks.lib.invocation import add_engine_options
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.papers import deployed
+from benchmarks.lib.papers import deployed
 from holdfast.lab.simulator.deployment import deploy
 
 YI = {"device": "a100-80gb", "tp": 2}

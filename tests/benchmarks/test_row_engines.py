@@ -1,11 +1,6 @@
 """Benchmarks of rows: a run that takes too long is cut, and its loop can be used again."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from benchmarks.row_engines import serve
+from benchmarks.lib.row_engines import serve
 from holdfast.core.config import EngineConfig
 from holdfast.lab.simulator.executor import SimulatedExecutor, StepTimes, VirtualClock
 from holdfast.lab.simulator.run import engine_shape

@@ -1,12 +1,7 @@
 """Benchmarks of starts: what they read from the server's output, and their table."""
 
-import sys
-from pathlib import Path
-
+from benchmarks.engine.start_times import STAGE, gauge, table
 from holdfast.core.stages import Stage, in_words
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from start_times import STAGE, gauge, table
 
 
 def test_stages_are_read_as_the_server_prints_them() -> None:

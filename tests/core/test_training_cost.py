@@ -124,7 +124,7 @@ def test_each_unit_takes_its_share_of_a_step_times_what_was_measured_on_an_h200(
     assert a_cost(attention=1.0).unit(kind, lengths) == pytest.approx(MEASURED[kind, lengths])
 
 
-SITTING = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-23-tuning-units-h200.json"
+SITTING = Path(__file__).parents[2] / "benchmarks" / "engine" / "results" / "2026-11-23-tuning-units-h200.json"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Engines of two GPUs, by benchmarks/many_gpus.py: each of its parts is a process of its own."""
+"""Engines of two GPUs, by benchmarks/engine/many_gpus.py: each of its parts is a process of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "many_gpus.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ("-m", "benchmarks.engine.many_gpus")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,8 +23,8 @@ pytestmark = [
 
 def results_of(part: str, *options: str) -> list[dict[str, Any]]:
     """The lines of a part that has ended well."""
-    command = [sys.executable, str(SCRIPT), "--seconds", "200", "--parts", part, *options]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout
+    command = [sys.executable, *SCRIPT, "--seconds", "200", "--parts", part, *options]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250, cwd=ROOT).stdout
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert lines and lines[-1]["status"] == 0, output[-3000:]
     return lines

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.structured import judged, list_schema, random_schema
+from benchmarks.engine.structured import judged, list_schema, random_schema
 from holdfast import LLM, SamplingParams
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Grammar, Request

@@ -77,20 +77,20 @@ class Link:
         return 2 * (ranks - 1) * self.send(size / ranks) if ranks > 1 else 0.0
 
 
-# Fitted to the measured gain of FP8 for a Llama-3-8B shape on an H200 (docs/benchmarks.md): `weights` and
+# Fitted to the measured gain of FP8 for a Llama-3-8B shape on an H200 (docs/notes/2026-11-21-fp8.md): `weights` and
 # `round_seconds` to one and to many decodes, `matmul` to long prefills, `cache` to decode attention, `attention` to the
 # attention of 8,192 tokens.
 HOPPER_FP8 = Fp8(flops=1979e12, matmul=0.52, weights=0.66, round_seconds=8e-6, attention=0.31, cache=0.58)
 
 # Fitted to measured profiles of three models: within 7% of them for 14 kinds of step, and 5 to 11% too fast for a
-# prefill of 128 tokens alone; docs/benchmarks.md has the table.
+# prefill of 128 tokens alone; docs/notes/2026-11-21-derived-profiles.md has the table.
 H200 = Device(
     name="h200", flops=989e12, bandwidth=4.8e12, memory=141e9, copy_rate=50e9,
     matmul=0.63, attention=0.55, weights=0.84, cache=0.91,
     step_seconds=0.25e-3, layer_seconds=9e-6, link="nvlink4", fp8=HOPPER_FP8,
 )  # fmt: skip
 # The PCIe card of Azure's NC A100 v4 with the papers' software of 2023 (PyTorch, xFormers, no graphs).
-# `attention` is fitted to Vidur's measurements of chunks at contexts of 2k to 4k (docs/benchmarks.md).
+# `attention` is fitted to Vidur's measurements of chunks at contexts of 2k to 4k (the same page).
 A100 = Device(
     name="a100-80gb", flops=312e12, bandwidth=1.935e12, memory=80e9, copy_rate=24e9,
     matmul=0.62, attention=0.34, weights=0.85, cache=0.85,
@@ -104,7 +104,7 @@ DEVICES = {
         replace(H200, name="h100", bandwidth=3.35e12, memory=80e9),
         A100,
         # `matmul` and `weights` are fitted to Vidur's measurements of Llama-2-70B layers, including the small kernels
-        # between the matrices (docs/benchmarks.md). The rest are the A100's shares.
+        # between the matrices (docs/notes/2026-11-21-derived-profiles.md). The rest are the A100's shares.
         replace(
             A100, name="a40", flops=149.7e12, bandwidth=0.696e12, memory=48e9, matmul=0.67, weights=0.75, link="pcie4"
         ),
@@ -120,7 +120,7 @@ LINKS = {
     for link in (
         Link("nvlink3", 230e9, 8e-6),
         Link("nvlink4", 370e9, 6e-6),
-        # Measured by Vidur (docs/benchmarks.md): all-reduces of four A100s bridged in pairs; all-reduces of four A40s
+        # Measured by Vidur (the same page): all-reduces of four A100s bridged in pairs; all-reduces of four A40s
         # bridged in pairs; sends between A40s without a bridge; sends between nodes.
         Link("pcie4", 24e9, 10e-6),
         Link("nvlink-pairs", 40e9, 6e-6),

@@ -179,7 +179,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
             HAS_WINDOW=window is not None,
             num_warps=launch.num_warps,
         )
-        # With a window no wider than one of its steps, that kernel is slower (benchmarks/attention_gpu.py).
+        # With a window no wider than one of its steps, that kernel is slower (benchmarks/kernels/attention_gpu.py).
         on_hopper = self.on_hopper and (window is None or window > prefill_kernel.BLOCK_N)
         if on_hopper and tiles.block_m == prefill_kernel.BLOCK_M and prefill_kernel.takes(query, key_cache):
             prefill_kernel.attend(
@@ -212,7 +212,7 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         )
 
     def launch(self, block_m: int, item_bytes: int, tokens: int) -> Launch:
-        """Launch settings, tuned on an H200 (benchmarks/attention_gpu.py); large heads must fit in shared memory."""
+        """Launch settings that fit shared memory, tuned on an H200 (benchmarks/kernels/attention_gpu.py)."""
         wide = block_m > self.narrow_m
         # The fewer decode programs a processor has, the more each must have in flight.
         share = tokens * self.num_kv_heads / self.num_processors

@@ -35,7 +35,7 @@ LEAST_COPIED_BYTES = 12 << 20
 """From so many bytes of a sum on, its halves travel by copy engine.
 
 Layers of Llama-3's shapes on two H200s: 8B takes 5% longer so with 1,024 rows (8 MB), and 4% less time with 1,536
-(12 MB); 70B takes 9% longer with 512 rows (8 MB), and 3% less time with 1,024 (benchmarks/many_probe.py).
+(12 MB); 70B takes 9% longer with 512 rows (8 MB), and 3% less time with 1,024 (benchmarks/kernels/many_probe.py).
 """
 
 LEAST_LAUNCHED_BYTES = 32 << 20
@@ -44,7 +44,7 @@ LEAST_LAUNCHED_BYTES = 32 << 20
 SECOND_SHOT = 2.1e-6
 """Seconds that two shots take longer than one, for sums of a few rows."""
 LINK_SPEED = 300e9
-"""Bytes that a device sends in a second, in sums of more rows. Both are of two H200s (benchmarks/many_probe.py)."""
+"""Bytes that a device sends in a second, in sums of more rows. Both: two H200s, benchmarks/kernels/many_probe.py."""
 
 
 def two_shot_bytes(size: int) -> float:

@@ -63,7 +63,7 @@ def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> 
     """The launch of `skinny_gemm` (one token) or `fp8_skinny_gemm` for x [T, K] and an FP8 weight [N, K].
 
     None if neither computes it. `cut`: the caller adds partial sums at no extra cost. Tuned on an H200
-    (benchmarks/gemv_gpu.py).
+    (benchmarks/kernels/gemv_gpu.py).
     """
     rows, inputs = x.shape
     fits = 0 < rows <= MAX_ROWS and x.stride(1) == 1

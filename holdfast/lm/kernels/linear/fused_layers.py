@@ -47,7 +47,7 @@ SQUARES_AT_A_TIME = 128
 
 PIECES = {832: (512, 320), 896: (512, 384)}
 """Token counts whose GEMMs cuBLAS computes faster in two pieces, as it has no good tiles for the whole. With CUDA 13.0
-on an H200 a layer's GEMMs gain 12 and 6% under load (benchmarks/products_gpu.py --pieces)."""
+on an H200 a layer's GEMMs gain 12 and 6% under load (benchmarks/kernels/products_gpu.py --pieces)."""
 
 
 class FusedLayerOps(LayerOps):

@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 PACKED_ROWS = range(4, 129)
-"""Numbers of rows whose products read a packed weight, by `benchmarks/products_cpu.py`, as is LEAST_PACKED."""
+"""Numbers of rows whose products read a packed weight, by `benchmarks/kernels/products_cpu.py`, as is LEAST_PACKED."""
 LEAST_PACKED, MOST_PACKED = 4 << 20, 1 << 30
 """Bytes of a weight that is worth packing, and of all weights of a device that get a packed copy."""
 

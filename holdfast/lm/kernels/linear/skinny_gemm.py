@@ -85,7 +85,7 @@ MAX_PARTS = 8
 def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> SkinnyLaunch | None:
     """The launch for x [T, K] and weight [N, K]; None if the library's GEMM is faster, or the only exact one.
 
-    `cut`: the caller adds partial sums at no extra cost. Tuned on an H200 (benchmarks/gemv_gpu.py).
+    `cut`: the caller adds partial sums at no extra cost. Tuned on an H200 (benchmarks/kernels/gemv_gpu.py).
     """
     rows, inputs = x.shape
     fits = 0 < rows <= MAX_ROWS and weight.stride(1) == 1 and x.stride(1) == 1

@@ -74,7 +74,7 @@ GROUPED = (
     (1 << 30, GroupedLaunch(128, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(256, 64, 8, 3), halved=True)),
 )
 """By up to how many pairs an expert has in the mean, the launch of the grouped products. Tuned on an H200
-(benchmarks/experts_gpu.py --tune)."""
+(benchmarks/engine/experts_gpu.py --tune)."""
 
 
 def grouped_launch_for(tokens: int, experts: Experts) -> GroupedLaunch:

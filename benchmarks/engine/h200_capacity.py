@@ -1,0 +1,498 @@
+r"""Served capacity on a GPU: three policies on one engine, by data set and SLO; and what chunking costs.
+
+Run: python -m benchmarks.engine.h200_capacity predict --profile FILE --out DIR       # simulated, on any machine
+     python -m benchmarks.engine.h200_capacity measure --out DIR --budget SECONDS     # again until nothing is left
+     python -m benchmarks.engine.h200_capacity predict measure --systems orca --base FILE --again \
+         --profile FILE --out DIR                                                     # only Orca's rows, once more
+     python -m benchmarks.engine.h200_capacity chunking --out DIR
+     python -m benchmarks.engine.h200_capacity show --profile FILE --out DIR          # tables and DIR/capacity.png
+
+A Mistral-7B shape with random weights serves in one process on the real clock; end-of-sequence is ignored. The SLOs
+follow the rule of Sarathi-Serve's Table 3: P99 TBT within 5 (strict) and 25 times (relaxed) the decode step of 32
+sequences at a context of 4,096 on this device, and a median wait of at most 2 s for the first step. `predict` searches
+each capacity by simulation. `measure` serves 12% less and 12% more, and goes on until the capacity lies between two
+rates that are near one another. A probe is a Poisson process cut off after a window whose second half counts, with the
+same requests and arrivals for all policies. Orca and prefill-first know no SLO: their probes count under both. Each
+probe is written to DIR/capacity.json at once; a later call continues there. `show` simulates every served probe and
+prints both figures. `predict --window SECONDS --seed NUMBER` tells how much of a capacity comes from the window and
+the arrivals.
+
+Orca's steps hold any number of whole prompts, up to ORCA_TOKENS tokens. The widest step of each probe is recorded,
+which shows whether the bound was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Collection
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.config import EngineConfig
+from holdfast.engine.profiles import CostProfile
+from holdfast.lab import workloads
+from holdfast.lab.metrics import Record, percentile
+from holdfast.lab.planning import find_capacity, sustained
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.workloads import DATASETS, Workload
+
+SYSTEMS = ("orca", "prefill-first", "computed")
+TIMES = {"strict": 5, "relaxed": 25}
+"""SLO over the reference decode step."""
+MARGIN = 0.97
+"""Target over SLO: the SLO is on 99 of 100 gaps, and nearly all steps keep a target."""
+MOST_SEQUENCES = 128
+ORCA_TOKENS = 32_768
+"""Most tokens of one of Orca's steps. The paper's bound is the longest length times the batch, whose activations do not
+fit beside the cache. By simulation sharegpt's capacities are the same with 16,384 to 65,536."""
+BELOW, ABOVE = 0.96, 1.075
+"""The first two rates over the predicted capacity: a search by simulation ends up to 5% below the capacity."""
+APART, NEAR = 1.12, 1.3
+"""Factor to the next rate while all or none were kept; and the factor between the bounds that ends the search."""
+WINDOWS = {"openchat_sharegpt4": 20.0, "arxiv_summarization": 35.0}
+"""Seconds of a probe. A rate above the capacity shows in a queue that grows: a shorter window forgives a higher rate.
+arxiv has 1 to 4 requests a second, so 10 s would hold too few."""
+SEEDS = {"openchat_sharegpt4": 0, "arxiv_summarization": 8}
+"""Seeds of lengths and arrivals. A short window may hold far more or fewer requests than its rate says: with seed 0,
+arxiv has 0.5 to 1.3 times the expected prompt tokens at 1 to 4.5 requests/s. Of the first ten seeds, 8 is nearest
+(0.8 to 1.2)."""
+PROMPTS, CHUNKS = (2048, 8192, 16_256), (512, 1024, 2048)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="+", choices=("predict", "measure", "chunking", "show"))
+    parser.add_argument("--shape", default="mistral-7b-v0.3")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--base", type=Path, help="a capacity.json to start from, if DIR has none")
+    parser.add_argument("--again", action="store_true", help="drop from --base what it has of --systems and --datasets")
+    parser.add_argument("--profile", type=Path, help="a measured profile; default: DIR/profile.json, or measured first")
+    parser.add_argument("--datasets", nargs="+", default=["openchat_sharegpt4", "arxiv_summarization"])
+    parser.add_argument("--slos", nargs="+", default=list(TIMES), choices=list(TIMES))
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    parser.add_argument("--probes", type=int, default=4, help="most probes of one setting")
+    parser.add_argument(
+        "--at",
+        nargs=4,
+        action="append",
+        metavar=("DATASET", "SLO", "SYSTEM", "RATE"),
+        help="make this probe in place of those that would follow",
+    )
+    parser.add_argument("--window", type=float, help="for predict: seconds of a probe")
+    parser.add_argument("--seed", type=int, help="for predict: of lengths and arrivals")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no probe is begun")
+    parser.add_argument("--small", action="store_true", help="the built-in model on this CPU, a 16th of the lengths")
+    args = parser.parse_args()
+    if (args.window, args.seed) != (None, None) and args.what != ["predict"]:
+        parser.error("--window and --seed are for predict alone: served probes are to compare with one another")
+    args.began = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    book = Book(args.out / "capacity.json", args.base)
+    if args.again:
+        book.forget(args.datasets, args.systems)
+    if "predict" in args.what:
+        predict(args, book, profile_of(args))
+    if {"measure", "chunking"} & set(args.what):
+        from_here(args, book)
+    if "show" in args.what:
+        if (profile := profile_of(args)) is not None:
+            simulate_probes(args, book, profile)
+        print("\n".join(table(book)))
+        draw(book, args.out)
+
+
+class Book:
+    """Results so far, in a file written at each change."""
+
+    def __init__(self, path: Path, base: Path | None = None) -> None:
+        """Continues from the file at `path`, or else from `base`."""
+        self._path = path
+        self.data: dict[str, Any] = {"about": {}, "predicted": {}, "probes": {}, "chunking": []}
+        if path.is_file() or base is not None:
+            self.data |= json.loads((path if path.is_file() else base).read_text())  # type: ignore[union-attr]
+
+    def forget(self, datasets: Collection[str], systems: Collection[str]) -> None:
+        """Drop probes and predictions of these systems on these data sets; the SLOs stay."""
+        for kept in (self.data["predicted"], self.data["probes"]):
+            for key in list(kept):
+                dataset, _, system = key.split()
+                if dataset in datasets and system in systems:
+                    del kept[key]
+
+    def write(self) -> None:
+        self._path.write_text(json.dumps(self.data, indent=1) + "\n")
+
+
+def profile_of(args: argparse.Namespace) -> CostProfile | None:
+    """The profile to use, if there is one. Raises ValueError if `--profile` names none."""
+    path = args.profile or args.out / "profile.json"
+    return CostProfile.load(path) if args.profile or path.is_file() else None
+
+
+def engine(system: str, longest: int, cache_tokens: int, slo: float) -> EngineConfig:
+    """The configuration that stands for a system of the paper; `computed` sets only a target. `slo` in milliseconds."""
+    common: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
+    if system == "orca":  # no paging: as many sequences as fit at the longest length
+        most = max(1, min(MOST_SEQUENCES, cache_tokens // longest))
+        budget = min(longest * most, ORCA_TOKENS)
+        return EngineConfig(**common | {"max_sequences": most}, scheduler="orca", token_budget=budget)
+    if system == "prefill-first":
+        return EngineConfig(**common, scheduler="prefill-first")
+    return EngineConfig(**common, tbt_target=slo * MARGIN)
+
+
+def refer(book: Book, profile: CostProfile, small: bool) -> None:
+    """Set the reference step of the SLOs from the first profile used."""
+    step = 1000 * profile.cost.step([(1, 256 if small else 4096)] * 32)
+    book.data["about"].setdefault("decode_step_ms", round(step, 4))
+
+
+def slo_of(book: Book, slo: str) -> float:
+    """Milliseconds of P99 TBT."""
+    return TIMES[slo] * float(book.data["about"]["decode_step_ms"])
+
+
+def longest_of(dataset: str, small: bool) -> int:
+    """The longest sequence of a data set."""
+    return DATASETS[dataset].limit // (16 if small else 1)
+
+
+def window_of(dataset: str, small: bool) -> float:
+    """Seconds of a probe. It must exceed 8, or no median wait could reach 2 s in its second half."""
+    return 12.0 if small else WINDOWS[dataset]
+
+
+def load(dataset: str, rate: float, window: float, small: bool, seed: int | None = None) -> Workload:
+    """Requests that arrive within the window."""
+    seed = SEEDS[dataset] if seed is None else seed
+    drawn = workloads.sample_dataset(dataset, 20 + round(2 * rate * window), seed)
+    if small:
+        drawn = [
+            workloads.Conversation(
+                0.0, tuple(workloads.Turn(max(1, turn.prompt // 16), max(1, turn.output // 16)) for turn in one.turns)
+            )
+            for one in drawn
+        ]
+    return [one for one in workloads.gamma_arrivals(drawn, rate, seed) if one.arrival <= window]
+
+
+def figures(records: list[Record], window: float) -> dict[str, float]:
+    """The figures of the window's second half; a request that has not begun by its end has waited until then.
+
+    Raises ValueError if no request or no gap between tokens falls into it.
+    """
+    half = window / 2
+    seen = [[at for at in record.token_times if at <= window] for record in records]
+    gaps = sorted(1e3 * (after - before) for times in seen for before, after in pairwise(times) if after > half)
+    late = [record for record in records if record.arrival > half]
+    if not (gaps and late):
+        raise ValueError(
+            f"{len(late)} requests and {len(gaps)} gaps in the second half of {window:g} s: nothing to judge"
+        )
+    waits = sorted(
+        1e3 * ((record.scheduled if times and record.scheduled is not None else window) - record.arrival)
+        for record, times in zip(records, seen, strict=True)
+        if record.arrival > half
+    )
+    ttft = sorted(
+        1e3 * ((times[0] if times else window) - record.arrival)
+        for record, times in zip(records, seen, strict=True)
+        if record.arrival > half
+    )
+    return {
+        "median_itl_ms": round(percentile(gaps, 0.5), 2),
+        "p99_itl_ms": round(percentile(gaps, 0.99), 2),
+        "max_itl_ms": round(gaps[-1], 2),
+        "median_ttft_ms": round(percentile(ttft, 0.5), 1),
+        "p99_ttft_ms": round(percentile(ttft, 0.99), 1),
+        "median_queued_ms": round(percentile(waits, 0.5), 1),
+        "output_tok_s": round(sum(at > half for times in seen for at in times) / half, 1),
+        "requests": len(late),
+    }
+
+
+def predict(args: argparse.Namespace, book: Book, profile: CostProfile | None) -> None:
+    """Search each capacity by simulation."""
+    if profile is None:
+        raise SystemExit("predict takes a measured profile: give --profile")
+    refer(book, profile, args.small)
+    into = book.data["predicted"]
+    if (args.window, args.seed) != (None, None):
+        other = [f"{name} {value:g}" for name in ("window", "seed") if (value := getattr(args, name)) is not None]
+        into = book.data.setdefault("predicted_otherwise", {}).setdefault(", ".join(other), {})
+    for key in settings(args):
+        start = 8.0 if key.startswith("open") else 3.0
+        run = partial(simulated, args, book, profile, key, window=args.window, seed=args.seed)
+        into[key] = round(find_capacity(run, slo_of(book, key.split()[1]), start=start), 3)
+        book.write()
+        print(f"{key}: {into[key]:.3g} a second by simulation", file=sys.stderr, flush=True)
+
+
+def simulated(
+    args: argparse.Namespace,
+    book: Book,
+    profile: CostProfile,
+    key: str,
+    rate: float,
+    *,
+    window: float | None = None,
+    seed: int | None = None,
+) -> dict[str, float]:
+    """The figures of a probe by simulation, with the window and seed of served probes unless others are given."""
+    dataset, slo, system = key.split()
+    window = window or window_of(dataset, args.small)
+    config = engine(system, longest_of(dataset, args.small), profile.cache_tokens, slo_of(book, slo))
+    return figures(simulate(config, profile, load(dataset, rate, window, args.small, seed)).records, window)
+
+
+def simulate_probes(args: argparse.Namespace, book: Book, profile: CostProfile) -> None:
+    """Add simulated figures to each probe."""
+    for key, probes in book.data["probes"].items():
+        for probe in probes:
+            probe["simulated"] = simulated(args, book, profile, key, probe["rate"])
+    book.write()
+
+
+def settings(args: argparse.Namespace) -> list[str]:
+    """The chosen settings, each as "DATASET SLO SYSTEM"."""
+    return [f"{dataset} {slo} {system}" for slo in args.slos for dataset in args.datasets for system in args.systems]
+
+
+def from_here(args: argparse.Namespace, book: Book) -> None:
+    """Build the engine, then measure and chunk."""
+    from benchmarks.lib.in_real_time import RealEngine, checkpoint_of
+    from benchmarks.lib.invocation import command, provenance
+
+    wanted = DATASETS if "chunking" in args.what else args.datasets
+    longest = max(longest_of(dataset, args.small) for dataset in wanted)
+    options: dict[str, Any] = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, host_cache_gb=0.0)
+    options |= dict(scheduler="prefill-first")  # steps hold the longest prompt beside all decodes
+    if "measure" in args.what and "orca" in args.systems:
+        options |= dict(token_budget=ORCA_TOKENS // (16 if args.small else 1))
+    if args.small:
+        options |= dict(device="cpu", threads=1, cache_gb=0.5)
+    else:
+        options |= dict(model=checkpoint_of(args.shape), load_format="random", device="cuda")
+    kept = profile_of(args)
+    real = RealEngine(EngineConfig(**options), profile=kept)
+    if kept is None:
+        real.profile.save((args.out / "profile.json").absolute())
+    refer(book, real.profile, args.small)
+    book.data["about"] |= dict(model=real.info.model, device=real.info.memory.device)
+    book.data["about"].setdefault("commands", []).append(command())
+    print(
+        json.dumps(provenance() | dict(options=options, started_s=round(time.monotonic() - args.began, 1))), flush=True
+    )
+    common = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
+    real.serve(EngineConfig(**common), workloads.fixed(4, 100, 8))
+    if "measure" in args.what:
+        measure(args, book, real)
+    if "chunking" in args.what:
+        chunking(args, book, real, longest)
+    real.close()
+
+
+def measure(args: argparse.Namespace, book: Book, real: Any) -> None:
+    """Make the probes of `--at`, or else probe every setting around its predicted capacity."""
+    if args.at:
+        named = [(" ".join(setting), float(rate)) for *setting, rate in args.at]
+        all(probe(args, book, real, key, rate) for key, rate in named)
+        return
+    for key in settings(args):
+        while len(book.data["probes"].get(key, ())) < args.probes:
+            rate = following(book.data["predicted"].get(key, 4.0), bracket(book, key))
+            if rate is None:
+                break
+            if not probe(args, book, real, key, rate):
+                return
+
+
+def probe(args: argparse.Namespace, book: Book, real: Any, key: str, rate: float) -> bool:
+    """Serve a setting at a rate. Returns False, without a probe, if too little time is left."""
+    dataset, slo, system = key.split()
+    limit, window = slo_of(book, slo), window_of(dataset, args.small)
+    if time.monotonic() - args.began + window + 3 > args.budget:
+        return False
+    config = engine(system, longest_of(dataset, args.small), real.profile.cache_tokens, limit)
+    records, steps = real.serve(config, load(dataset, rate, window, args.small), until=window)
+    got: dict[str, Any] = dict(rate=rate, slo_ms=round(limit, 2), window=window) | figures(records, window)
+    got["longest_step_ms"] = round(1e3 * max(step.seconds for step in steps), 2)
+    got["widest_step"] = max(sum(query for query, _ in step.segments) for step in steps)
+    got["kept"] = sustained(got, limit)
+    book.data["probes"].setdefault(key, []).append(got)
+    book.write()
+    print(f"{key}: {json.dumps(got)}", flush=True)
+    return True
+
+
+def bracket(book: Book, key: str) -> tuple[float, float | None]:
+    """The highest kept rate of a setting (0.0 for none), and the lowest rate above it that was not kept.
+
+    A rate probed several times counts as kept if every probe was.
+    """
+    dataset, slo, system = key.split()
+    under = (slo,) if system == "computed" else TIMES
+    probes = [probe for other in under for probe in book.data["probes"].get(f"{dataset} {other} {system}", ())]
+    kept: dict[float, bool] = {}
+    for probe in probes:
+        kept[probe["rate"]] = kept.get(probe["rate"], True) and sustained(probe, slo_of(book, slo))
+    good = max((rate for rate in kept if kept[rate]), default=0.0)
+    return good, min((rate for rate in kept if rate > good), default=None)
+
+
+def following(predicted: float, known: tuple[float, float | None]) -> float | None:
+    """The next rate to probe, to three decimals, between the `known` bounds; None if they are near enough."""
+    good, bad = known
+    if good and bad and bad <= NEAR * good:
+        return None
+    for rate in (round(predicted * share, 3) for share in (BELOW, ABOVE)):
+        if good < rate and (bad is None or rate < bad):
+            return rate
+    if bad is None:
+        return round(good * APART, 3)
+    return round((good * bad) ** 0.5 if good else bad / APART, 3)
+
+
+def chunking(args: argparse.Namespace, book: Book, real: Any, longest: int) -> None:
+    """Sarathi-Serve's Figure 11: time of a prefill in chunks over that of the whole prompt at once."""
+    book.data["chunking"] = []
+    common = dict(max_model_len=longest, max_sequences=MOST_SEQUENCES, prefix_sharing=False)
+    for prompt in PROMPTS:
+        prompt = prompt // 16 if args.small else prompt
+        sizes = [size // 16 if args.small else size for size in CHUNKS]
+        for chunk in (*(size for size in sizes if size < prompt), prompt):
+            taken = []
+            for _ in range(4):
+                _, steps = real.serve(EngineConfig(**common, token_budget=chunk), workloads.fixed(1, prompt, 1))
+                taken.append(sum(step.seconds for step in steps))
+            seconds = sorted(taken[1:])[1]
+            predicted = sum(real.profile.cost.step(step.segments) for step in steps)
+            book.data["chunking"].append(
+                dict(prompt=prompt, chunk=chunk, ms=round(1e3 * seconds, 2), predicted_ms=round(1e3 * predicted, 2))
+            )
+            print(json.dumps(book.data["chunking"][-1]), flush=True)
+    book.write()
+
+
+def capacities(book: Book) -> dict[str, tuple[float, float | None]]:
+    """The bounds of each setting that has probes."""
+    keys = (f"{row} {slo} {system}" for row in WINDOWS for slo in TIMES for system in SYSTEMS)
+    found = {key: bracket(book, key) for key in keys}
+    return {key: known for key, known in found.items() if known != (0.0, None)}
+
+
+def between(good: float, bad: float | None) -> str:
+    """Two bounds in words."""
+    if not good:
+        return f"under {bad:.3g}"
+    return f"{good:.3g} to {bad:.3g}" if bad else f"{good:.3g} or more"
+
+
+def gain(over: tuple[float, float | None], base: tuple[float, float | None]) -> str:
+    """Bounds of the ratio to `base`, in words."""
+    least = over[0] / base[1] if base[1] else 0.0
+    most = over[1] / base[0] if over[1] and base[0] else None
+    return between(least, most) if least or most else "not bounded"
+
+
+def table(book: Book) -> list[str]:
+    """Capacities, probes and chunks as tables, with simulated figures in parentheses."""
+    found = capacities(book)
+    lines = [
+        "| data set | SLO | orca | prefill-first | computed | over orca | over prefill-first |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in dict.fromkeys(key.rpartition(" ")[0] for key in found):
+        known = [found.get(f"{row} {system}") for system in SYSTEMS]
+        told = [book.data["predicted"].get(f"{row} {system}") for system in SYSTEMS]
+        cells = [
+            (between(*pair) if pair else "not run") + (f" ({rate:.3g})" if rate else "")
+            for pair, rate in zip(known, told, strict=True)
+        ]
+        *bases, best = known
+        cells += [gain(best, base) if best and base else "" for base in bases]
+        lines.append(f"| {' | '.join([*row.split(), *cells])} |")
+    lines += [
+        "",
+        "| data set, SLO, policy | window, s | requests/s | TBT p99, ms | median wait, ms | output tok/s | kept |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, probes in book.data["probes"].items():
+        for probe in probes:
+            told = probe.get("simulated", {})
+            shown = [
+                f"{probe[name]:,.{places}f}" + (f" ({told[name]:,.{places}f})" if told else "")
+                for name, places in (("p99_itl_ms", 1), ("median_queued_ms", 0), ("output_tok_s", 0))
+            ]
+            kept = "yes" if probe["kept"] else "no"
+            lines.append(f"| {key} | {probe['window']:g} | {probe['rate']:.2f} | {' | '.join(shown)} | {kept} |")
+    if book.data["chunking"]:
+        lines += ["", "| prompt | chunk | ms | over the whole | by the cost model |", "|---|---|---|---|---|"]
+        whole = {row["prompt"]: row for row in book.data["chunking"] if row["chunk"] == row["prompt"]}
+        for row in book.data["chunking"]:
+            all_at_once = whole[row["prompt"]]
+            over = row["ms"] / all_at_once["ms"], row["predicted_ms"] / all_at_once["predicted_ms"]
+            lines.append(f"| {row['prompt']:,} | {row['chunk']:,} | {row['ms']} | {over[0]:.3f} | {over[1]:.3f} |")
+    return lines
+
+
+def draw(book: Book, out: Path) -> None:
+    """Plot the bounds of each capacity, and the overhead of chunking."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    found, chunks, predicted = capacities(book), book.data["chunking"], book.data["predicted"]
+    rows = list(dict.fromkeys(key.rpartition(" ")[0] for key in found))
+    names = {"orca": "Orca", "prefill-first": "prefill first (vLLM of the papers)", "computed": "stall-free, computed"}
+    colours = {"orca": "#7b8794", "prefill-first": "#d99a3d", "computed": "#1f6feb"}
+    windows = " and ".join(f"{window:g}" for window in sorted(set(WINDOWS.values())))
+    simulated_mark: dict[str, Any] = dict(marker="|", markersize=13, markeredgewidth=1.6, color="black")
+    figure, axes = pyplot.subplots(1, 2, figsize=(13, 1.6 + 1.05 * max(3, len(rows))), width_ratios=(1.3, 1))
+    right = 1.25 * max(bad or good for good, bad in found.values())
+    for key, (good, bad) in found.items():
+        row, _, system = key.rpartition(" ")
+        at, colour, told = rows.index(row) + 0.27 * (SYSTEMS.index(system) - 1), colours[system], predicted.get(key, 0)
+        axes[0].hlines(at, 0, good, color=colour, linewidth=1.2, alpha=0.5)
+        if bad:
+            axes[0].barh(at, bad - good, 0.17, good, color=colour)
+        else:
+            axes[0].plot(good, at, marker=">", markersize=8, color=colour)
+        axes[0].text(max(bad or good, told) + 0.02 * right, at, between(good, bad), va="center", fontsize=9)
+        if told:
+            axes[0].plot(told, at, **simulated_mark)
+    axes[0].set_yticks(range(len(rows)), [row.replace(" ", "\n") for row in rows])
+    axes[0].set(xlim=(0, right), ylim=(len(rows) - 0.5, -0.5), xlabel=f"requests a second, in windows of {windows} s")
+    axes[0].set_title("Capacity: from the highest rate kept to the lowest that was not", loc="left", fontsize=11)
+    handles = [Patch(color=colours[system], label=name) for system, name in names.items()]
+    handles.append(Line2D([], [], linestyle="", label="simulated", **simulated_mark))
+    axes[0].legend(handles=handles, frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
+    sizes = sorted({row["chunk"] for row in chunks if row["chunk"] < row["prompt"]})
+    for index, prompt in enumerate(dict.fromkeys(row["prompt"] for row in chunks)):
+        of = {row["chunk"]: row["ms"] for row in chunks if row["prompt"] == prompt}
+        over = [100 * (of[size] / of[prompt] - 1) if size in of and size < prompt else 0.0 for size in sizes]
+        places = [place + 0.27 * (index - 1) for place in range(len(sizes))]
+        bars = axes[1].bar(places, over, 0.25, label=f"prompt of {prompt:,}")
+        axes[1].bar_label(bars, [f"{value:.1f}%" if value else "" for value in over], padding=2, fontsize=9)
+    axes[1].set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+    axes[1].set_xlabel("tokens of a chunk")
+    axes[1].set_ylabel("more time than the whole prompt at once, %")
+    axes[1].set_title("What chunking costs", loc="left", fontsize=11)
+    axes[1].legend(frameon=False, loc="upper right")
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].margins(y=0.15)
+    figure.tight_layout()
+    figure.savefig(out / "capacity.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()

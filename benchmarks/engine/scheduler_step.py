@@ -1,0 +1,152 @@
+"""Python time of scheduling: a step of decodes (256 sequences run, 1,000 wait), or a choice of chunks to evict.
+
+Run: python -m benchmarks.engine.scheduler_step [steps] [--schedulers stall-free latency-target ...]
+     python -m benchmarks.engine.scheduler_step evictions [--conversations 100000]
+
+Wall time counts other work of the machine, the thread's CPU time does not. `latency-target` is stall-free with a
+target. `evictions` times each eviction order over idle conversations.
+"""
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from functools import partial
+
+from holdfast.core.cost import CostModel
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
+from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.choice import NAMES, capacity_of, make_policy
+from holdfast.lm.scheduler.policies import LatencyTarget
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import StepPlan, StepResult
+
+COST = CostModel(
+    model="invented",
+    device="none",
+    linear_tokens=(1, 256, 2048),
+    linear_seconds=(0.004, 0.007, 0.041),
+    attention_queries=(1, 2048),
+    attention_contexts=(16, 16384),
+    attention_seconds=((0.000001, 0.0001), (0.001, 0.01)),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("steps", "evictions"), default="steps")
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=1000)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps-in-flight", type=int, default=2)
+    parser.add_argument(
+        "--schedulers", nargs="+", choices=(*NAMES, "latency-target"), default=(*NAMES, "latency-target")
+    )
+    parser.add_argument("--conversations", type=int, default=100_000, help="of evictions: idle ones")
+    parser.add_argument("--chunks", type=int, default=100, help="of evictions: chunks of one choice")
+    parser.add_argument("--choices", type=int, default=100, help="of evictions")
+    options = parser.parse_args()
+    if options.what == "evictions":
+        evictions(options)
+        return
+    for name in options.schedulers:
+        measure(name, options)
+
+
+def measure(name: str, options: argparse.Namespace) -> None:
+    """Time steps under one policy, and print the times."""
+    prompt, warm_up = 512, 64
+    length = prompt + warm_up + options.steps + 2
+    if name == "latency-target":
+        policy: Policy = LatencyTarget(COST, target=0.02, tile=128, ceiling=2048)
+    else:
+        capacity = capacity_of(
+            name, token_budget=2048, max_model_len=2 * length, max_sequences=options.running, limit=1 << 16
+        )
+        policy = make_policy(name, token_budget=2048, capacity=capacity)
+    scheduler = Scheduler(
+        policy,
+        BlockPool(options.running * ((prompt + length) // options.block_size + 2), options.block_size),
+        max_sequences=options.running,
+        max_model_len=2 * length,
+        headroom=0.0,
+        sharing=True,
+    )
+    for index in range(options.running + options.waiting):
+        tokens = tuple(range(index * prompt, (index + 1) * prompt))
+        scheduler.add(Request(str(index), tokens, SamplingParams(max_tokens=length)))
+
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # as in the engine, which collects between steps
+    plans: list[StepPlan] = []
+    wall: dict[str, list[float]] = {"schedule": [], "update": [], "both": []}
+    cpu: dict[str, list[float]] = {"schedule": [], "update": [], "both": []}
+    while len(wall["both"]) < options.steps:
+        while len(plans) < options.steps_in_flight:
+            began = time.perf_counter(), time.thread_time()
+            plan = scheduler.schedule(began[0])
+            planned = time.perf_counter() - began[0], time.thread_time() - began[1]
+            assert plan is not None
+            plans.append(plan)
+        plan = plans.pop(0)
+        result = StepResult(plan.step, (1,) * plan.num_sampled, 0.0)
+        began = time.perf_counter(), time.thread_time()
+        scheduler.update(plan, result, began[0])
+        updated = time.perf_counter() - began[0], time.thread_time() - began[1]
+        if len(plan.segments) == plan.num_tokens == options.running:
+            for times, schedule, update in zip((wall, cpu), planned, updated, strict=True):
+                for part, seconds in (("schedule", schedule), ("update", update), ("both", schedule + update)):
+                    times[part].append(seconds * 1e6)
+
+    stats = scheduler.stats()
+    print(f"{name}: {stats.running} running, {stats.waiting} waiting, {options.steps} steps, us")
+    for part in wall:
+        p99 = statistics.quantiles(cpu[part], n=100)[98]
+        print(
+            f"{part:>8}: best {min(wall[part]):4.0f}, median {statistics.median(wall[part]):4.0f}; CPU time: "
+            f"best {min(cpu[part]):4.0f}, median {statistics.median(cpu[part]):4.0f}, p99 {p99:4.0f}",
+            flush=True,
+        )
+
+
+def fill(rule: RetentionRule, conversations: int, draw: random.Random) -> tuple[Retention, int]:
+    """Idle conversations of 1 to 8 chunks (one in a hundred of up to 1,000), released one after the other."""
+    retention, block = Retention(rule), 0
+    for number in range(conversations):
+        chunks = draw.randint(200, 1000) if number % 100 == 0 else draw.randint(1, 8)
+        blocks = range(block, block + chunks * rule.chunk_blocks)
+        retention.add_all(blocks, range(len(blocks)), (number / 100, number))
+        block += len(blocks)
+    return retention, block
+
+
+def evictions(options: argparse.Namespace) -> None:
+    """Time choices of chunks to evict, by order."""
+    print(f"{options.conversations:,} idle conversations; {options.choices} choices of {options.chunks} chunks each")
+    for name, eviction in EVICTIONS.items():
+        rule = RetentionRule(eviction, cost=partial(cost_by_position, balance=16384))
+        gc.disable()
+        retention, blocks = fill(rule, options.conversations, random.Random(0))
+        now, taken = options.conversations / 100, []
+        for _ in range(options.choices):
+            now += 0.05
+            before = time.perf_counter()
+            victims = retention.victims(now)
+            for _ in range(options.chunks):
+                assert victims.pop() is not None
+            taken.append((time.perf_counter() - before) * 1e3)
+        median, p95 = statistics.median(taken), statistics.quantiles(taken, n=20)[18]
+        print(f"{name:>17}: {blocks:,} blocks, median {median:.3f} ms a choice, p95 {p95:.3f} ms")
+        del retention
+        gc.enable()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

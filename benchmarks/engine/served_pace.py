@@ -1,0 +1,192 @@
+"""The pace that streams get over HTTP under a recorded trace: targets, loads, and which steps took how long.
+
+    python -m benchmarks.engine.served_pace azure_llm_2023_conv.csv --targets 25 15 --speeds 1 2 3 --seconds 40
+
+For each target, `holdfast serve` runs a Llama-3-8B shape with random weights and both tiers. A client sends the trace's
+requests with token-id prompts, SPEED times as fast. All steps of a server are sorted by the prompts in them and by the
+blocks that were copied beside them. `--project` names another version's tree to serve with: run both in turn. To tell
+whose a long gap is, the last columns give the longest time between the ends of two steps, and the longest time by which
+the client's own event loop was late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from benchmarks.lib.in_real_time import checkpoint_of
+from benchmarks.lib.invocation import provenance
+from holdfast.lab.load_client import LoadClient, ask_server
+from holdfast.lab.metrics import Record, percentile, summary
+from holdfast.lab.workloads import PromptTokens, Workload, azure_csv, fixed
+
+SPAWN = get_context("spawn")
+SHARES = (0.5, 0.9, 0.99, 1.0)
+CLIENTS = 8
+"""Processes that send. One is late by 30 ms where 150 streams get a token each in every step."""
+COPIED = (0, 64, 256, 1 << 30)
+"""Bounds of the classes of blocks copied beside a step."""
+
+
+def checkpoint(shape: str) -> str:
+    """A directory with the shape's config.json and a tokenizer of as many words."""
+    directory = checkpoint_of(shape)
+    give_tokenizer(Path(directory))
+    return directory
+
+
+def give_tokenizer(directory: Path) -> None:
+    """Add a tokenizer of as many words as the config.json says."""
+    size = json.loads((directory / "config.json").read_text())["vocab_size"]
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@contextmanager
+def served(project: Path, options: Sequence[str]) -> Iterator[str]:
+    """A running server's address. It has ended when the context ends."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "holdfast.cli", "serve", "--port", "0", "--store", "memory", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=project) as server:
+        assert server.stdout is not None
+        try:
+            yield next(line.split()[1] for line in server.stdout if line.strip().startswith("address"))
+        finally:
+            server.terminate()
+            server.stdout.read()
+
+
+async def send(url: str, model: str, workload: Workload, vocabulary: int, name: str) -> tuple[list[Record], float]:
+    """What a client sees of one load, and the longest time in seconds by which its event loop was late."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    async with httpx.AsyncClient(base_url=f"{url}/v1/", limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
+        client = LoadClient(partial(ask_server, http, model), PromptTokens(vocabulary, name), lambda ended: None)
+        watching = asyncio.create_task(watch(late := [0.0]))
+        records = await client.run(workload)
+        watching.cancel()
+    return records, late[0]
+
+
+async def watch(late: list[float]) -> None:
+    """Keep the longest time by which this event loop was late."""
+    while True:
+        wanted = time.monotonic() + 0.005
+        await asyncio.sleep(0.005)
+        late[0] = max(late[0], time.monotonic() - wanted)
+
+
+def send_part(*arguments: Any) -> tuple[list[Record], float]:
+    """`send` in a process of its own."""
+    return uvloop.run(send(*arguments))
+
+
+def load(clients: ProcessPoolExecutor, url: str, model: str, workload: Workload, vocabulary: int, name: str) -> str:
+    """What all clients see of one load, as a line."""
+    parts = [
+        clients.submit(send_part, url, model, workload[part::CLIENTS], vocabulary, f"{name}/{part}")
+        for part in range(CLIENTS)
+    ]
+    found = [part.result() for part in parts]
+    records = [record for seen, _ in found for record in seen]
+    gaps = sorted(after - before for record in records for before, after in pairwise(record.token_times))
+    seen = summary(records)
+    kept = ("completed", "failed", "request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms")
+    figures = {key: seen[key] for key in kept} | {f"tbt_{share:g}": 1e3 * percentile(gaps, share) for share in SHARES}
+    figures["client_late"] = 1e3 * max(late for _, late in found)
+    return "  ".join(f"{key} {value:.2f}" for key, value in figures.items())
+
+
+def steps_of(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[float]]:
+    """Milliseconds of the steps with streams, by the number of prompts in each and the class of blocks copied."""
+    copied: dict[int, int] = defaultdict(int)
+    for event in events:
+        if event["name"] in ("swap-in", "swap-out"):
+            copied[event["args"]["step"]] += event["args"]["blocks"]
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X" and event["name"].startswith("step ") and event["args"]["decodes"]:
+            prompts = min(3, event["args"]["segments"] - event["args"]["decodes"])
+            blocks = copied[event["args"]["step"]]
+            found[prompts, next(bound for bound in COPIED if blocks <= bound)].append(event["dur"] / 1e3)
+    return found
+
+
+def longest_between(events: list[dict[str, Any]]) -> str:
+    """The longest times in milliseconds between the ends of two steps that have a stream in common, and when."""
+    ended: dict[str, float] = {}
+    found: dict[float, float] = {}
+    for event in events:
+        if event["ph"] == "X" and event["name"] in ("decode", "prefill"):
+            end = event["ts"] + event["dur"]
+            if event["name"] == "decode" and event["args"]["sequence"] in ended:
+                found[end] = end - ended[event["args"]["sequence"]]
+            ended[event["args"]["sequence"]] = end
+    begin = min(event["ts"] for event in events if event["ph"] == "X")
+    longest = sorted(found, key=found.__getitem__, reverse=True)[:5]
+    return ", ".join(f"{found[end] / 1e3:.2f} (at {(end - begin) / 1e6:.1f} s)" for end in longest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="an Azure LLM inference trace")
+    parser.add_argument("--targets", type=float, nargs="+", default=[25.0, 15.0])
+    parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 2.0, 3.0])
+    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals, for each load")
+    parser.add_argument(
+        "--skip", type=float, default=25.0, help="seconds of the trace to leave out, as few arrive then"
+    )
+    parser.add_argument("--shape", default="llama-3-8b")
+    parser.add_argument("--host-gb", type=float, default=32.0)
+    parser.add_argument("--project", type=Path, default=Path(__file__).parents[2])
+    parser.add_argument("--serve", nargs="*", default=[], help="more words for `holdfast serve`, as cache-gb=8")
+    args = parser.parse_args()
+    model = checkpoint(args.shape)
+    vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    rows = azure_csv(args.trace)
+    print(json.dumps(provenance()))
+    for target in args.targets:
+        trace = Path(tempfile.mkdtemp()) / "trace.json"
+        options = [model, "--load-format", "random", "--tbt-target", f"{target:g}", "--trace", str(trace)]
+        options += ["--host-cache-gb", f"{args.host_gb:g}", "--max-waiting", "10000"]
+        options += [f"--{word}" for word in args.serve]
+        with served(args.project.resolve(), options) as url, ProcessPoolExecutor(CLIENTS, SPAWN) as clients:
+            load(clients, url, Path(model).name, fixed(32, 64, 16), vocabulary, "warm")
+            for speed in args.speeds:
+                stop = args.skip + args.seconds * speed
+                chosen = [row for row in rows if args.skip <= row.arrival < stop]
+                workload = [replace(row, arrival=(row.arrival - args.skip) / speed) for row in chosen]
+                seen = load(clients, url, Path(model).name, workload, vocabulary, f"{speed:g}")
+                print(f"target {target:g} speed {speed:g}  {seen}", flush=True)
+        events = json.loads(trace.read_text())
+        print(
+            f"target {target:g}: longest between steps of a stream, ms: {longest_between(events)}; steps with streams"
+        )
+        print("prompts  blocks copied  steps  ms p50    p90    p99    max")
+        for (prompts, bound), times in sorted(steps_of(events).items()):
+            of = " ".join(f"{percentile(sorted(times), share):6.2f}" for share in SHARES)
+            print(f"{prompts:7}  {bound if bound < 1 << 30 else 'more':>13}  {len(times):5}  {of}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""FineInfer's figures: its SimpleReqManager on padded rows beside a token-level manager on a paged cache.
+
+Run: python -m benchmarks.papers.fineinfer sweep     # Figures 5 to 8 (F-42, F-43), simulated RTX 3090; half an hour
+     python -m benchmarks.papers.fineinfer why       # full load, one assumption changed at a time (F-43, F-45); minutes
+     python -m benchmarks.papers.fineinfer memory    # §4.2: tokens that each design's cache holds (F-44)
+     python -m benchmarks.papers.fineinfer load      # some rates on this machine's device
+     python -m benchmarks.papers.fineinfer overhead  # Figures 3 and 4, Table 1 (F-46, F-47), here; --tiny on a CPU
+
+`simple` is the scheduler `padded-batches` on the padded executor: rows × (longest + most new tokens) fit the cache
+(§3.3.3), and new requests are prefilled and decode within one step (Algorithm 1). `nopad` is `orca` on the paged
+executor: each request alone, its memory reserved (§3.4). Requests have the mean lengths of §4.1, lognormal, each at
+most 1,024 tokens in and out, and arrive for 15 minutes. `known`: both designs reserve what a request will generate,
+which they know here. `reserve`: they reserve 1,024 tokens, as the paper's manager, which does not know.
+
+Simulated: a Llama-3-8B shape on an RTX 3090 by its data sheet. A forward through Transformers takes at least
+`FORWARD` seconds, which is what PEERS.md measured of it at batch 1; `nopad` has the same, as it runs Transformers' code
+too. `simple` copies its cache in every decode. Logits of whole prompts take memory, and of time 2.4 ms for 161 tokens.
+
+Memory (F-44), derived: both have what weights leave of 24 GB. `simple` keeps logits in float32 of a whole prompt of
+1,024 tokens (0.5 GB beside 0.26 in 16 bits), and every cache twice, as concatenation makes a new one before the old one
+is freed. `nopad` keeps the logits of last tokens and one copy.
+
+Overhead: the latency of a batch of three copies less the time that the device computed; `engine` is the loop alone in
+this process, `server` the engine in its own process with messages and text, `cli` the client of `holdfast bench` by
+HTTP of `holdfast serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.papers import RESULTS, save
+from holdfast.core.config import EngineConfig
+from holdfast.lab import workloads
+from holdfast.lab.metrics import Record
+from holdfast.lab.simulator.deployment import deploy
+from holdfast.lab.simulator.devices import DEVICES
+from holdfast.lab.simulator.padded import RowSoftware
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.simulator.shapes import MODELS
+from holdfast.lab.workloads import Conversation, Lengths, Turn
+from holdfast.lm.scheduler.baselines import Orca, Reservation
+from holdfast.lm.scheduler.builder import StepBuilder
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.row_builder import RowBuilder
+from holdfast.lm.scheduler.row_policies import PaddedBatches, PredictedLength
+
+MODEL, DEVICE = "llama-3-8b", "rtx-3090"
+FORWARD = 0.021
+"""Seconds: 47 tokens/s of an 8B model by `generate` at batch 1."""
+SLOW = 0.061
+"""Seconds of an eager decode of 8 rows of a Llama-2-7B shape by Transformers' code beside an H200 (torch 2.11)."""
+LAYERS = ("engine", "server", "cli")
+LONGEST = 1024
+DATASETS = {"ShareGPT": (161.31, 337.99, 4.7, 0.24, 2.0), "Alpaca": (19.31, 58.45, 4.5, 0.3, 4.0)}
+"""Mean tokens in and out; the paper's ratio of batches; the rates at which its Simple and its Nopad break down."""
+SIGMA = 1.0
+"""Standard deviation of the logarithm of lengths; the paper states none."""
+RATES = {
+    "ShareGPT": (0.1, 0.24, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0),
+    "Alpaca": (0.3, 1.0, 4.0, 6.0, 8.0, 10.0, 15.0, 20.0, 25.0, 30.0),
+}
+"""Requests a second; a design is run up to the first at which it has broken down."""
+MINUTES = 15
+"""Of arrivals, as in §4.1."""
+FULL = 20_000
+"""Requests that wait from the beginning, at full load."""
+FREE = 0.95
+"""Share of the card that a process may use."""
+ACTIVATIONS = 5e8
+"""Bytes of a step of either design, logits aside."""
+BROKEN = 0.5
+"""Normalized latency in seconds a token from which a design has broken down."""
+
+
+def requests(dataset: str, count: int) -> list[Conversation]:
+    """Requests of these lengths, all at once."""
+    choose = random.Random(dataset)
+    prompt, output = (Lengths.of_mean(mean, SIGMA, 1, LONGEST) for mean in DATASETS[dataset][:2])
+    return [Conversation(0.0, (Turn(prompt.draw(choose), output.draw(choose)),)) for _ in range(count)]
+
+
+def cache_tokens(design: str, prompts: int = 1, *, memory: float | None = None) -> int:
+    """Positions that the cache of a design holds, if `prompts` of the longest prompts are computed at once."""
+    shape = MODELS[MODEL]
+    free = (memory or DEVICES[DEVICE].memory) * FREE - shape.weight_bytes - ACTIVATIONS
+    whole = 6 * LONGEST * prompts if design == "simple" else 6 * prompts
+    copies = 2 if design == "simple" else 1
+    return int((free - whole * shape.vocab) / (copies * shape.token_bytes))
+
+
+class LongestNew(PredictedLength):
+    """Every request is expected to generate LONGEST tokens: the manager does not know what it will."""
+
+    def __init__(self, step: RowBuilder) -> None:
+        super().__init__(step)
+        self._new = LONGEST
+
+
+class SimpleReserving(PaddedBatches):
+    """SimpleReqManager as the paper runs it (§3.3.3)."""
+
+    def plan_rows(self, step: RowBuilder) -> None:
+        step.admit(LongestNew(step), whole=True)
+        step.decode(newcomers=True)
+
+
+class ReservingLongest(Reservation):
+    """Blocks for a prompt and LONGEST tokens, of each running request and of the one that asks."""
+
+    def _add(self, entry: Entry) -> None:
+        positions = len(entry.sequence.request.prompt) + LONGEST - 1
+        self._count += 1
+        self._blocks += self._step.pool.blocks_for(positions)
+        self._longest = max(self._longest, positions)
+
+
+class NopadReserving(Orca):
+    """A token-level manager that reserves as much."""
+
+    def plan(self, step: StepBuilder) -> None:
+        step.budget = self.token_budget
+        step.decode()
+        step.admit(ReservingLongest(step), whole=True)
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """What a run assumes beside the set-up that the top of this file describes."""
+
+    about: str
+    reserve: bool = False
+    """Each request is admitted as if it would generate LONGEST tokens."""
+    to_longest: bool = False
+    """Each is computed to LONGEST tokens, whatever it should generate."""
+    forward: float = FORWARD
+    """Least seconds of a forward."""
+    alone: bool = False
+    """One request at a time."""
+    small: bool = False
+    """`nopad` has as many tokens of cache as `simple`."""
+    copies: bool = True
+    """`simple` copies its cache in each decode."""
+
+
+ASSUMPTIONS = {
+    "known": Assumption("lengths are known, and no more is reserved"),
+    "reserve": Assumption("1,024 new tokens are reserved for each (§3.3.3); answers end at their own length", True),
+    "longest": Assumption("1,024 are reserved and computed: no answer ends earlier", True, True),
+    "slow host": Assumption("as reserve, and a forward takes at least 61 ms", True, forward=SLOW),
+    "slow and longest": Assumption("both: 61 ms, and no answer ends earlier", True, True, forward=SLOW),
+    "no copies": Assumption("as reserve, and caches are not copied", True, copies=False),
+    "same memory": Assumption("as reserve, and nopad has no more memory than simple", True, small=True),
+    "alone": Assumption("one request at a time", alone=True),
+}
+SWEPT = ("known", "reserve")
+"""Assumptions under which every rate is run; the others only at full load."""
+
+
+def simulated(dataset: str, design: str, rate: float | None, name: str = "known") -> dict[str, Any]:
+    """One design under one assumption, with arrivals at a rate for `MINUTES`; with `rate` None `MINUTES` of full load.
+
+    Batch, normalized latency and requests a second.
+    """
+    assumed = ASSUMPTIONS[name]
+    tokens = cache_tokens("simple" if assumed.small else design)
+    profile = replace(deploy(MODEL, DEVICE).profile, cache_tokens=tokens)
+    work = requests(dataset, FULL if rate is None else max(20, int(rate * 60 * MINUTES)))
+    if rate is not None:
+        work = workloads.gamma_arrivals(work, rate, seed=0)
+    if assumed.to_longest:
+        work = [replace(talk, turns=(replace(talk.turns[0], output=LONGEST),)) for talk in work]
+    common: dict[str, Any] = {"max_model_len": 2 * LONGEST, "prefix_sharing": False, "steps_in_flight": 1}
+    if assumed.alone:
+        common["max_sequences"] = 1
+    until = 60.0 * MINUTES if rate is None else inf
+    policy: Any = None
+    if design == "simple":
+        if assumed.reserve:
+            policy = lambda shape: SimpleReserving(shape.max_step_tokens)  # noqa: E731
+        config = EngineConfig(executor="padded", scheduler="padded-batches", shrink_threshold=1.0, **common)
+        software = RowSoftware(
+            cat_rate=0.8 * DEVICES[DEVICE].bandwidth if assumed.copies else 0.0, forward_seconds=assumed.forward
+        )
+        outcome = simulate(config, profile, work, software=software, make_policy=policy, until=until)
+    else:
+        if assumed.reserve:
+            policy = lambda shape: NopadReserving(shape.max_step_tokens)  # noqa: E731
+        cost = profile.cost
+        slow = replace(cost, linear_seconds=tuple(max(assumed.forward, seconds) for seconds in cost.linear_seconds))
+        config = EngineConfig(scheduler="orca", **common)
+        outcome = simulate(config, replace(profile, cost=slow), work, make_policy=policy, until=until)
+    about = {"dataset": dataset, "design": design, "rate": rate, "assumed": name}
+    return figures_of(outcome.records, outcome.seconds) | about
+
+
+def figures_of(records: Sequence[Record], seconds: float) -> dict[str, Any]:
+    """Mean batch until the last request starts, mean normalized latency, and tokens and requests a second.
+
+    A request that was stopped in the middle counts like the others.
+    """
+    records = [record for record in records if record.token_times]
+    full = max(record.token_times[0] for record in records)
+    times = [time for record in records for time in record.token_times if time <= full]
+    latency = statistics.fmean(
+        (record.token_times[-1] - record.arrival) / len(record.token_times) for record in records
+    )
+    return {
+        "batch": len(times) / max(1, len(set(times))),
+        "normalized_latency_ms": 1e3 * latency,
+        "requests_per_second": len(records) / seconds,
+        "tokens_per_second": sum(len(record.token_times) for record in records) / seconds,
+    }
+
+
+def broken_at(rows: Sequence[dict[str, Any]]) -> str:
+    """The first rate at which the latency is above `BROKEN`, in words."""
+    broken = next((row["rate"] for row in rows if row["normalized_latency_ms"] > 1e3 * BROKEN), None)
+    return f"{broken:g}/s" if broken else f"above {rows[-1]['rate']:g}/s"
+
+
+def sweep(out: Path, datasets: Sequence[str]) -> None:
+    """Figures 5 to 8: normalized latency at every rate. Written row by row."""
+    rows: list[dict[str, Any]] = []
+    lines = ["Normalized latency, ms a token; 1,024 new tokens are reserved for each request, or what it generates."]
+    for dataset in datasets:
+        rates = RATES[dataset]
+        lines += [
+            "",
+            f"| {dataset} | reserved | " + " | ".join(f"{rate:g}/s" for rate in rates) + " | breaks down at | paper |",
+        ]
+        lines.append("|---|---|" + "---|" * (len(rates) + 2))
+        for at, design in enumerate(("simple", "nopad")):
+            for name in SWEPT:
+                own: list[dict[str, Any]] = []
+                for rate in rates:
+                    own.append(simulated(dataset, design, rate, name))
+                    print(dataset, design, name, rate, round(own[-1]["normalized_latency_ms"]), flush=True)
+                    if own[-1]["normalized_latency_ms"] > 1e3 * BROKEN:
+                        break
+                said = [f"{row['normalized_latency_ms']:,.0f}" for row in own]
+                reserved = "1,024" if ASSUMPTIONS[name].reserve else "what is generated"
+                lines.append(
+                    f"| {design} | {reserved} | " + " | ".join(said + ["–"] * (len(rates) - len(said)))
+                    + f" | {broken_at(own)} | {DATASETS[dataset][3 + at]:g}/s |"
+                )  # fmt: skip
+                rows += own
+                save(out / "fineinfer-sweep-simulated", rows, lines)
+    draw(rows, out / "fineinfer-sweep-simulated.png")
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Figures 5 to 8: normalized latency over the rate."""
+    from holdfast.lab.reports import plots
+
+    shown = []
+    for dataset in {row["dataset"]: None for row in rows}:
+        lines = []
+        for design, name in (("simple", "known"), ("simple", "reserve"), ("nopad", "known"), ("nopad", "reserve")):
+            own = [row for row in rows if (row["dataset"], row["design"], row["assumed"]) == (dataset, design, name)]
+            label = f"{design}{', 1,024 reserved' if ASSUMPTIONS[name].reserve else ''}"
+            lines.append(plots.Line(
+                label, [row["rate"] for row in own], [row["normalized_latency_ms"] for row in own],
+                accent=design == "nopad",
+            ))  # fmt: skip
+        shown.append(plots.Panel(f"{dataset}, ms a token", "over requests a second", lines, log=True))
+    plots.png(lambda palette: plots.panels(shown, len(shown), palette), path)
+
+
+def why(out: Path, datasets: Sequence[str]) -> None:
+    """Requests a second and batches at full load, one assumption changed at a time (F-43, F-45)."""
+    rows: list[dict[str, Any]] = []
+    lines = [
+        "| lengths | assumed | requests/s: simple | nopad | ratio | batch: simple | nopad | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for dataset in datasets:
+        _, _, ratio, *paper = DATASETS[dataset]
+        for name, assumed in ASSUMPTIONS.items():
+            both = [simulated(dataset, design, None, name) for design in ("simple", "nopad")]
+            rows += both
+            rates, batches = ([row[key] for row in both] for key in ("requests_per_second", "batch"))
+            lines.append(
+                f"| {dataset} | {assumed.about} | {rates[0]:.2f} | {rates[1]:.2f} | {rates[1] / rates[0]:.1f} | "
+                f"{batches[0]:.1f} | {batches[1]:.1f} | {batches[1] / batches[0]:.1f} |"
+            )
+            save(out / "fineinfer-why-simulated", rows, lines)
+        lines.append(
+            f"| {dataset} | the paper: breaks down at | {paper[0]:g} | {paper[1]:g} | {paper[1] / paper[0]:.1f} "
+            f"| – | – | {ratio} |"
+        )
+    save(out / "fineinfer-why-simulated", rows, lines)
+
+
+def memory(out: Path) -> None:
+    """F-44, derived."""
+    rows = [
+        {"prompts": prompts, **{design: cache_tokens(design, prompts) for design in ("simple", "nopad")}}
+        for prompts in (1, 2, 4)
+    ]
+    lines = ["| longest prompts at once | tokens of cache: simple | nopad | ratio | paper |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row['prompts']} | {row['simple']:,} | {row['nopad']:,} | {row['nopad'] / row['simple']:.2f} | up to 2.9 |"
+        for row in rows
+    ]
+    save(out / "fineinfer-memory", rows, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="+", choices=("sweep", "why", "memory", "load", "overhead"))
+    parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS))
+    parser.add_argument("--tiny", action="store_true", help="the built-in model, for a CPU")
+    parser.add_argument("--repeats", type=int, default=10, help="repetitions of overhead; the paper: 50")
+    parser.add_argument("--lengths", nargs="+", default=["256,128", "1024,1024"], help="of overhead: prompt,answer")
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="of overhead")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="requests a second of load")
+    parser.add_argument("--seconds", type=float, default=60.0, help="arrivals of each run of load")
+    parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a row on this device")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and the table")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for what in args.what:
+        match what:
+            case "sweep":
+                sweep(args.out, args.datasets)
+            case "why":
+                why(args.out, args.datasets)
+            case "memory":
+                memory(args.out)
+            case "load":
+                from benchmarks.papers.fineinfer_runs import load
+
+                load(
+                    args.out, datasets=args.datasets, rates=args.rates, tiny=args.tiny, seconds=args.seconds,
+                    limit=args.limit,
+                )  # fmt: skip
+            case "overhead":
+                from benchmarks.papers.fineinfer_runs import overhead
+
+                lengths = [(int(prompt), int(output)) for prompt, output in (each.split(",") for each in args.lengths)]
+                overhead(
+                    args.out, lengths=lengths, layers=args.layers, tiny=args.tiny, repeats=args.repeats,
+                    limit=args.limit,
+                )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,735 @@
+"""Pensieve's evaluation by simulation: Holdfast's own scheduler and memory on virtual clocks. No model runs.
+
+Run: python -m benchmarks.papers.pensieve rates [--figures 10 11 13 14 15] [--seconds 600] [--vary NAME ...]
+                                          [--processes 1]
+     python -m benchmarks.papers.pensieve fig10 | fig14 | fig15 [--opt] [--rates 1 2 4 8] [--seeds 1] ...
+     python -m benchmarks.papers.pensieve fig10 --measured FILE ...      # plots the JSON of multiturn.py or of `fitted`
+     python -m benchmarks.papers.pensieve fitted --rates 24 28 [--modes tiers] [--set NAME=VALUE] [--json FILE]
+
+`rates` searches the throughput of stateful and stateless systems on derived A100s. Conversations have the lengths of
+ShareGPT and UltraChat (§6.1, Table 2), arrive by a Poisson process, and have exponential think times. A GPU has 40 GB
+of KV cache and 200 GB of host memory; contexts end at 16,384 tokens. A run begins in the steady state: conversations
+that began before it have turns left, and their history is new to the cache. It lasts `--seconds`, or three think times
+if that is longer; its second half counts. The rate rises by steps of 1.4 until the mean normalized latency is twice
+LIMIT, then is bisected around LIMIT. A system's throughput is the rate of requests that came (slow answers delay later
+turns) where the line between two runs crosses LIMIT. The paper reads its gains off curves and does not say at which
+latency, so LIMITS has three. The JSON file keeps what is done; an interrupted run continues from it.
+
+`fig10`, `fig14` and `fig15` use a constant model of step times: by default linear layers and attention of an 8B model
+on one H200, with `--opt` OPT-13B on one A100 (§6.1, §6.6). They compare eviction orders and count recomputed tokens.
+Copies between tiers take no time.
+
+`fitted` plays the conversations of multiturn.py on a clock fitted to recorded steps of a Llama-3-8B shape on one H200
+(docs/notes/2026-11-21-conversations.md), with 16 GB of cache on the device and 32 GB on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from benchmarks.lib import papers
+from benchmarks.lib.invocation import add_engine_options
+from holdfast.core.config import EngineConfig
+from holdfast.core.cost import Burst
+from holdfast.core.types import Request, SamplingParams
+from holdfast.lab import workloads
+from holdfast.lab.metrics import summary
+from holdfast.lab.simulator.executor import Reserve, SimulatedExecutor, VirtualClock
+from holdfast.lab.simulator.run import simulate
+from holdfast.lab.workloads import Workload
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.memory.retention import EVICTIONS, RetentionRule, cost_by_position
+from holdfast.lm.scheduler.builder import StepBuilder
+from holdfast.lm.scheduler.order import make_order
+from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import StepPlan, StepResult
+from holdfast.loop.loop import Loop
+
+# ---- rates: throughput on derived devices -------------------------------------------------------------------------
+
+LIMIT = 100.0
+LIMITS = (50.0, LIMIT, 200.0)
+"""Mean normalized latency, ms a token."""
+STEP, BISECTIONS = 1.4, 2
+LONGEST = 16_384
+CACHE, HOST = 40e9, 200.0
+"""Bytes of KV cache and GB of host memory, for each GPU."""
+DATASETS = {"ShareGPT": workloads.SHAREGPT, "UltraChat": workloads.ULTRACHAT}
+LOWEST = {"opt-13b": 1.8, "llama-2-13b-gqa": 3.5, "opt-66b": 1.8, "llama-2-70b": 2.5}
+"""Requests a second of the first run."""
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "vLLM": {"scheduler": "prefill-first", "prefix_sharing": False, "token_budget": LONGEST},
+    "Pensieve": {"scheduler": "unified", "host": True},
+    "Pensieve (GPU cache)": {"scheduler": "unified"},
+    "separate phases": {"scheduler": "prefill-first", "host": True},
+    "LRU of chunks": {"scheduler": "unified", "host": True, "eviction": "lru"},
+    "LRU of conversations": {"scheduler": "unified", "host": True, "eviction": "lru-conversation"},
+    "Holdfast": {"scheduler": "stall-free", "host": True},
+}
+BOTH = ("vLLM", "Pensieve")
+VARIATIONS = papers.VARIATIONS | {
+    "nvlink": "NVLink between all four GPUs, not PCIe between pairs",
+    "memory": "50 GB of host memory a GPU, a quarter",
+}
+
+
+class Task(NamedTuple):
+    """A curve."""
+
+    model: str
+    gpus: int
+    dataset: str
+    system: str
+    think: float
+
+
+FIGURES: dict[int, list[Task]] = {
+    10: [
+        Task(model, 1, dataset, system, 60.0)
+        for dataset, systems in (("ShareGPT", (*BOTH, "Pensieve (GPU cache)", "Holdfast")), ("UltraChat", BOTH))
+        for model in ("opt-13b", "llama-2-13b-gqa")
+        for system in systems
+    ],
+    11: [
+        Task(model, 4, "ShareGPT", system, 60.0)
+        for model in ("opt-66b", "llama-2-70b")
+        for system in (*BOTH, "Pensieve (GPU cache)")
+    ],
+    13: [Task("llama-2-13b-gqa", 1, "ShareGPT", system, 60.0) for system in ("separate phases", "Pensieve")],
+    14: [
+        Task("opt-13b", 1, "ShareGPT", system, 60.0) for system in ("LRU of conversations", "LRU of chunks", "Pensieve")
+    ],
+    15: [
+        Task("llama-2-13b-gqa", 1, "ShareGPT", system, think)
+        for system, thinks in (("Pensieve", (60.0, 120.0, 300.0, 600.0)), ("vLLM", (60.0, 600.0)))
+        for think in thinks
+    ],
+}
+PAPER = {  # gain of Pensieve over vLLM, as the text states it
+    (10, "opt-13b", "ShareGPT"): 1.33,
+    (10, "llama-2-13b-gqa", "ShareGPT"): 1.57,
+    (10, "opt-13b", "UltraChat"): 1.17,
+    (10, "llama-2-13b-gqa", "UltraChat"): 1.58,
+    (11, "opt-66b", "ShareGPT"): 1.5,
+    (11, "llama-2-70b", "ShareGPT"): 1.6,
+}
+
+
+def steady(dataset: str, think: float, rate: float, seconds: float, token_seconds: float = 0.03) -> Workload:
+    """Conversations whose requests come at `rate` a second from the start, for `seconds`.
+
+    The process begins long before; what would have been asked before the start (an answer taken to last `token_seconds`
+    for each token) is the history of those that go on, and becomes part of the first prompt that is asked.
+    """
+    talks = DATASETS[dataset]
+    before = 20 * think
+    count = max(8, round((before + seconds) * rate / talks.turns))
+    drawn = workloads.fit_context(workloads.multi_turn(count, think, seed=0, means=talks), LONGEST)
+    under_way = []
+    for talk in workloads.gamma_arrivals(drawn, rate / talks.turns, seed=0):
+        at, history, turns = talk.arrival - before, 0, []
+        begins = at
+        for turn in talk.turns:
+            at += turn.think
+            if 0 <= at < seconds:
+                if not turns:
+                    begins = at
+                turns.append(replace(turn, prompt=history + turn.prompt))
+                history = 0
+            elif at < 0:
+                history += turn.prompt + turn.output
+            at += token_seconds * turn.output
+        if turns:
+            under_way.append(workloads.Conversation(begins, tuple(turns)))
+    return sorted(under_way, key=lambda talk: talk.arrival)
+
+
+def served(task: Task, rate: float, seconds: float, vary: Sequence[str] = ()) -> dict[str, Any]:
+    """The figures of one simulated run."""
+    options = dict(SYSTEMS[task.system])
+    link = "pcie4" if task.gpus > 2 and "nvlink" not in vary else None
+    profile = papers.deployed(task.model, vary, device="a100-80gb", tp=task.gpus, link=link).profile
+    profile = replace(profile, cache_tokens=int(CACHE * task.gpus / profile.token_bytes))
+    host = HOST * task.gpus / (4 if "memory" in vary else 1) if options.pop("host", False) else 0.0
+    config = EngineConfig(**{"max_model_len": LONGEST, "max_sequences": 256, "host_cache_gb": host, **options})
+    seconds = max(seconds, 3 * task.think)
+    outcome = simulate(config, profile, steady(task.dataset, task.think, rate, seconds))
+    counted = [record for record in outcome.records if seconds / 2 <= record.arrival < seconds]
+    found, stats = summary(counted), outcome.stats
+    asked = sum(record.prompt_tokens for record in counted)
+    return {name: found[name] for name in SHOWN} | {
+        "asked_rate": len(counted) / (seconds / 2),
+        "cached_share": found["cached_tokens"] / asked,
+        "uncached_tokens": asked - found["cached_tokens"],
+        "hit_share_whole_run": stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0,
+        "host_hit_share_whole_run": stats.prefix_hits_on_host / stats.prefix_queries if stats.prefix_queries else 0.0,
+        "preemptions": stats.preemptions,
+    }
+
+
+LATENCY = "mean_normalized_latency_ms"
+SHOWN = ("completed", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "median_itl_ms")
+
+
+def curve(job: tuple[Task, float, Sequence[float], Sequence[str]]) -> tuple[Task, list[dict[str, Any]]]:
+    """Runs at these rates; where there are none at rising ones, up to far beyond the limit, and at some between."""
+    task, seconds, rates, vary = job
+    runs: dict[float, dict[str, Any]] = {}
+
+    def latency(rate: float) -> float:
+        began = time.process_time()
+        run = served(task, rate, seconds, vary)
+        runs[rate] = {"rate": rate, "seconds": seconds, **run, "cpu_seconds": round(time.process_time() - began, 1)}
+        told = " ".join(f"{run[name]:.3g}" for name in ("asked_rate", LATENCY, "cached_share"))
+        print(f"  {' '.join(map(str, task))}: {rate:.3g}/s {told}", file=sys.stderr, flush=True)
+        return float(run[LATENCY])
+
+    for rate in rates:
+        latency(rate)
+    if rates:
+        return task, [runs[rate] for rate in sorted(runs)]
+    rate = LOWEST[task.model]
+    while latency(rate) <= 2 * LIMIT:
+        rate *= STEP
+    low = max((rate for rate, run in runs.items() if run[LATENCY] <= LIMIT), default=LOWEST[task.model] / STEP)
+    high = min(rate for rate, run in runs.items() if run[LATENCY] > LIMIT)
+    for _ in range(BISECTIONS):
+        middle = (low * high) ** 0.5
+        if latency(middle) <= LIMIT:
+            low = middle
+        else:
+            high = middle
+    return task, [runs[rate] for rate in sorted(runs)]
+
+
+def throughput(runs: Sequence[dict[str, Any]], limit: float) -> float:
+    """Requests a second at which the latency crosses the limit; 0 where the first run is beyond it."""
+    for before, after in pairwise(runs):
+        low, high = before[LATENCY], after[LATENCY]
+        if low <= limit < high:
+            share = (limit - low) / (high - low)
+            return float(before["asked_rate"] + (after["asked_rate"] - before["asked_rate"]) * share)
+    return 0.0
+
+
+Found = dict[Task, list[dict[str, Any]]]
+
+
+def show(figures: Sequence[int], found: Found) -> list[str]:
+    """A line for each curve of each figure; gains are over the figure's first system of the same model and data."""
+    limits = " | ".join(f"{limit:g} ms" for limit in LIMITS)
+    lines = [
+        f"| figure | model | data set | think, s | system | requests/s at {LIMIT:g} ms | gain at {limits} | paper |",
+        "|---|---|---|---|---|---|" + "---|" * (len(LIMITS) + 1),
+    ]
+    for figure in figures:
+        for task in FIGURES[figure]:
+            if task not in found:
+                continue
+            first = next(of for of in FIGURES[figure] if (of.model, of.dataset) == (task.model, task.dataset))
+            if figure == 15:  # every think time beside vLLM at the longest
+                first = task._replace(system="vLLM", think=600.0)
+            gains = [
+                f"{throughput(found[task], limit) / under:.2f}" if under else "-"
+                for limit in LIMITS
+                for under in [throughput(found.get(first, ()), limit)]
+            ]
+            stated = PAPER.get((figure, task.model, task.dataset), "") if task.system == "Pensieve" else ""
+            reached = f"{throughput(found[task], LIMIT):.2f}"
+            cells = [figure, task.model, task.dataset, f"{task.think:g}", task.system, reached, *gains, stated]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def show_rates(figures: Sequence[int], found: Found) -> list[str]:
+    """A line for each run."""
+    lines = [
+        "| model | data set | think, s | system | requests/s | ms a token, mean | p90 | TTFT p50 | from the cache |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for task in dict.fromkeys(task for figure in figures for task in FIGURES[figure] if task in found):
+        for run in found[task]:
+            names = ("asked_rate", LATENCY, "p90_normalized_latency_ms", "median_ttft_ms", "cached_share")
+            cells = [f"{run[name]:.3g}" for name in names]
+            lines.append(f"| {task.model} | {task.dataset} | {task.think:g} | {task.system} | {' | '.join(cells)} |")
+    return lines
+
+
+def plot(figures: Sequence[int], found: Found, path: Path) -> None:
+    """Normalized latency over the rate, a panel for each figure, model and data set."""
+    import matplotlib.pyplot as plt
+
+    keys = ((figure, task.model, task.dataset) for figure in figures for task in FIGURES[figure] if task in found)
+    panels = list(dict.fromkeys(keys))
+    columns = min(4, len(panels))
+    lines = -(-len(panels) // columns)
+    size = (3.8 * columns, 3.3 * lines)
+    drawing, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for place, axis in enumerate(axes.flat):
+        axis.set_visible(place < len(panels))
+    for axis, (figure, model, dataset) in zip(axes.flat, panels, strict=False):
+        for task in FIGURES[figure]:
+            if (task.model, task.dataset) == (model, dataset) and task in found:
+                label = task.system if figure != 15 else f"{task.system}, {task.think:g} s"
+                rates, latencies = ([run[name] for run in found[task]] for name in ("asked_rate", LATENCY))
+                style = "--" if task.system == "vLLM" else "-"
+                axis.plot(rates, latencies, style, marker="o", markersize=3, label=label)
+        axis.axhline(LIMIT, color="#999999", linewidth=0.8, linestyle=":")
+        axis.set_ylim(0, 2.2 * LIMIT)
+        axis.set_title(f"Figure {figure}: {model}, {dataset}", fontsize=9)
+        axis.set_xlabel("requests/s")
+        axis.legend(frameon=False, fontsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    for line in axes:
+        line[0].set_ylabel("normalized latency, ms a token")
+    drawing.savefig(path, dpi=110)
+    plt.close(drawing)
+
+
+def search_rates(args: argparse.Namespace) -> None:
+    """Run the curves that are missing, and write all of these figures."""
+    which = "-".join(f"fig{figure}" for figure in args.figures)
+    stem = args.out / "-".join(["pensieve-simulated", which, *args.vary, *(["rates"] if args.rates else [])])
+    kept = stem.with_suffix(".json")
+    found: Found = {}
+    if kept.exists():
+        found = {Task(**row["task"]): row["runs"] for row in json.loads(kept.read_text())["rows"]}
+    wanted = dict.fromkeys(task for figure in args.figures for task in FIGURES[figure] if task not in found)
+    jobs = [task for task in wanted if task.model in args.models and task.system in args.systems]
+    with get_context("spawn").Pool(args.processes) as pool:
+        for task, runs in pool.imap_unordered(curve, [(task, args.seconds, args.rates, args.vary) for task in jobs]):
+            found[task] = runs
+            kept.write_text(json.dumps(papers.origin(args.out) | {"rows": rows_of(found)}, indent=1) + "\n")
+    papers.save(stem, rows_of(found), (show_rates if args.rates else show)(args.figures, found))
+    plot(args.figures, found, stem.with_suffix(".png"))
+
+
+def rows_of(found: Found) -> list[dict[str, Any]]:
+    """The curves as JSON takes them."""
+    return [{"task": task._asdict(), "runs": runs} for task, runs in found.items()]
+
+
+# ---- fig10, fig14, fig15: eviction orders on a constant model of step times ----------------------------------------
+
+BASE, TOKEN, PAIR = 5e-3, 28e-6, 1.7e-9
+"""Seconds of a step, of each of its tokens, and of each pair of a query and a position that it attends to."""
+CHUNK, BLOCK = 32, 16
+
+OPT = dict(
+    # 13e9 weights of 2 bytes over 1.5 TB/s, 2 operations each at 156 TFLOP/s; in attention 4 operations by 5,120
+    # dimensions by 40 layers; 819,200 bytes of keys and values a position, of which 40 GB and 200 GB hold so many.
+    base=17.3e-3, token=0.167e-3, pair=5.3e-9, decode=0.55e-6, device=48_828, host=244_140, think=60.0, sharegpt=True,
+)  # fmt: skip
+
+
+@dataclass
+class Conversation:
+    """A user's turns, drawn before the run, and the tokens so far."""
+
+    number: int
+    turns: list[tuple[int, int, float]]
+    tokens: list[int] = field(default_factory=list)
+    asked_at: float = 0.0
+
+
+def drawn_conversations(options: argparse.Namespace) -> Iterator[tuple[float, Conversation]]:
+    """Arrivals; turns of (new tokens, answered tokens, seconds of thought after them)."""
+    if options.sharegpt:
+        yield from sharegpt(options)
+        return
+    draw, now = random.Random(options.seed), 0.0
+    for number in range(options.conversations):
+        now += draw.expovariate(options.rate)
+        document = int(draw.lognormvariate(math.log(options.document), 0.7)) if options.document else 0
+        count = min(40, 1 + int(draw.expovariate(1 / options.turns)))
+        turns = [
+            (
+                max(4, int(draw.lognormvariate(3.8, 1.0))) + (0 if turn else min(document, 12_000)),
+                max(4, int(draw.gammavariate(2.0, options.answer / 2))),
+                draw.expovariate(1 / options.think),
+            )
+            for turn in range(count)
+        ]
+        yield now, Conversation(number, turns)
+
+
+def sharegpt(options: argparse.Namespace) -> Iterator[tuple[float, Conversation]]:
+    """Conversations with the means of ShareGPT (Pensieve, Table 2) and the spread of `multiturn.py`'s."""
+    draw, now = random.Random(options.seed), 0.0
+
+    def length(mean: float, sigma: float, most: int) -> int:
+        return max(4, min(most, round(draw.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))
+
+    for number in range(options.conversations):
+        now += draw.expovariate(options.rate)
+        count = min(40, 1 + int(math.log(1 - draw.random()) / math.log(1 - 1 / 5.56)))
+        turns = [
+            (length(37.77, 1.0, 2048), length(204.58, 0.8, 1024), draw.expovariate(1 / options.think))
+            for _ in range(count)
+        ]
+        yield now, Conversation(number, turns)
+
+
+def step_seconds(plan: StepPlan, options: argparse.Namespace) -> float:
+    """Seconds of a step."""
+    pairs = sum((segment.stop - segment.start) * (segment.start + segment.stop) / 2 for segment in plan.segments)
+    decoded = sum(segment.stop for segment in plan.segments if segment.stop - segment.start == 1)
+    tokens = plan.num_tokens
+    # Few tokens take as long as the weights take to be read, many as long as their operations.
+    linear = max(options.base, options.token * tokens) if options.decode else options.base + options.token * tokens
+    return float(linear + options.pair * pairs + options.decode * decoded)
+
+
+def play(options: argparse.Namespace, eviction: str, device: int, host: int, stateful: bool) -> dict[str, Any]:
+    """The figures of all conversations under one eviction order."""
+    token, pair = options.token, options.pair
+    rule = RetentionRule(EVICTIONS[eviction], lambda at: CHUNK * (token + pair * at), CHUNK // BLOCK, BLOCK)
+    scheduler = Scheduler(
+        StallFree(2048),
+        BlockPool(device // BLOCK, BLOCK, rule=rule, host_blocks=host // BLOCK),
+        max_sequences=256,
+        max_model_len=device,
+        sharing=stateful,
+    )
+    events: list[tuple[float, int, Conversation]] = []
+    order = itertools.count()
+    for at, conversation in drawn_conversations(options):
+        heapq.heappush(events, (at, next(order), conversation))
+    alive: dict[str, Conversation] = {}
+    now, needed, generated, requests, again_seconds, latencies = 0.0, 0, 0, 0, 0.0, []
+    fresh: dict[str, int] = {}
+    while events or scheduler.has_work():
+        while events and events[0][0] <= now:
+            at, _, conversation = heapq.heappop(events)
+            said, answered, _ = conversation.turns[0]
+            base = (conversation.number + 1) << 16
+            conversation.tokens += range(base + len(conversation.tokens), base + len(conversation.tokens) + said)
+            conversation.asked_at = at
+            alive[str(conversation.number)] = conversation
+            sampling = SamplingParams(max_tokens=answered, ignore_eos=True)
+            request = Request(str(conversation.number), tuple(conversation.tokens), sampling, arrival=at)
+            scheduler.add(request)
+            needed += said + answered - 1
+            fresh[request.id] = len(request.prompt) - said
+        plan = scheduler.schedule(now)
+        if plan is None:
+            now = max(now, events[0][0])
+            continue
+        now += step_seconds(plan, options)
+        for segment in plan.segments:
+            old = min(segment.stop, fresh[segment.sequence_id])  # an earlier turn computed up to here
+            if segment.start < old:
+                again_seconds += (old - segment.start) * (token + pair * (segment.start + old) / 2)
+        result = StepResult(plan.step, (1,) * plan.num_sampled, 0.0, plan.step, plan.step)
+        for output in scheduler.update(plan, result, now):
+            conversation = alive[output.request_id]
+            conversation.tokens += output.tokens
+            generated += 1
+            if output.finish_reason is not None:
+                _, answered, thought = conversation.turns.pop(0)
+                latencies.append((now - conversation.asked_at) / answered * 1e3)
+                requests += 1
+                del alive[output.request_id]
+                if conversation.turns and len(conversation.tokens) < min(device // 4, 14_000):
+                    heapq.heappush(events, (now + thought, next(order), conversation))
+    stats = scheduler.stats()
+    on_device = stats.prefix_hits - stats.prefix_hits_on_host
+    return dict(
+        again=stats.tokens_computed - needed,
+        again_seconds=round(again_seconds, 2),
+        hits=round(stats.prefix_hits / stats.prefix_queries, 4),
+        host_hits=round(stats.prefix_hits_on_host / max(1, stats.prefix_queries - on_device), 4),
+        norm_latency_ms_p50=round(statistics.median(latencies), 2),
+        norm_latency_ms_mean=round(statistics.mean(latencies), 2),
+        norm_latency_ms_p90=round(statistics.quantiles(latencies, n=10)[8], 2),
+        req_s=round(requests / now, 3),
+        tokens_s=round(generated / now, 1),
+        preempted=stats.preemptions,
+        blocks_swapped_in=stats.blocks_swapped_in,
+        mean_prompt=round(stats.prefix_queries / max(1, requests)),
+    )
+
+
+KEPT = {
+    "stateless": ("lru", False, False),
+    "device cache": ("retention", False, True),
+    "both tiers": ("retention", True, True),
+}
+"""By system: eviction order, whether there is a host tier, whether anything is kept between turns."""
+COLOURS = {"stateless": "#8a8a8a", "device cache": "#c26a2d", "both tiers": "#3b6ea5", "retention": "#3b6ea5"}
+COLOURS |= {"lru": "#c26a2d", "lru-conversation": "#8a8a8a", "tail-first": "#6a9a4f"}
+NAMES = {"stateless": "stateless", "device": "device cache", "tiers": "both tiers"}
+
+
+def modelled(options: argparse.Namespace, system: str, **changed: Any) -> dict[str, Any]:
+    """One run of a system."""
+    eviction, host, stateful = KEPT[system]
+    options = argparse.Namespace(**vars(options) | changed)
+    return play(options, eviction, options.device, options.host if host else 0, stateful)
+
+
+def fig10(options: argparse.Namespace) -> dict[str, Any]:
+    """Throughput against normalized latency."""
+    if options.measured:
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for path in options.measured:
+            for row in json.loads(path.read_text())["results"]:
+                rows.setdefault(NAMES[row["mode"]], []).append(row)
+        return {name: sorted(points, key=lambda point: float(point["req_s"])) for name, points in rows.items()}
+    return {system: [dict(rate=r, **modelled(options, system, rate=r)) for r in options.rates] for system in KEPT}
+
+
+def fig14(options: argparse.Namespace) -> dict[str, Any]:
+    """Retention value against other orders: recomputed tokens and hits."""
+    rows: dict[str, Any] = {}
+    for rate in options.rates:
+        for eviction in ("retention", "lru", "lru-conversation", "tail-first"):
+            runs = [
+                play(changed, eviction, options.device, options.host, True)
+                for seed in range(options.seed, options.seed + options.seeds)
+                for changed in [argparse.Namespace(**vars(options) | dict(rate=rate, seed=seed))]
+            ]
+            mean = {name: round(sum(run[name] for run in runs) / len(runs), 4) for name in runs[0]}
+            rows.setdefault(eviction, []).append(dict(rate=rate, **mean, runs=runs))
+            print(eviction, rate, json.dumps(mean), flush=True)
+    return rows
+
+
+def fig15(options: argparse.Namespace) -> dict[str, Any]:
+    """All systems at one rate, by mean think time."""
+    return {
+        system: [dict(think=think, **modelled(options, system, think=think)) for think in options.thinks]
+        for system in KEPT
+    }
+
+
+def draw(which: str, rows: dict[str, Any], axes: list[Any]) -> None:
+    """The figure's panels."""
+    x, left, right, scale = {
+        "fig10": ("req_s", "norm_latency_ms_mean", "norm_latency_ms_p90", 1.0),
+        "fig14": ("rate", "again_seconds", "hits", 100.0),
+        "fig15": ("think", "norm_latency_ms_mean", "again", 1e-6),
+    }[which]
+    for name, points in rows.items():
+        style: dict[str, Any] = dict(marker="o", label=name, color=COLOURS[name])
+        axes[0].plot([point[x] for point in points], [point[left] for point in points], **style)
+        axes[1].plot([point[x] for point in points], [scale * point[right] for point in points], **style)
+    labels = {
+        "fig10": ("requests a second", "normalized latency, mean, ms a token", "normalized latency, p90, ms a token"),
+        "fig14": ("new conversations a second", "device seconds of tokens computed again", "prompt tokens found, %"),
+        "fig15": ("mean think time, s", "normalized latency, mean, ms a token", "million tokens computed again"),
+    }[which]
+    for panel, label in zip(axes, labels[1:], strict=True):
+        panel.set_xlabel(labels[0])
+        panel.set_ylabel(label)
+        panel.set_ylim(0, 1.1 * panel.get_ylim()[1])
+        panel.legend()
+
+
+def model_figure(options: argparse.Namespace) -> None:
+    """Run or read a figure, and write its numbers and plot."""
+    from matplotlib import pyplot
+
+    which = options.what
+    rows = dict(fig10=fig10, fig14=fig14, fig15=fig15)[which](options)
+    read = [json.loads(path.read_text())["about"] for path in options.measured]
+    how = "measured" if read and not any(about.get("modelled") for about in read) else "modelled"
+    stem = "-".join(filter(None, (f"pensieve-{which}-{how}", options.name)))
+    names = [path.name for path in options.measured]
+    about = {name: value for name, value in vars(options).items() if name != "run"} | dict(out="", measured=names)
+    (options.out / f"{stem}.json").write_text(json.dumps(dict(about=about, rows=rows), indent=1))
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    draw(which, rows, list(axes))
+    title = f"{which}, {how}: {', '.join(names)}"
+    if not names:
+        title = (
+            f"{which}, modelled: {options.conversations} conversations, {options.device:,} tokens on the device, "
+            f"{options.host:,} on the host, first prompts of {options.document:g} tokens more"
+        )
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(options.out / f"{stem}.png", dpi=120)
+    for name, points in rows.items():
+        for point in points:
+            print(name, json.dumps(point))
+
+
+# ---- fitted: the conversations of multiturn.py on a clock fitted to recorded steps ---------------------------------
+
+BLOCKS, HOST_BLOCKS, BLOCK_BYTES = 7629, 15258, 1 << 21
+VOCABULARY, FITTED_LONGEST = 128_256, 8192
+MIXED = {
+    64: 5.33, 128: 6.35, 192: 7.85, 256: 8.6, 384: 11.4, 512: 13.5, 640: 16.2, 768: 18.5, 896: 20.5, 1024: 23,
+    1152: 26.5, 1280: 29, 1408: 32, 1536: 35, 1664: 37, 1792: 40, 1920: 42, 2048: 43.5,
+}  # fmt: skip
+"""Milliseconds of a step with a prompt, without attention, by its padded tokens. The record has few above 512 tokens;
+those follow from the measured products."""
+
+
+class H200:
+    """Recorded step times, in place of `holdfast.lab.simulator.executor.StepTimes`."""
+
+    copy_seconds = BLOCK_BYTES / 35e9
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self, even_attention: bool) -> None:
+        self._mixed_context = 0.0249 if even_attention else 0.039
+
+    def reserves(self) -> list[Reserve]:
+        """No burst: the recorded steps include it."""
+        return [Reserve(Burst())]
+
+    def hop(self, plan: StepPlan) -> float:
+        """There is one stage."""
+        return 0.0
+
+    def stages(self, plan: StepPlan) -> list[float]:
+        """Seconds of a step."""
+        spans = [(segment.start, segment.stop) for segment in plan.segments]
+        if not spans:
+            return [1e-4]
+        tokens = sum(stop - start for start, stop in spans)
+        context = sum(stop for start, stop in spans if stop - start == 1) / 1e3
+        if tokens == len(spans):
+            ms = 4.0856 + 0.015864 * (-(-tokens // 8) * 8) + 0.0249 * context
+        else:
+            pairs = sum((stop - start) * (start + stop) / 2e3 for start, stop in spans if stop - start > 1)
+            size = next(size for size in MIXED if tokens <= size)
+            ms = MIXED[size] + self._mixed_context * context + 0.0085 * min(pairs, 60) + 0.0018 * max(0, pairs - 60)
+        return [(ms + 0.33 * bool(plan.swap_in)) / 1e3]
+
+
+class Gathering(StallFree):
+    """Stall-free batching in which prompts join only every `every`-th step while 64 or more sequences run."""
+
+    def __init__(self, token_budget: int, every: int) -> None:
+        super().__init__(token_budget)
+        self._every = every
+
+    def plan(self, step: StepBuilder) -> None:
+        step.budget = self.token_budget
+        step.displace()
+        step.decode()
+        if len(step.running) < 64 or step.number % self._every == 0:
+            step.prefill()
+            step.admit()
+
+
+def fitted(args: argparse.Namespace) -> None:
+    """Play the conversations at each mode and rate."""
+    from benchmarks.engine.multiturn import MODES, converse, workload
+
+    results: list[dict[str, Any]] = []
+    for mode in args.modes:
+        config = EngineConfig(max_sequences=512, max_waiting=100_000, **(MODES[mode] | dict(args.set)))
+        for rate in args.rates:
+            clock = VirtualClock()
+            executor = SimulatedExecutor(H200(args.even_attention), clock)  # type: ignore[arg-type]
+            rule = RetentionRule.of(config, partial(cost_by_position, balance=24_000))
+            host_blocks = HOST_BLOCKS if mode == "tiers" else 0
+            pool = BlockPool(BLOCKS, 16, rule=rule, host_blocks=host_blocks, low_water=config.swap_threshold)
+            scheduler = Scheduler(
+                Gathering(config.fixed_token_budget or 2048, args.join_every), pool, max_sequences=512,
+                max_model_len=FITTED_LONGEST, vocab_size=VOCABULARY, headroom=config.headroom,
+                sharing=config.prefix_sharing, order=make_order(config),
+            )  # fmt: skip
+            row = converse(
+                Loop(scheduler, executor, 2, clock),
+                list(workload(rate, args.seconds, args.think, args.seed)),
+                warm=args.warm, until=args.until, clock=clock,
+                sleep=lambda seconds, clock=clock: clock.advance_to(clock.now + max(1e-6, seconds)),
+                info=SimpleNamespace(vocab_size=VOCABULARY, max_model_len=FITTED_LONGEST),  # type: ignore[arg-type]
+            )  # fmt: skip
+            results.append(dict(mode=mode, rate=rate) | row)
+            print("MODELLED " + json.dumps(results[-1]), flush=True)
+            if args.json:
+                about = dict(modelled=True, command=papers.origin(args.json)["command"])
+                args.json.write_text(json.dumps(dict(about=about, results=results), indent=1))
+
+
+class Preset(argparse.Action):
+    """Sets the options of OPT; options after it override them."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, *_: Any, **__: Any) -> None:
+        vars(namespace).update(OPT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="what", required=True)
+
+    rates = commands.add_parser("rates", help="Figures 10, 11, 13, 14, 15 on derived devices")
+    rates.set_defaults(run=search_rates)
+    rates.add_argument("--figures", nargs="+", type=int, default=list(FIGURES), choices=FIGURES)
+    rates.add_argument("--seconds", type=float, default=600.0)
+    rates.add_argument("--rates", nargs="+", type=float, default=[], help="only these, into a file of their own")
+    rates.add_argument("--vary", nargs="+", default=[], choices=VARIATIONS, help="what differs from our set-up")
+    rates.add_argument("--models", nargs="+", default=list(LOWEST), choices=LOWEST)
+    rates.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
+    rates.add_argument("--processes", type=int, default=1)
+    rates.add_argument("--out", type=Path, default=papers.RESULTS, help="folder for the JSON, the table and the plot")
+
+    for which in ("fig10", "fig14", "fig15"):
+        figure = commands.add_parser(which, help="eviction orders on a constant model of step times")
+        figure.set_defaults(run=model_figure)
+        figure.add_argument("--opt", action=Preset, nargs=0, help="OPT-13B on an A100; options after it override it")
+        figure.add_argument("--conversations", type=int, default=150)
+        figure.add_argument("--rate", type=float, default=4.0, help="new conversations a second, of fig15")
+        figure.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0], help="of fig10 and fig14")
+        figure.add_argument("--turns", type=float, default=8.0, help="mean turns of a conversation")
+        figure.add_argument("--answer", type=float, default=120.0, help="mean tokens of an answer")
+        figure.add_argument("--think", type=float, default=30.0, help="mean seconds between turns")
+        figure.add_argument("--thinks", type=float, nargs="+", default=[60.0, 120.0, 300.0, 600.0], help="of fig15")
+        figure.add_argument("--device", type=int, default=32_000, help="tokens that the device holds")
+        figure.add_argument("--host", type=int, default=48_000, help="tokens that the host tier holds")
+        figure.add_argument("--document", type=float, default=0.0, help="median extra tokens of a first prompt")
+        figure.add_argument("--sharegpt", action="store_true", help="ShareGPT's lengths, whatever other options say")
+        figure.add_argument("--seed", type=int, default=0)
+        figure.add_argument("--seeds", type=int, default=1, help="runs of fig14 to average, each with its own seed")
+        figure.add_argument("--base", type=float, default=BASE, help="seconds of a step")
+        figure.add_argument("--token", type=float, default=TOKEN, help="seconds of each token")
+        figure.add_argument("--pair", type=float, default=PAIR, help="seconds of each position a token attends to")
+        figure.add_argument("--decode", type=float, default=0.0, help="more seconds of each position of a decode")
+        figure.add_argument("--measured", type=Path, nargs="+", default=[], help="JSON of multiturn.py or `fitted`")
+        figure.add_argument("--out", type=Path, default=papers.RESULTS)
+        figure.add_argument("--name", default="", help="goes into the names of the files")
+
+    modelled = commands.add_parser("fitted", help="conversations on a clock fitted to recorded H200 steps")
+    modelled.set_defaults(run=fitted)
+    modelled.add_argument("--rates", type=float, nargs="+", required=True, help="new conversations a second")
+    modelled.add_argument("--modes", nargs="+", choices=("stateless", "device", "tiers"), default=["tiers"])
+    modelled.add_argument("--seconds", type=float, default=90.0, help="conversations arrive for so long")
+    modelled.add_argument("--think", type=float, default=5.0)
+    modelled.add_argument("--seed", type=int, default=0)
+    modelled.add_argument("--warm", type=float, default=10.0)
+    modelled.add_argument("--until", type=float, default=45.0)
+    modelled.add_argument(
+        "--join-every", type=int, default=1, help="prompts join every so many steps beside 64 decodes"
+    )
+    modelled.add_argument("--even-attention", action="store_true", help="mixed steps attend as fast as decode steps")
+    add_engine_options(modelled)
+    modelled.add_argument("--json", type=Path, help="for `fig10 --measured`")
+
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -80,7 +80,7 @@ def announce(
         "memory": f"weights {memory.weights / GB:.2f} GB, one step {memory.activations / GB:.2f} GB",
         "cache": tier(info, info.num_blocks),
         "host tier": tier(info, info.num_host_blocks) if info.num_host_blocks else no_host_tier(engine),
-        **lower_tiers(engine),
+        **lower_tiers(engine, info),
         **({"adapters": adapters(engine, info)} if info.adapter_slots else {}),
         **({"tuning": "takes jobs (POST /v1/fine_tuning/jobs)"} if engine.tuning else {}),
         "retention": retention(engine, info),
@@ -172,13 +172,14 @@ def adapters(engine: EngineConfig, info: EngineInfo) -> str:
     )
 
 
-def lower_tiers(engine: EngineConfig) -> dict[str, str]:
+def lower_tiers(engine: EngineConfig, info: EngineInfo) -> dict[str, str]:
     """The tiers behind the host tier, by their names."""
     rows = {}
     if engine.disk_cache_dir is not None:
         rows["disk tier"] = f"{engine.disk_cache_gb:g} GB in {engine.disk_cache_dir}"
     if engine.remote_cache is not None:
-        rows["remote tier"] = f"Redis on {urlsplit(engine.remote_cache).hostname or 'a socket of this host'}"
+        works = f", which does not work now ({info.remote_trouble})" if info.remote_trouble else ""
+        rows["remote tier"] = f"Redis on {urlsplit(engine.remote_cache).hostname or 'a socket of this host'}{works}"
     return rows
 
 

@@ -36,6 +36,7 @@ MOVE_SECONDS = 20.0
 GAUGES = frozenset({
     "waiting", "running", "blocks_total", "blocks_used", "blocks_cached", "host_blocks_total", "host_blocks_ready",
     "host_blocks_cached", "rows_prefilled", "blocks_training", "rows_wide", "adapters_known", "adapters_resident",
+    "disk_blocks_total", "disk_blocks_cached", "remote_down", "chunk_rate",
 })  # fmt: skip
 """Fields of SchedulerStats that say how things stand. The others count from an engine's start."""
 WIDEST = frozenset({"rows_wide", "adapters_known"})

@@ -65,6 +65,8 @@ class EngineInfo:
     """Where other engines find this one's KV blocks, as `host:port`; empty: nothing is moved."""
     chunk_reason: str = ""
     """Why nothing is moved, for people."""
+    remote_trouble: str = ""
+    """Why the remote tier did not work at the start, for people; empty if it did, or if there is none."""
 
     @property
     def limits(self) -> RequestLimits:

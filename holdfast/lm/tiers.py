@@ -11,8 +11,13 @@ import xxhash
 TierName = Literal["disk", "remote"]
 """The disk is this engine's alone. The remote tier is a service that engines share."""
 
-JobKind = Literal["write", "read", "probe"]
-"""Copy blocks of the host to a tier; copy blocks of a tier to the host; ask the remote tier what it has."""
+JobKind = Literal["write", "read", "probe", "check"]
+"""Copy blocks of the host to a tier; copy blocks of a tier to the host; ask the remote tier what it has; wait for
+REMOTE_PAUSE, and see whether the remote tier works again. A check names no blocks, and has one outcome, which is
+missing if the tier works and has lost what it held."""
+
+REMOTE_PAUSE = 10.0
+"""Seconds for which a remote tier that has failed is left alone, before each check."""
 
 Outcome = Literal["done", "missing", "corrupt", "failed"]
 """Of one block of a job. `corrupt`: its bytes are not what was written."""
@@ -86,3 +91,5 @@ class LowerShape:
     stored: tuple[StoredBlock, ...] = ()
     """What the disk holds at the start, the least recently used first."""
     remote: bool = False
+    remote_down: bool = False
+    """Whether the remote tier did not answer at the start."""

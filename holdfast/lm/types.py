@@ -609,6 +609,8 @@ class SchedulerStats:
     disk_bytes_read: int = 0
     disk_blocks_dropped: int = 0
     """Given up for others of a higher value."""
+    remote_down: int = 0
+    """1 while the remote tier does not work; over several engines, how many find that."""
     remote_bytes_written: int = 0
     remote_bytes_read: int = 0
     blocks_corrupt: int = 0

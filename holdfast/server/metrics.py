@@ -38,6 +38,7 @@ STATS = {
     "disk_blocks_dropped": ("counter", "disk_blocks_dropped", "Blocks of the disk tier given up for others"),
     "disk_bytes_written": ("counter", "disk_bytes_written", "Bytes of state written to the disk"),
     "disk_bytes_read": ("counter", "disk_bytes_read", "Bytes of state read from the disk"),
+    "remote_down": ("gauge", "remote_down", "Engines whose remote tier does not work now"),
     "remote_bytes_written": ("counter", "remote_bytes_written", "Bytes of state written to the remote tier"),
     "remote_bytes_read": ("counter", "remote_bytes_read", "Bytes of state read from the remote tier"),
     "blocks_corrupt": ("counter", "blocks_corrupt", "Blocks found corrupt on the disk or in the remote tier"),

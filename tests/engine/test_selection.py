@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import transformers
+from safetensors.torch import load_file, save_file
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.process.build import build
@@ -222,3 +224,23 @@ def test_a_state_that_does_not_grow_bounds_no_prompt(family, tmp_path):
 
 def test_the_directory_of_the_test_is_left_as_it_was(bloom):
     assert sorted(path.suffix for path in Path(bloom[0]).iterdir()) == [".json", ".json", ".safetensors"]
+
+
+@pytest.mark.parametrize("family", ["Llama", "OPT"])
+@pytest.mark.parametrize("fault", ["cut off", "of another shape"])
+def test_a_damaged_checkpoint_is_reported_once(tmp_path, capfd, caplog, family, fault):
+    make(tmp_path, family)
+    path = tmp_path / "model.safetensors"
+    if fault == "cut off":
+        os.truncate(path, path.stat().st_size // 2)
+        said = "model.safetensors cannot be read as safetensors"
+    else:
+        tensors = load_file(path)
+        name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+        save_file(tensors | {name: tensors[name][:99].clone()}, path, {"format": "pt"})
+        said = rf"^tensor {name} has shape \(99, 64\); config.json makes it \(384, 64\)$"
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=said) as told:
+        build(config(tmp_path))
+    assert "on padded rows" not in str(told.value)
+    assert "REPORT" not in caplog.text and not capfd.readouterr().err, "Transformers' own report and progress bar"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import socket
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -12,7 +15,9 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import ChunksFound
+from holdfast.engine.process import state_beyond
 from holdfast.engine.process.build import build_engine
+from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.memory.digests import block_digests
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
@@ -125,6 +130,37 @@ def test_engines_share_what_one_of_them_has_put_into_the_remote_tier(tiny):
     server.server_close()
     assert answers(other, name="again")[0] == expected, "a service that is gone costs nothing but misses"
     other.loop.close()
+
+
+def test_a_remote_tier_that_is_not_there_is_named_at_the_start_and_used_once_it_comes(tiny, monkeypatch, caplog):
+    fakeredis = pytest.importorskip("fakeredis")
+    monkeypatch.setattr(state_beyond, "TierThreads", partial(TierThreads, pause=0.02))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    remote = {"remote_cache": f"redis://:secret@127.0.0.1:{port}/0", "disk_cache_dir": None}
+    with caplog.at_level(logging.WARNING, "holdfast.engine"):
+        engine = build_engine(tiny(**remote, disk_cache_gb=EngineConfig.disk_cache_gb))
+        assert "refused" in engine.info.remote_trouble and engine.loop.stats().remote_down == 1
+        expected, _ = answers(engine, PROMPTS[:1])
+        engine.tiers.flush(engine.loop, 5)
+    (said,) = caplog.messages
+    assert f"redis://127.0.0.1:{port}/0 does not work: " in said and "refused" in said and "secret" not in said
+    woken = threading.Event()
+    engine.tiers.wake = woken.set
+    service = fakeredis.TcpFakeServer(("127.0.0.1", port), server_type="redis")
+    threading.Thread(target=service.serve_forever, daemon=True).start()
+    caplog.clear()
+    deadline = time.monotonic() + 20
+    while engine.loop.stats().remote_bytes_written < 6 * BLOCK:  # idle: it is woken by what has been found
+        assert woken.wait(deadline - time.monotonic())
+        woken.clear()
+        engine.tiers.exchange()
+    assert engine.loop.stats().remote_down == 0
+    assert [message for message in caplog.messages if "works again" in message]
+    assert answers(engine, PROMPTS[:1], "again") == (expected, [96])
+    engine.loop.close()
+    service.shutdown()
+    service.server_close()
 
 
 async def test_an_engine_process_keeps_conversations_over_its_end(tiny):

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from holdfast.engine.client.client import Delta
 from holdfast.engine.client.connection import QueueFull
 from holdfast.engine.client.text import Text
 from holdfast.lm.limits import RequestRefused
+from holdfast.lm.types import SchedulerStats
 from holdfast.server import protocol
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
@@ -854,6 +856,23 @@ async def test_health_tells_of_a_store_that_fails_until_it_works_again(
             assert "holdfast_store_up 0.0" in (await api.get("/metrics")).text
         assert (await api.get("/v1/conversations/conv_a")).status_code == 404
         assert (await api.get("/health")).json() == {"status": "ok"}
+
+
+async def test_health_and_metrics_tell_of_a_remote_cache_that_does_not_work(
+    http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = await client.health()
+
+    async def health(timeout: float = 5.0) -> SchedulerStats:
+        return replace(stats, remote_down=down)
+
+    monkeypatch.setattr(client, "health", health)
+    monkeypatch.setattr(client, "config", EngineConfig(host_cache_gb=1.0, remote_cache="redis://nowhere"))
+    async with http() as api:
+        for down, said in ((1, "remote cache fails"), (0, "ok")):
+            told = await api.get("/health")
+            assert (told.status_code, told.json()) == (200, {"status": said})
+            assert f"holdfast_remote_down {float(down)}" in (await api.get("/metrics")).text
 
 
 async def test_the_token_that_ends_an_answer_counts_as_generated(http: Http, client: FakeClient) -> None:

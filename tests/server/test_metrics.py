@@ -6,8 +6,9 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from holdfast.cluster.fleet import GAUGES
 from holdfast.lm.types import SchedulerStats
-from holdfast.server.metrics import VLLM, Metrics
+from holdfast.server.metrics import STATS, VLLM, Metrics
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -62,3 +63,7 @@ def test_an_engine_that_does_not_answer_has_no_gauges_under_either_name() -> Non
     found = samples(Metrics("tiny"))
     assert found["holdfast_engine_up"] == 0
     assert not any("requests_running" in name or "kv_cache" in name for name in found)
+
+
+def test_what_a_replica_that_ended_had_counts_no_further_in_any_gauge() -> None:
+    assert {name for name, (kind, *_) in STATS.items() if kind == "gauge"} == GAUGES

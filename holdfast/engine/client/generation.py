@@ -25,6 +25,7 @@ NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("penalty_alpha", "epsilon_cutoff", "eta_cutoff", "diversity_penalty", "top_h"), (0,)),
     **dict.fromkeys(("stop_strings", "dola_layers", "forced_decoder_ids"), ([], "")),
+    "token_healing": (False,),
 }
 """Fields by which Transformers' `generate` gives other tokens, and which are not applied here, each with the values
 besides null that have no effect."""
@@ -70,7 +71,7 @@ def find_generation(directory: Path, source: str = "auto", overrides: str | None
         given = read_json(path / FILE if path.is_dir() else path)
     where = str(directory / FILE if source == "auto" else source)
     if ignored := not_applied(given, read_json(directory / "config.json", missing_ok=True)):
-        log.warning("holdfast: %s sets %s, which are not applied: tokens may differ from generate's", where, ignored)
+        log.warning("%s sets %s, which are not applied: tokens may differ from generate's", where, ignored)
     found = _read(given, where)
     if overrides is not None:
         found |= _read(_object(overrides), "override_generation_config", strict=True)

@@ -36,7 +36,7 @@ from holdfast.engine.ranks.ranks import Ranks
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.grammar.matchers import Matchers
-from holdfast.lm.models.base import UnsupportedCheckpoint
+from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
@@ -252,6 +252,7 @@ def put_together(
         pp=config.pp,
         chunk_address="" if moves.service is None else moves.service.address,
         chunk_reason=unmoved,
+        remote_trouble="" if threads is None else threads.trouble,
     )
     grammars = make_grammars(config, checkpoint, device, shape, scheduler)
     return Engine(loop, info, desk, tuning, grammars, ranks, moves, tiers)
@@ -409,7 +410,7 @@ def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, 
     try:
         return Choice(*make_paged_device(config, checkpoint, stages))
     except UnsupportedCheckpoint as error:
-        if config.executor == "paged":
+        if config.executor == "paged" or isinstance(error, DamagedCheckpoint):
             raise
         refusal = error.with_traceback(None)  # its frames hold tensors
     for name in PAGED_OPTIONS:
@@ -421,6 +422,8 @@ def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, 
     except UnsupportedCheckpoint as error:
         if str(error) == str(refusal):
             raise
+        if isinstance(error, MisfitCheckpoint) and isinstance(refusal, MisfitCheckpoint):
+            raise refusal from None
         raise UnsupportedCheckpoint(f"{refusal}; on padded rows: {error}") from error
     return Choice(device, str(refusal))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,11 +25,13 @@ from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.tier_threads import TierThreads
-from holdfast.lm.tiers import LowerShape
+from holdfast.lm.tiers import LowerShape, Outcome
 from holdfast.lm.types import EngineShape
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
 """Of each file of weights, what tells models of one name apart."""
+CHECK_SECONDS = 3.0
+"""How long a start waits for the remote tier's first answer."""
 
 
 def open_tiers(
@@ -60,8 +63,21 @@ def open_tiers(
         disk_blocks=0 if disk is None else disk.num_blocks,
         stored=() if disk is None else tuple(disk.stored()),
         remote=remote is not None,
+        remote_down=remote is not None and not answers_now(remote),
     )
-    return TierThreads(HostBlocks(parts), disk, remote, time.monotonic), replace(shape, lower=lower)
+    threads = TierThreads(HostBlocks(parts), disk, remote, time.monotonic)
+    if lower.remote_down:
+        threads.tell_failure("remote", "does not work")
+    return threads, replace(shape, lower=lower)
+
+
+def answers_now(remote: RemoteStore) -> bool:
+    """Whether the remote tier works, as it says within CHECK_SECONDS. A start does not wait longer for a slow DNS."""
+    found: list[Outcome] = []
+    thread = threading.Thread(target=lambda: found.append(remote.check()), name="holdfast-check", daemon=True)
+    thread.start()
+    thread.join(CHECK_SECONDS)
+    return found not in ([], ["failed"])
 
 
 def layout_of(config: EngineConfig, device: PagedDevice | ManyDevice, parts: Sequence[HostPart]) -> str:

@@ -41,6 +41,23 @@ class RemoteStore:
         about = json.dumps({**identity, "block bytes": str(block_bytes)}, sort_keys=True)
         self._prefix = b"holdfast:" + hashlib.sha256(about.encode()).hexdigest()[:32].encode() + b":"
         self._lifetime = lifetime
+        self.where = shown(url)
+        """The service, for people."""
+        self.trouble = "no answer yet"
+        """Why the last call that failed did, for people."""
+
+    def check(self) -> Outcome:
+        """Whether the service can be written to now: failed if not, and then `trouble` says why.
+
+        Missing if no check has left its mark there: it is new to this engine, or has lost what it held.
+        """
+        with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.exists(self._prefix + b"check")
+            pipeline.set(self._prefix + b"check", b"", ex=self._lifetime)
+            answers = self._execute(pipeline)
+        if answers is None or answers[1] is not True:
+            return "failed"
+        return "done" if answers[0] == 1 else "missing"
 
     def probe(self, blocks: Sequence[TierBlock]) -> list[Outcome]:
         """Which of these blocks the service has."""
@@ -103,9 +120,13 @@ class RemoteStore:
         import redis
 
         try:
-            return list(pipeline.execute(raise_on_error=False))
-        except (redis.RedisError, OSError):
+            answers = list(pipeline.execute(raise_on_error=False))
+        except (redis.RedisError, OSError) as error:
+            self.trouble = str(error).rstrip(".") or type(error).__name__
             return None
+        if refused := [answer for answer in answers if isinstance(answer, Exception)]:
+            self.trouble = str(refused[0]).rstrip(".") or type(refused[0]).__name__
+        return answers
 
     def close(self) -> None:
         """Close the connections."""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from holdfast.lm.execution.disk_store import DiskStore
 from holdfast.lm.execution.host_memory import HostBlocks
 from holdfast.lm.execution.remote_store import RemoteStore
-from holdfast.lm.tiers import Outcome, TierDone, TierJob
+from holdfast.lm.tiers import REMOTE_PAUSE, Outcome, TierDone, TierJob, TierName
 
 DISK_THREADS, REMOTE_THREADS = 4, 2
 
@@ -26,9 +26,15 @@ class TierThreads:
     """
 
     def __init__(
-        self, host: HostBlocks, disk: DiskStore | None, remote: RemoteStore | None, clock: Callable[[], float]
+        self,
+        host: HostBlocks,
+        disk: DiskStore | None,
+        remote: RemoteStore | None,
+        clock: Callable[[], float],
+        *,
+        pause: float = REMOTE_PAUSE,
     ) -> None:
-        """`host` is the host tier. `clock` is the engine's."""
+        """`host` is the host tier. `clock` is the engine's. `pause` is how long each check of the remote tier waits."""
         self._host = host
         self._disk, self._remote = disk, remote
         self._clock_began = time.time() - clock()
@@ -42,19 +48,29 @@ class TierThreads:
                 self._waiting[tier] = deque(), deque()
         self._lock = threading.Lock()
         self._under_way = 0
-        self._closing = False
-        self._told_failure = False
+        self._pause = pause
+        self._closed = threading.Event()
+        self._failing: set[TierName] = set()
+        """The tiers whose failure has been logged: the disk for good, the remote tier until it works again."""
         self.wake: Callable[[], None] = lambda: None
         """Called, in any thread, when a job has ended."""
 
     @property
     def busy(self) -> bool:
-        """Whether a job has not ended, or has and was not taken."""
+        """Whether a job has not ended, or has and was not taken. Nobody waits for a check."""
         return self._under_way > 0 or bool(self._ended)
+
+    @property
+    def trouble(self) -> str:
+        """Why the remote tier does not work, for people; empty if it does, or if there is none."""
+        return self._remote.trouble if self._remote is not None and "remote" in self._failing else ""
 
     def start(self, jobs: Iterable[TierJob]) -> None:
         """Begin these jobs."""
         for job in jobs:
+            if job.kind == "check":
+                threading.Thread(target=self._check, args=(job,), name="holdfast-check", daemon=True).start()
+                continue
             with self._lock:
                 self._under_way += 1
                 self._waiting[job.tier][job.kind == "write"].append(job)
@@ -66,7 +82,7 @@ class TierThreads:
 
     def close(self) -> None:
         """Stop after the jobs that have begun. The host's memory may go then."""
-        self._closing = True
+        self._closed.set()
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
         for store in (self._disk, self._remote):
@@ -74,7 +90,7 @@ class TierThreads:
                 store.close()
 
     def _do_next(self, tier: str) -> None:
-        if self._closing:
+        if self._closed.is_set():
             return
         with self._lock:
             urgent, others = self._waiting[tier]
@@ -85,14 +101,47 @@ class TierThreads:
         except Exception:  # the sequence that waits for it must not wait for ever
             log.exception("holdfast: a job of the %s tier failed", tier)
             outcomes = ["failed"] * len(job.blocks)
-        if "failed" in outcomes and not self._told_failure:
-            self._told_failure = True
-            log.warning("holdfast: the %s tier could not %s a block; what it lacks is computed", tier, job.kind)
+        if "failed" in outcomes:
+            self.tell_failure(job.tier, f"could not {job.kind} a block")
         if corrupt := outcomes.count("corrupt"):
             log.warning("holdfast: %d blocks of the %s tier were corrupt and are dropped", corrupt, tier)
         self._ended.append(TierDone(job.number, tuple(outcomes), time.perf_counter() - began))
         with self._lock:
             self._under_way -= 1
+        self.wake()
+
+    def tell_failure(self, tier: TierName, what: str) -> None:
+        """Log that a tier has failed, unless that was logged and it has not worked since."""
+        with self._lock:
+            if tier in self._failing:
+                return
+            self._failing.add(tier)
+        if tier == "disk" or self._remote is None:
+            log.warning("holdfast: the %s tier %s; what it lacks is computed", tier, what)
+        else:
+            log.warning(
+                "holdfast: the remote tier on %s %s: %s; what it lacks is computed, and it is tried again every %g s",
+                self._remote.where, what, self._remote.trouble, self._pause,
+            )  # fmt: skip
+
+    def _check(self, job: TierJob) -> None:
+        """See after a pause whether the remote tier works again."""
+        began = time.perf_counter()
+        if self._closed.wait(self._pause):
+            return
+        assert self._remote is not None
+        try:
+            outcome = self._remote.check()
+        except Exception:  # the next check finds out
+            log.exception("holdfast: the remote tier could not be checked")
+            outcome = "failed"
+        if self._closed.is_set():
+            return
+        if outcome != "failed":
+            with self._lock:
+                self._failing.discard("remote")
+            log.warning("holdfast: the remote tier on %s works again", self._remote.where)
+        self._ended.append(TierDone(job.number, (outcome,), time.perf_counter() - began))
         self.wake()
 
     def _do(self, job: TierJob) -> list[Outcome]:

@@ -28,8 +28,6 @@ the first are noted while others are still read."""
 WRITE_BYTES = 64 << 20
 """Bytes that are written to one tier at a time. Their blocks cannot be evicted meanwhile."""
 SLOT = attrgetter("slot")
-REMOTE_PAUSE = 10.0
-"""Seconds for which a remote tier that has failed is left alone."""
 REMOTE_KNOWN = 1 << 17
 """Digests remembered that the remote tier was seen to have: nothing is written there twice in a row."""
 SHORTEST_WAIT, LONGEST_WAIT = 0.25, 10.0
@@ -121,8 +119,9 @@ class LowerTiers:
         self._told: list[tuple[bytes, Use | None]] = []
         self._host.told = self._told
         self._remote = shape.remote
-        self._remote_from = -inf
-        """When the remote tier may be used again."""
+        self._remote_down = shape.remote_down
+        """Whether the remote tier has failed, and no check has found since that it works."""
+        self._checking = False
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._tiers: list[TierName] = []
         self._dirty: dict[TierName, OrderedDict[bytes, None]] = {}
@@ -217,6 +216,9 @@ class LowerTiers:
                 self._ask(tier, there, fetch, now)
         for tier in self._tiers:
             self._write(tier, now)
+        if self._remote_down and not self._checking:
+            self._checking = True
+            self._begin("remote", "check", ())
         begun = []
         for book in self._books.values():
             if book.after is None:  # plans that were made with it may copy what its blocks held
@@ -249,7 +251,7 @@ class LowerTiers:
         Those of one conversation come one after the other, so that they lie together on the disk.
         """
         dirty, writing, host, disk = self._dirty[tier], self._writing[tier], self._host, self.disk
-        if tier == "remote" and now < self._remote_from:
+        if tier == "remote" and self._remote_down:
             dirty.clear()
             return
         found: list[tuple[Use, int, bytes, int]] = []
@@ -289,7 +291,7 @@ class LowerTiers:
             on_its_way = digest in self._arriving or self.has_on_disk(digest)
             (on_disk if on_its_way else rest)[index] = digest
         self._ask("disk", on_disk, fetch, now)
-        if self._remote and now >= self._remote_from and self.prices.worth([*rest], self.links["remote"]):
+        if self._remote and not self._remote_down and self.prices.worth([*rest], self.links["remote"]):
             fetch.probing = True
             self._begin("remote", "probe", [TierBlock(digest, index) for index, digest in rest.items()], fetch)
         return None if fetch.complete else fetch
@@ -370,10 +372,13 @@ class LowerTiers:
                     self._finish_read(book.job, each, now)
                 case "probe":
                     self._finish_probe(book, each, now)
+                case "check":
+                    self._finish_check(each)
+                    continue
             failed = each.outcomes.count("failed")
             self._failures += failed
             if failed and book.job.tier == "remote":
-                self._remote_from = now + REMOTE_PAUSE
+                self._remote_down = True
 
     def _finish_write(self, job: TierJob, ended: TierDone) -> None:
         disk = self.disk
@@ -448,6 +453,16 @@ class LowerTiers:
         fetch.probing = False
         self._ask("remote", there, fetch, now)
 
+    def _finish_check(self, ended: TierDone) -> None:
+        self._checking = False
+        if ended.outcomes == ("failed",):
+            return
+        self._remote_down = False
+        if ended.outcomes == ("missing",):
+            self._known.clear()
+        # What the host has got or used meanwhile was not written.
+        self._dirty["remote"].update((digest, None) for digest in self._host.by_digest if digest not in self._known)
+
     def _know(self, digest: bytes) -> None:
         self._known[digest] = None
         self._known.move_to_end(digest)
@@ -455,11 +470,11 @@ class LowerTiers:
             self._known.popitem(last=False)
 
     def _begin(self, tier: TierName, kind: JobKind, blocks: Sequence[TierBlock], fetch: Fetch | None = None) -> None:
-        """Queue a job for these blocks, or several where they are many. A probe is always one."""
+        """Queue a job for these blocks, or several where they are many. A probe or a check is always one."""
         step = self._read_batch if kind == "read" and tier == "disk" else self._batch
-        if kind == "probe":
+        if kind in ("probe", "check"):
             step = max(1, len(blocks))
-        for start in range(0, len(blocks), step):
+        for start in range(0, 1 if kind == "check" else len(blocks), step):
             job = TierJob(self._numbers, tier, kind, tuple(blocks[start : start + step]))
             self._books[self._numbers] = JobBook(job, fetch)
             self._numbers += 1
@@ -473,6 +488,7 @@ class LowerTiers:
             "disk_bytes_written": self._written["disk"] * size,
             "disk_bytes_read": self._read["disk"] * size,
             "disk_blocks_dropped": disk.dropped if disk is not None else 0,
+            "remote_down": int(self._remote_down),
             "remote_bytes_written": self._written["remote"] * size,
             "remote_bytes_read": self._read["remote"] * size,
             "blocks_corrupt": self._corrupt,

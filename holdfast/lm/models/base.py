@@ -19,6 +19,14 @@ class NotNative(UnsupportedCheckpoint):
     """The native decoder does not compute this variant of an architecture. Transformers' code may."""
 
 
+class DamagedCheckpoint(UnsupportedCheckpoint):
+    """Files that no code can read: one is cut off or missing, or holds numbers that are not finite."""
+
+
+class MisfitCheckpoint(UnsupportedCheckpoint):
+    """Tensors that are not those of config.json, by their names or shapes."""
+
+
 LENGTH_LIMIT = 1 << 22
 """Most tokens of a sequence unless max_model_len is given. Block tables are sized for the longest one."""
 
@@ -38,12 +46,12 @@ def limited(wanted: int | None, made_for: int) -> int:
 
 
 def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raise UnsupportedCheckpoint if a weight holds NaN, or numbers that are infinite in `dtype`."""
+    """Raise DamagedCheckpoint if a weight holds NaN, or numbers that are infinite in `dtype`."""
     largest = torch.finfo(dtype).max
     low, high = torch.aminmax(tensor) if tensor.numel() else (0.0, 0.0)
     if not (-largest <= float(low) and float(high) <= largest):  # NaN fails every comparison
         kind = str(dtype).removeprefix("torch.")
-        raise UnsupportedCheckpoint(f"tensor {name} holds NaN or infinite values, as {kind}: the checkpoint is damaged")
+        raise DamagedCheckpoint(f"tensor {name} holds NaN or infinite values, as {kind}: the checkpoint is damaged")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

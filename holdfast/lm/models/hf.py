@@ -8,7 +8,9 @@ use masks that the keywords do not describe. So each model is probed first, and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,15 @@ from torch.nn import functional
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.cache.kv_cache import KVCache
-from holdfast.lm.models.base import Model, ModelSpec, StepInput, UnsupportedCheckpoint, check_finite, limited
+from holdfast.lm.models.base import (
+    MisfitCheckpoint,
+    Model,
+    ModelSpec,
+    StepInput,
+    UnsupportedCheckpoint,
+    check_finite,
+    limited,
+)
 
 PAGED, RECORDED, PLAIN = "holdfast", "holdfast-record", "eager"
 
@@ -165,6 +175,25 @@ def load(
         raise NotPaged(f"{architecture} fails on a packed batch: {error}", module) from error
 
 
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Load without Transformers' progress bar, and without its report of tensors that do not fit."""
+    from transformers.utils import logging as its_logging
+
+    def other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    log, shown = logging.getLogger("transformers.modeling_utils"), its_logging.is_progress_bar_enabled()
+    log.addFilter(other)
+    its_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.removeFilter(other)
+        if shown:
+            its_logging.enable_progress_bar()
+
+
 def load_module(
     directory: Path,
     config: Mapping[str, Any],
@@ -206,12 +235,16 @@ def load_module(
                 module = auto.from_config(settings, **options)
         else:
             options |= dict(config=settings, use_safetensors=True, local_files_only=True, output_loading_info=True)
-            module, report = auto.from_pretrained(directory, **options)
+            with unreported():  # tensors of other shapes are refused below, by their names
+                module, report = auto.from_pretrained(directory, **options, ignore_mismatched_sizes=True)
     except Exception as error:  # Transformers raises many kinds for a checkpoint that it cannot read
         raise UnsupportedCheckpoint(f"Transformers cannot load {architecture}: {error}") from error
-    for fault in ("missing", "unexpected", "mismatched"):
+    if keys := report.get("mismatched_keys"):
+        name, stored, wanted = min((str(key), tuple(stored), tuple(wanted)) for key, stored, wanted in keys)
+        raise MisfitCheckpoint(f"tensor {name} has shape {stored}; config.json makes it {wanted}")
+    for fault in ("missing", "unexpected"):
         if keys := report.get(f"{fault}_keys"):
-            raise UnsupportedCheckpoint(f"the checkpoint has {fault} tensors, first {min(map(str, keys))}")
+            raise MisfitCheckpoint(f"the checkpoint has {fault} tensors, first {min(map(str, keys))}")
     module = module.to(device).eval().requires_grad_(False)
     for name, weight in module.named_parameters():
         if weight.is_floating_point():

@@ -19,7 +19,15 @@ from holdfast.files.regular import name_of_regular, open_file
 from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.kernels.fp8 import FIRST_CAPABILITY, Weight
 from holdfast.lm.models import hf
-from holdfast.lm.models.base import Model, NotNative, UnsupportedCheckpoint, check_finite, limited
+from holdfast.lm.models.base import (
+    DamagedCheckpoint,
+    MisfitCheckpoint,
+    Model,
+    NotNative,
+    UnsupportedCheckpoint,
+    check_finite,
+    limited,
+)
 from holdfast.lm.models.decoder import Decoder, WeightSource
 from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, Part, expert_shapes, layer_shapes
 from holdfast.lm.models.families import NATIVE
@@ -206,10 +214,10 @@ class Safetensors(WeightSource):
                     opened: Any = safe_open(name, framework="pt")
                 stored = opened.keys()
             except (SafetensorError, OSError) as error:
-                raise UnsupportedCheckpoint(f"{path.name} cannot be read as safetensors: {error}") from None
+                raise DamagedCheckpoint(f"{path.name} cannot be read as safetensors: {error}") from None
             for name in stored:
                 if name in self._files:
-                    raise UnsupportedCheckpoint(f"tensor {name} stands in two files, one of them {path.name}")
+                    raise DamagedCheckpoint(f"tensor {name} stands in two files, one of them {path.name}")
                 self._files[name] = opened
         found = (base for base in (names.base, *names.bases) if self._based(names.embedding, base) in self._files)
         self._base = next(found, names.base)
@@ -228,12 +236,12 @@ class Safetensors(WeightSource):
         stored_name, part = self._parts.get(name, (name, None))
         stored_name = self._based(stored_name, self._base)
         if stored_name not in self._files:
-            raise UnsupportedCheckpoint(f"the checkpoint has no tensor {stored_name}, which its config.json asks for")
+            raise MisfitCheckpoint(f"the checkpoint has no tensor {stored_name}, which its config.json asks for")
         file = self._files[stored_name]
         stored = file.get_slice(stored_name)
         shape, expected = tuple(stored.get_shape()), piece.whole if part is None else part.shape
         if shape != expected:
-            raise UnsupportedCheckpoint(f"tensor {stored_name} has shape {shape}; config.json makes it {expected}")
+            raise MisfitCheckpoint(f"tensor {stored_name} has shape {shape}; config.json makes it {expected}")
         # A whole tensor is mapped into memory, a slice is copied.
         if part is not None:
             tensor = within(file.get_tensor(stored_name), part).reshape(piece.whole)[piece.slices]
@@ -263,12 +271,10 @@ class Safetensors(WeightSource):
 
     def slices(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> torch.Tensor:
         if name not in self._files:
-            raise UnsupportedCheckpoint(f"the checkpoint has no tensor {name}, which its config.json asks for")
+            raise MisfitCheckpoint(f"the checkpoint has no tensor {name}, which its config.json asks for")
         stored = self._files[name].get_slice(name)
         if tuple(stored.get_shape()) != shape:
-            raise UnsupportedCheckpoint(
-                f"tensor {name} has shape {tuple(stored.get_shape())}; config.json makes it {shape}"
-            )
+            raise MisfitCheckpoint(f"tensor {name} has shape {tuple(stored.get_shape())}; config.json makes it {shape}")
         found: torch.Tensor = stored[cut] if cut else self._files[name].get_tensor(name)
         return found
 
@@ -300,7 +306,7 @@ class Safetensors(WeightSource):
         )
 
     def check_names(self) -> None:
-        """Raise UnsupportedCheckpoint if the checkpoint holds a tensor that the whole decoder has no use for."""
+        """Raise MisfitCheckpoint if the checkpoint holds a tensor that the whole decoder has no use for."""
         spec, names = self._spec, self._spec.names
         used = {names.embedding, names.norm, names.lm_head}  # of a tied head there may be a copy
         used |= {names.norm_bias, names.positions, names.project_in, names.project_out}
@@ -314,7 +320,7 @@ class Safetensors(WeightSource):
         used = {self._based(name, self._base) for name in used}
         left = [name for name in {*self.names()} - used if not name.endswith(names.ignored)]
         if left := sorted(name for name in left if not name.startswith(names.others)):
-            raise UnsupportedCheckpoint(
+            raise MisfitCheckpoint(
                 f"the checkpoint holds {len(left)} tensors that its config.json does not explain, first {left[0]}"
             )
 
@@ -369,7 +375,7 @@ def files_of(directory: Path) -> list[Path]:
         if Path(name).name != name:
             raise UnsupportedCheckpoint(f"{index.name} names {name!r}, which is not a file of its directory")
         if not (directory / name).exists():
-            raise UnsupportedCheckpoint(f"{index.name} names {name}, which is missing")
+            raise DamagedCheckpoint(f"{index.name} names {name}, which is missing")
     return [directory / name for name in names]
 
 

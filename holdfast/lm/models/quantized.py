@@ -16,7 +16,7 @@ import torch
 
 from holdfast.lm.kernels.fp8 import FP8, Fp8Weight, Weight
 from holdfast.lm.kernels.int4 import dequantize, half_for, pack
-from holdfast.lm.models.base import UnsupportedCheckpoint, check_finite
+from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint, check_finite
 from holdfast.lm.models.shard import Piece
 
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
@@ -231,7 +231,7 @@ class QuantizedReader:
         """A piece [N, K] of FP8 and the scale of each row, float32."""
         data = self._fp8_data(name, piece).to(device)
         if bool(data.to(torch.float32).isnan().any()):
-            raise UnsupportedCheckpoint(f"tensor {name} holds NaN: the checkpoint is damaged")
+            raise DamagedCheckpoint(f"tensor {name} holds NaN: the checkpoint is damaged")
         scale = self._scale(name)
         if scale.numel() not in (1, piece.whole[0]):
             raise UnsupportedCheckpoint(

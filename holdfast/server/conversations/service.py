@@ -82,6 +82,10 @@ class Responses:
         while self._background:
             await asyncio.sleep(RENEW_SECONDS)
             with suppress(ApiError):  # the store fails, which it has logged
+                for begun in [*self._background.values()]:
+                    if begun.writing.running and not begun.stored_running:
+                        await self.store.run(partial(_run, begun.writing.id))
+                        begun.stored_running = True
                 for id in await self.store.run(partial(_renewed, [*self._background])):
                     if (background := self._background.get(id)) is not None:
                         await background.stop()
@@ -226,6 +230,10 @@ class Responses:
         await asyncio.to_thread(self.store.close)
 
 
+def _run(id: str, store: Store) -> None:
+    store.turns.run(id)
+
+
 def _renewed(ids: Sequence[str], store: Store) -> set[str]:
     return store.leases.renew(ids)
 
@@ -252,6 +260,8 @@ class Background:
     def __init__(self, writing: Writing) -> None:
         self.writing = writing
         self.events: list[Event] = []
+        self.stored_running = False
+        """Whether the store was told that the model has begun to answer."""
         self._changed = asyncio.Event()
         self.task = asyncio.create_task(self._run())
 

@@ -91,6 +91,11 @@ class Writing:
         """The response's id."""
         return str(self.shape.response["id"])
 
+    @property
+    def running(self) -> bool:
+        """Whether the model has begun to answer."""
+        return bool(self.shape.response["status"] == "in_progress")
+
     async def events(self) -> AsyncGenerator[Event, None]:
         """The response's events as it is written. The last one has the whole response. Raises ApiError."""
         with self.server.lock(self.tenant, self.wanted.conversation_id):

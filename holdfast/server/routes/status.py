@@ -97,7 +97,8 @@ def add_status_routes(
         """200 after a round trip through each engine; 503 if one does not answer, or if the server drains.
 
         Of replicas, it is enough that one answers. To operators, the body says how each of them is.
-        A store that fails is told, but is still a 200: requests that store nothing are served.
+        A store or a remote cache that fails is told, but is still a 200: other requests are served, and without the
+        remote cache all are.
         """
         state = request.app.state
         client = service.client if service is not None and isinstance(service.client, Replicas) else None
@@ -108,7 +109,12 @@ def add_status_routes(
             return JSON({"status": reason, **listed}, 503)
         responses = state.responses
         status = "ok" if client is None or len(client.serving) == len(client.members) else "degraded"
-        return JSON({"status": status if responses is None or responses.store.up else "store fails", **listed})
+        if responses is not None and not responses.store.up:
+            status = "store fails"
+        elif service is not None and service.client.config.remote_cache is not None:
+            stats = await stats_of(service)
+            status = "remote cache fails" if stats is not None and stats.remote_down else status
+        return JSON({"status": status, **listed})
 
     @app.get("/metrics")
     async def metrics() -> Response:

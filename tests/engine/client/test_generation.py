@@ -76,6 +76,7 @@ def test_what_cannot_be_taken_is_refused_by_its_name(directory, overrides, reaso
 
 EFFECTIVE = {
     "suppress_tokens": [7],
+    "token_healing": True,
     "begin_suppress_tokens": [7, 8],
     "bad_words_ids": [[3, 4]],
     "sequence_bias": [[[5], -1.0]],

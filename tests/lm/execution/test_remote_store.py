@@ -117,6 +117,24 @@ def test_a_service_that_is_not_there_is_an_outcome_and_takes_no_time():
     store.close()
 
 
+def test_a_check_says_whether_the_service_takes_writes_and_why_not(url, monkeypatch):
+    import redis
+
+    store = RemoteStore(url, SIZE, {"weights": "checked"})
+    assert [store.check(), store.check()] == ["missing", "done"], "the first check leaves a mark"
+    said = redis.ReadOnlyError("You can't write against a read only replica.")
+    monkeypatch.setattr(redis.client.Pipeline, "execute", lambda *_, **__: [1, said])
+    assert store.check() == "failed" and "read only" in store.trouble
+    monkeypatch.undo()
+    assert store.check() == "done"
+    store.close()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store = RemoteStore(f"redis://:secret@127.0.0.1:{port}/0", SIZE, IDENTITY)
+    assert store.check() == "failed" and "refused" in store.trouble and "secret" not in store.trouble + store.where
+    store.close()
+
+
 def test_another_url_is_refused_without_its_password():
     with pytest.raises(ValueError, match="no URL of a Redis service") as error:
         RemoteStore("http://user:secret@host/", SIZE, IDENTITY)

@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import READ_BYTES, REMOTE_PAUSE, LowerTiers
+from holdfast.lm.memory.lower_tiers import READ_BYTES, LowerTiers
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import RetentionRule
 from holdfast.lm.tiers import LowerShape, StoredBlock, TierDone
@@ -14,11 +14,11 @@ def digest(number):
     return bytes([number]) * 32
 
 
-def tiers_of(disk_blocks=8, host_blocks=8, remote=False, stored=(), block_bytes=1 << 22):
+def tiers_of(disk_blocks=8, host_blocks=8, remote=False, stored=(), block_bytes=1 << 22, remote_down=False):
     """Tiers behind a pool of blocks of one token, whose bytes fill a job each if nothing else is said."""
     rule = RetentionRule(cost=float, chunk_blocks=1, block_size=1)
     pool = BlockPool(8, 1, rule=rule, host_blocks=host_blocks)
-    shape = LowerShape(block_bytes, disk_blocks, stored, remote)
+    shape = LowerShape(block_bytes, disk_blocks, stored, remote, remote_down)
     return pool, LowerTiers(pool, shape, Prices(None, block_size=1, block_bytes=block_bytes), 0.0)
 
 
@@ -171,14 +171,32 @@ def test_the_remote_tier_is_asked_first_and_gives_what_it_has():
     assert fetch.complete and fetch.came["remote"] == 1
 
 
-def test_a_remote_tier_that_fails_is_left_alone_for_a_while():
+@pytest.mark.parametrize("found", ["done", "missing"])
+def test_a_remote_tier_that_fails_gets_what_it_lacks_once_a_check_finds_that_it_works(found):
     pool, lower = tiers_of(disk_blocks=0, remote=True)
+    put_on_host(pool, 1)
+    end(lower, lower.jobs(0.0))
     fetch = lower.fetch({0: digest(0)}, 0.0)
     end(lower, lower.jobs(0.0), "failed", now=1.0)
-    assert fetch.complete
+    assert fetch.complete and lower.stats()["remote_down"] == 1
+    put_on_host(pool, 2)
+    for now in (1.0, 2.0):
+        (check,) = lower.jobs(now)
+        assert (check.tier, check.kind, check.blocks) == ("remote", "check", ())
+        assert not lower.jobs(now) and lower.fetch({0: digest(0)}, now) is None, "one check at a time"
+        lower.done([TierDone(check.number, ("failed",), 0.0)], now)
+    (check,) = lower.jobs(3.0)
+    lower.done([TierDone(check.number, (found,), 0.0)], 3.0)
+    assert lower.stats()["remote_down"] == 0 and lower.stats()["tier_failures"] == 1
+    written = [1, 2] if found == "missing" else [2]
+    assert told(lower.jobs(3.0)) == [("remote", "write", number) for number in written]
+    assert lower.fetch({0: digest(0)}, 3.0) is not None
+
+
+def test_a_remote_tier_that_did_not_answer_at_the_start_is_checked():
+    pool, lower = tiers_of(disk_blocks=0, remote=True, remote_down=True)
     put_on_host(pool, 1)
-    assert not lower.jobs(2.0) and lower.fetch({0: digest(0)}, 2.0) is None
-    assert lower.fetch({0: digest(0)}, 1.0 + REMOTE_PAUSE) is not None
+    assert [job.kind for job in lower.jobs(0.0)] == ["check"] and lower.stats()["remote_down"] == 1
 
 
 # Through a scheduler: blocks of four tokens, of which the disk has the first three of the prompt of request "0".

@@ -50,6 +50,8 @@ class FakeTiers:
         return [TierDone(job.number, tuple(self.end(job, before)), 0.001) for job, before in ended]
 
     def end(self, job, before):
+        if job.kind == "check":
+            yield self.choose.choice(("done", "failed"))
         for at, block in enumerate(job.blocks):
             bad = self.choose.random() < (0.5 if job.kind == "read" else 0.2)
             self.seen[job.tier, job.kind] += 1

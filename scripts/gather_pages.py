@@ -18,7 +18,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
 
 
 def pages(root: Path) -> list[Path]:
-    """The Markdown pages of the repository: those at its root and below docs, and the lists of benchmarks and scripts."""
+    """The Markdown pages at the root of the repository and below docs, and the lists of benchmarks and scripts."""
     lists = [root / "benchmarks" / "README.md", root / "scripts" / "tiny" / "README.md"]
     return sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md"), *lists])
 

@@ -1,4 +1,4 @@
-"""The pages agree with the code and with each other: files and headings that they name exist, and the index has each page."""
+"""Pages agree with the code and each other: files and headings that they name exist, and the index has each page."""
 
 from __future__ import annotations
 

@@ -222,11 +222,12 @@ class Scheduler:
             record, place = entry.sampling, (entry.row, entry.sequence.preemptions)
             if depends(record) and (self._sends_all or entry.history_in != place):
                 entry.history_in = place
-                tokens, start = entry.sequence.tokens, entry.sequence.request.answer_start
+                tokens, request = entry.sequence.tokens, entry.sequence.request
+                start = request.answer_start
                 if record.counts:
                     histories.append(History(entry.row, tuple(tokens)))
                 if record.grammar is not None:
-                    answers.append(Answer(entry.row, start, tuple(tokens[start:])))
+                    answers.append(Answer(entry.row, start, tuple(tokens[start:]), request.identity.tenant))
         return tuple(histories), tuple(answers)
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:

@@ -76,6 +76,11 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_the_reason(
     assert "\n" not in message and len(message) < 1200
 
 
+def test_a_long_reason_is_told_with_its_end_where_the_limit_is(compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match=r"parse error.*maximum number of nested parentheses.* \(\d+\)"):
+        compiler.test(Grammar("regex", "(" * 5000 + "a" + ")" * 5000))
+
+
 def test_the_last_grammars_are_kept_and_each_matcher_is_its_own() -> None:
     reads = []
 

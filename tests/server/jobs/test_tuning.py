@@ -474,6 +474,30 @@ async def test_adapters_of_ended_jobs_are_served_after_a_restart(tmp_path: Path)
         assert here.client.adapters == {}
 
 
+async def test_an_adapter_that_kills_its_engine_twice_at_a_start_is_loaded_no_more_and_others_are(
+    tmp_path: Path,
+) -> None:
+    async with server(tmp_path) as here:
+        job = await here.ended(await here.submit([chat()]))
+        other = await here.ended(await here.submit([chat()]))
+    deadly = f"{job.id}/checkpoints/{job.served[job.name]}"
+    for _ in range(2):
+        client = tuning_client()
+        client.deadly_adapter = deadly
+        async with server(tmp_path, client):
+            await client.dead.wait()
+    client = tuning_client()
+    client.deadly_adapter = deadly
+    async with server(tmp_path, client) as here:
+        async with asyncio.timeout(20):
+            while not {*other.served} <= {*client.adapters}:
+                await asyncio.sleep(0.01)
+        assert not client.dead.is_set() and job.name not in {name for name, *_ in client.loaded}
+        assert {*job.served} & {*client.adapters}  # its earlier checkpoints harm nobody
+        with pytest.raises(ApiError):
+            here.service.check_model(job.name, "")
+
+
 async def test_what_was_deleted_at_another_server_is_served_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,7 @@ rooms:
 docs: $(DOCS)/.ready
 	$(PYTHON) scripts/gather_pages.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build
-	@echo "open build/docs/index.html"
+	@echo "read it at http://127.0.0.1:8001 by: python3 -m http.server --bind 127.0.0.1 --directory build/docs 8001"
 
 $(DOCS)/.ready: $(DOCS_LOCK)
 	$(PYTHON) -m venv $(DOCS)

@@ -151,3 +151,20 @@ def test_the_architecture_lists_the_rooms_of_the_contracts() -> None:
     assert [name for name in listed if "/" not in name] == list(package.layers)
     inner = [room.replace(".", "/") for room in package.rooms if room.startswith("lm.")]
     assert sorted(name for name in listed if "/" in name) == sorted(inner)
+
+
+def test_figures_of_the_front_page_are_those_of_the_benchmarks() -> None:
+    def rows(page: Path) -> dict[str, list[str]]:
+        """The cells of the rows that link to a page of benchmarks, by what the row is about."""
+        found = re.findall(r"^\|.*?\[([^\]]+)\]\((?:docs/)?benchmarks/[^|]*\|(.*)\|$", page.read_text(), re.MULTILINE)
+        return {what: [cell.strip() for cell in cells.split("|")] for what, cells in found}
+
+    ours, all_of_them = rows(ROOT / "README.md"), rows(DOCS / "benchmarks.md")
+    names = {"8 streams": "CPU"}
+    assert len(ours) in range(3, 6)
+    for what, (holdfast, peer, ratio, day) in ours.items():
+        theirs = all_of_them[names.get(what, what)]
+        assert (holdfast, ratio.split(" ")[0]) == (theirs[0], theirs[2]), what
+        assert peer.split(" ")[0] == theirs[1].split(" ")[0], what
+        assert ratio.partition("(")[2].split(",")[0].rstrip(")") == theirs[3].split(",")[0], what
+        assert day in theirs[4], what

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -203,10 +204,10 @@ class Parent:
         with contextlib.suppress(BlockingIOError):  # the pipe is full, so the wait ends anyway
             os.write(self._wake, b".")
 
-    def receive(self) -> messages.ToEngine | None:
-        """Wait for the next message; None if another thread calls `wake` first. Raises ValueError if it is invalid."""
+    def receive(self) -> list[messages.ToEngine]:
+        """Wait for the next message; empty if another thread calls `wake` first. Raises ValueError if it is invalid."""
         self.wait()
-        return next(self.waiting(), None)
+        return [*itertools.islice(self.waiting(), 1)]
 
     def waiting(self) -> Iterator[messages.ToEngine]:
         """The messages that have arrived. Does not wait for more."""

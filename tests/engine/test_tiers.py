@@ -13,6 +13,8 @@ from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import ChunksFound
 from holdfast.engine.process.build import build_engine
+from holdfast.engine.process.parts.moves import ChunkFinder
+from holdfast.engine.process.parts.tiers import TierHandler
 from holdfast.lm.memory.digests import block_digests
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
@@ -59,15 +61,15 @@ def test_answers_stay_the_same_after_a_drop_to_the_disk_and_after_a_restart(smal
     plain.loop.close()
     engine = build_engine(tiny(kv_cache_dtype=kv_cache_dtype))
     assert answers(engine, at_once=True) == (expected, [0] * 6)
-    engine.tiers.flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 5)
     assert engine.loop.stats().disk_blocks_cached >= 36
     assert answers(engine, name="again") == (expected, [96] * 6)
     assert engine.loop.stats().prefix_hits_on_disk >= 4 * 96
-    engine.tiers.flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 5)
     engine.loop.close()
     engine = build_engine(tiny(kv_cache_dtype=kv_cache_dtype))
     chain = block_digests(Identity().root(), PROMPTS[0][:96], 16)
-    assert engine.moves.find(1, chain) == ChunksFound(1, device=0, host=0, lower=96)
+    assert engine.handler(ChunkFinder).find(1, chain) == ChunksFound(1, device=0, host=0, lower=96)
     assert answers(engine, at_once=True) == (expected, [96] * 6), "each waits for its room on the host"
     stats = engine.loop.stats()
     assert stats.prefix_hits_on_disk == 6 * 96 and stats.blocks_corrupt == 0
@@ -78,7 +80,7 @@ def test_answers_stay_the_same_after_a_drop_to_the_disk_and_after_a_restart(smal
 def test_corrupt_blocks_are_found_and_computed_again(tiny, tmp_path):
     engine = build_engine(tiny())
     expected, _ = answers(engine)
-    engine.tiers.flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 5)
     engine.loop.close()
     (blocks,) = tmp_path.glob("disk/kv-*/blocks")
     with blocks.open("r+b") as file:
@@ -97,7 +99,7 @@ def test_another_model_finds_nothing_on_the_disk(tiny, checkpoint, tmp_path):
 
     engine = build_engine(tiny())
     answers(engine)
-    engine.tiers.flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 5)
     engine.loop.close()
     make(tmp_path / checkpoint.name, "Llama", max_position_embeddings=4096, eos_token_id=1, seed=9)
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -116,7 +118,7 @@ def test_engines_share_what_one_of_them_has_put_into_the_remote_tier(tiny):
     config = tiny(**remote, disk_cache_gb=EngineConfig.disk_cache_gb)
     one = build_engine(config)
     expected, _ = answers(one)
-    one.tiers.flush(one.loop, 5)
+    one.handler(TierHandler).flush(one.loop, 5)
     one.loop.close()
     other = build_engine(config)
     assert answers(other) == (expected, [96] * 6)

@@ -95,8 +95,7 @@ class Rank:
                     device.compile()
                     self._answer(messages.Done())
                 case messages.Measure(block_bytes):
-                    device.whole_block_bytes = block_bytes
-                    measured = device.measure()
+                    measured = device.measure(whole_block_bytes=block_bytes)
                     self._answer(messages.Measured(measured))
                 case messages.Allocate(num_blocks, num_host_blocks):
                     device.allocate(measured.with_blocks(num_blocks, num_host_blocks))

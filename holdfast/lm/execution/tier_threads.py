@@ -26,9 +26,14 @@ class TierThreads:
     """
 
     def __init__(
-        self, host: HostBlocks, disk: DiskStore | None, remote: RemoteStore | None, clock: Callable[[], float]
+        self,
+        host: HostBlocks,
+        disk: DiskStore | None,
+        remote: RemoteStore | None,
+        clock: Callable[[], float],
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """`host` is the host tier. `clock` is the engine's."""
+        """`host` is the host tier. `clock` is the engine's. `wake` is called, in any thread, when a job has ended."""
         self._host = host
         self._disk, self._remote = disk, remote
         self._clock_began = time.time() - clock()
@@ -44,8 +49,7 @@ class TierThreads:
         self._under_way = 0
         self._closing = False
         self._told_failure = False
-        self.wake: Callable[[], None] = lambda: None
-        """Called, in any thread, when a job has ended."""
+        self._wake = wake
 
     @property
     def busy(self) -> bool:
@@ -93,7 +97,7 @@ class TierThreads:
         self._ended.append(TierDone(job.number, tuple(outcomes), time.perf_counter() - began))
         with self._lock:
             self._under_way -= 1
-        self.wake()
+        self._wake()
 
     def _do(self, job: TierJob) -> list[Outcome]:
         host, disk, remote, blocks = self._host, self._disk, self._remote, job.blocks

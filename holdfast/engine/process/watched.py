@@ -58,10 +58,10 @@ class Recording:
         for passed, at in self._passed:
             if isinstance(passed, StepPlan):
                 self._recorder.submit(passed, at)
-            elif (recorded := self._recorder.collect(passed, at)) is not None and not (
-                len(records) >= MOST_STEPS and merge(records[-1], recorded.record)
-            ):
-                records.append(recorded.record)
+                continue
+            for _, record in self._recorder.collect(passed, at):
+                if len(records) < MOST_STEPS or not merge(records[-1], record):
+                    records.append(record)
         self._passed.clear()
         return records
 

@@ -215,9 +215,10 @@ class Ranks:
         running = self._own.submit(work)
         while not wait_for([running], BEAT_SECONDS).done:
             self.check()
-        if (error := running.exception()) is not None:
-            raise self.cause(error)
-        return running.result()
+        try:
+            return running.result()
+        except BaseException as error:
+            raise self.cause(error) from error.__cause__
 
     def cause(self, error: BaseException) -> BaseException:
         """What to raise where rank 0 has failed with `error`: that, or another rank's failure that led to it.
@@ -364,9 +365,8 @@ class Ranks:
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
-            rank.process.wait()
-            assert rank.process.stdin is not None
-            rank.process.stdin.close()
+            with rank.process:  # closes its input, and waits for its end
+                pass
 
 
 class NoRanks:

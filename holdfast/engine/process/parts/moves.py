@@ -110,10 +110,10 @@ class MoveBuilder(PartBuilder):
         if not isinstance(pool, BlockPool):
             self._reason = excluded({self.name}, site)
             return ()
-        parts = site.blocks.host_parts
-        self._reason = excluded({self.name}, site, host_tier=bool(parts))
+        self._reason = excluded({self.name}, site, host_tier=served.shape.num_host_blocks > 0)
         if self._reason:
             return (ChunkFinder(pool),)
+        parts = site.blocks.host_parts
         moves = Moves(served.scheduler, site.clock, site.order.wake)
         try:
             terms = terms_of(site, served.shape, parts)

@@ -124,8 +124,8 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape
     State of other weights or another layout is never read. Raises ValueError and OSError.
     """
     config, device = site.config, site.blocks
+    refuse_excluded([TierBuilder], site, host_tier=shape.num_host_blocks > 0)
     parts = device.host_parts
-    refuse_excluded([TierBuilder], site, host_tier=bool(parts))
     identity = {
         "version": __version__,
         "weights": device.weights if isinstance(device, ManyDevice) else weights_of(device),

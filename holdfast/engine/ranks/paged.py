@@ -139,9 +139,7 @@ def make_paged_device(
         rank=rank,
         group=group,
     )
-    name = model.spec.architecture
-    swapped = isinstance(model, TransformersModel)
-    refuse_padded_options(config, name)
+    refuse_padded_options(config, model.spec.architecture)
     capacity = capacity_of(
         config.scheduler,
         token_budget=config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[device.type],
@@ -151,10 +149,16 @@ def make_paged_device(
     )
     return PagedChoice(
         PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages, place=place),
-        f"{name} lets Transformers swap its attention"
-        if swapped
-        else f"{name} has a native decoder{lengths_of(model)}",
+        reason_of(model),
     )
+
+
+def reason_of(model: Model) -> str:
+    """Why a model runs on a paged cache, as in Choice."""
+    name = model.spec.architecture
+    if isinstance(model, TransformersModel):
+        return f"{name} lets Transformers swap its attention"
+    return f"{name} has a native decoder{lengths_of(model)}"
 
 
 def refuse_padded_options(config: EngineConfig, name: str) -> None:

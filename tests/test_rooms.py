@@ -274,6 +274,7 @@ def test_the_search_for_long_functions_finds_them() -> None:
 COMPLETE = ("engine.", "loop.", "lm.scheduler.")
 """Rooms whose objects are complete once they are constructed."""
 RECORDS = {
+    "engine.client.spelled": ({"tokenizer"}, "the library's tokenizer takes its normalizer by assignment alone"),
     "engine.process.watched": ({"last"}, "a record of several steps is summed up in place, before it is sent"),
     "lm.scheduler": (
         {"entry", "sequence", "entry.sequence", "state", "state_of(entry)", "cache"},
@@ -309,7 +310,7 @@ def foreign_assignments(tree: ast.Module) -> set[str]:
                 targets = [node.target]
             names = [each for target in targets for each in ast.walk(target)]
             if isinstance(node, ast.Assign | ast.AnnAssign) and constructs(node.value):
-                made |= {each.id for each in names if isinstance(each, ast.Name)}
+                made |= {each.id for each in names if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
             stored = [each for each in names if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)]
             assigned += [ast.unparse(each.value) for each in stored]
         found |= {each for each in assigned if each not in made}
@@ -347,5 +348,6 @@ def test_the_search_for_assignments_to_other_objects_finds_each_form() -> None:
         return foreign_assignments(ast.parse(f"def f(self, given):\n    {body}"))
 
     assert of("given.x = 1") == of("given.x += 1") == of("y, given.x = 1, 2") == of("given.x: int = 1") == {"given"}
+    assert of("given.x = Made()") == {"given"}
     assert of("self.loop.executor = given") == {"self.loop"} and of("each = given(); each.x = 1") == {"each"}
     assert of("self.x = 1") == of("each = Made(given); each.x = 1") == of("x = given.x") == set()

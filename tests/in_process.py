@@ -29,7 +29,10 @@ from holdfast.engine.messages import (
     decode_to_engine,
     encode,
 )
-from holdfast.engine.process.serve import handle
+from holdfast.engine.process.handler import Router
+from holdfast.engine.process.serve import core_handlers
+from holdfast.engine.process.step_log import StepLog
+from holdfast.engine.process.watched import Watched
 from holdfast.loop.loop import Loop
 
 
@@ -66,6 +69,8 @@ class Engine:
         self.pid = 0
         self._messages: asyncio.Queue[bytes] = asyncio.Queue()
         self._on_end: Callable[[str], None]
+        steps, watched = StepLog(), Watched(loop, self._tell)
+        self._router = Router(core_handlers(loop, Parent(self._tell), steps, watched, ()), self._tell)  # type: ignore[arg-type]
 
     def step(self) -> bool:
         """Do one step, if there is anything to do, and send what it gave. Whether there was."""
@@ -97,7 +102,7 @@ class Engine:
         if isinstance(message, Submit):
             self.asked[message.request.id] = tuple(message.request.prompt)
             self.answered[message.request.id] = []
-        handle(message, self.loop, Parent(self._tell))  # type: ignore[arg-type]
+        self._router.receive([message])
 
     # What the client has of its child
 
@@ -132,7 +137,7 @@ class Unborn:
 
 
 class Parent:
-    """The engine process's end of the socket, as `handle` needs it."""
+    """The engine process's end of the socket, as handlers need it."""
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         self.send = send

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -189,3 +190,119 @@ def test_a_room_that_no_layer_names_is_refused() -> None:
     attic = Module("attic", ast.parse('"""Nothing."""'), 1)
     with pytest.raises(ValueError, match=r"no layer in pyproject.toml for attic"):
         _ = replace(HOLDFAST, modules=(*HOLDFAST.modules, attic)).rooms
+
+
+BUILDING = {"serve", "run", "begin_as_told", "compose", "load", "allocate", "describe"}
+"""Names of functions that build or serve an engine, besides those that begin with `build` or `make`."""
+LONGEST, LONGEST_OF_BUILDING = 60, 40
+"""Lines of a function of the engine, and of one that builds or serves."""
+
+
+def too_long(tree: ast.Module) -> list[str]:
+    """The functions of a module that are longer than they may be, with their lines."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            builds = node.name in BUILDING or node.name.startswith(("build", "make"))
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > (LONGEST_OF_BUILDING if builds else LONGEST):
+                found.append(f"{node.name} has {lines} lines")
+    return found
+
+
+def test_no_function_of_the_engine_is_long() -> None:
+    engine = [module for module in HOLDFAST.modules if module.name.startswith("engine.")]
+    assert {module.name: found for module in engine if (found := too_long(module.tree))} == {}
+
+
+def test_the_search_for_long_functions_finds_them() -> None:
+    def function(name: str, lines: int) -> str:
+        return f"def {name}():\n" + "    pass\n" * (lines - 1)
+
+    kept = function("other", 60) + function("build_it", 40) + function("serve", 40)
+    assert too_long(ast.parse(kept)) == []
+    assert too_long(ast.parse(function("other", 61) + "async " + function("serve", 41))) == [
+        "other has 61 lines", "serve has 41 lines",
+    ]  # fmt: skip
+
+
+COMPLETE = ("engine.", "loop.", "lm.scheduler.")
+"""Rooms whose objects are complete once they are constructed."""
+RECORDS = {
+    "engine.client.spelled": ({"tokenizer"}, "the library's tokenizer takes its normalizer by assignment alone"),
+    "engine.process.watched": ({"last"}, "a record of several steps is summed up in place, before it is sent"),
+    "lm.scheduler": (
+        {"entry", "sequence", "entry.sequence", "state", "state_of(entry)", "cache"},
+        "what a scheduler keeps of a sequence is a record that all its modules share",
+    ),
+    "lm.scheduler.*policies": ({"step"}, "a policy gives the step under construction its limits"),
+    "lm.scheduler.baselines": ({"step"}, "a policy gives the step under construction its limits"),
+    "lm.scheduler.deferral": ({"step"}, "a policy gives the step under construction its limits"),
+    "lm.scheduler.pipeline_target": ({"step"}, "a policy gives the step under construction its limits"),
+    "lm.scheduler.speculation": (
+        {"step", "row", "account"}, "drafts of a row are a record, and the policy gives the step what follows decodes",
+    ),
+    "lm.scheduler.scheduler": ({"step"}, "a step under construction is completed by the scheduler"),
+    "lm.scheduler.builder": ({"queues"}, "a step under construction counts in the scheduler's queues"),
+    "lm.scheduler.slabs": ({"self._tuner"}, "the tuner and the lending of blocks count together"),
+    "lm.scheduler.tuner": (
+        {"job", "self._corrections[kind]", "self._jobs[job]"}, "what the tuner keeps of a job is a record of its own",
+    ),
+}  # fmt: skip
+"""By module, or a pattern of several: objects whose attributes others may assign, and why."""
+
+
+def foreign_assignments(tree: ast.Module) -> set[str]:
+    """The objects of a module whose attributes others assign: neither self, nor made in the same function."""
+    found: set[str] = set()
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        made, assigned = {"self", "cls"}, []
+        for node in ast.walk(function):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.AugAssign | ast.AnnAssign):
+                targets = [node.target]
+            names = [each for target in targets for each in ast.walk(target)]
+            if isinstance(node, ast.Assign | ast.AnnAssign) and constructs(node.value):
+                made |= {each.id for each in names if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+            stored = [each for each in names if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)]
+            assigned += [ast.unparse(each.value) for each in stored]
+        found |= {each for each in assigned if each not in made}
+    return found
+
+
+def constructs(value: ast.expr | None) -> bool:
+    """Whether a value is made by a class: `Name(…)`, `module.Name(…)`, `cls(…)`."""
+    if not isinstance(value, ast.Call):
+        return False
+    name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+    return name == "cls" or name.lstrip("_")[:1].isupper()
+
+
+def may_assign(module: str) -> set[str]:
+    """The objects whose attributes a module may assign from outside."""
+    return {
+        each
+        for pattern, (objects, _) in RECORDS.items()
+        if fnmatch(module, pattern) or module.startswith(f"{pattern}.")
+        for each in objects
+    }
+
+
+def test_nobody_assigns_an_attribute_of_another_object() -> None:
+    rooms = [module for module in HOLDFAST.modules if module.name.startswith(COMPLETE)]
+    found = {module.name: foreign_assignments(module.tree) for module in rooms}
+    assert {name: more for name, each in found.items() if (more := each - may_assign(name))} == {}
+    used = {each for name, objects in found.items() for each in objects & may_assign(name)}
+    assert {each for objects, _ in RECORDS.values() for each in objects} == used, "these need no exception any more"
+
+
+def test_the_search_for_assignments_to_other_objects_finds_each_form() -> None:
+    def of(body: str) -> set[str]:
+        return foreign_assignments(ast.parse(f"def f(self, given):\n    {body}"))
+
+    assert of("given.x = 1") == of("given.x += 1") == of("y, given.x = 1, 2") == of("given.x: int = 1") == {"given"}
+    assert of("given.x = Made()") == {"given"}
+    assert of("self.loop.executor = given") == {"self.loop"} and of("each = given(); each.x = 1") == {"each"}
+    assert of("self.x = 1") == of("each = Made(given); each.x = 1") == of("x = given.x") == set()

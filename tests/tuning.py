@@ -85,8 +85,10 @@ def new_job(
     return directory
 
 
-def trainer_for(model: Decoder, *, mirror: Path | None = None, arena: Arena | None = None) -> Trainer:
-    return Trainer(model, arena or arena_for(model), base_digest=BASE, mirror=mirror)
+def trainer_for(
+    model: Decoder, *, mirror: Path | None = None, arena: Arena | None = None, wake: Callable[[], None] = lambda: None
+) -> Trainer:
+    return Trainer(model, arena or arena_for(model), base_digest=BASE, mirror=mirror, wake=wake)
 
 
 def act(trainer: Trainer, job: str, action: TrainingAction, lent: int = BLOCKS) -> TrainingReport:

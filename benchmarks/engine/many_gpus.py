@@ -320,14 +320,15 @@ def bring(source: Any, target: Any, prompt: tuple[int, ...]) -> Any:
     """Move a prompt's state between two engines of this process. What the target says of it."""
     from holdfast.core.types import Identity
     from holdfast.engine.messages import FetchChunks
+    from holdfast.engine.process.parts.moves import MoveHandler
     from holdfast.lm.memory.digests import block_digests
 
     chain = block_digests(Identity().root(), prompt[: len(prompt) // 16 * 16], 16)
-    target.moves.fetch(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))
+    target.handler(MoveHandler).receive(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))
     told: list[Any] = []
-    while not told or source.moves.ready or target.moves.ready:
+    while not told or source.handler(MoveHandler).ready or target.handler(MoveHandler).ready:
         for engine in (source, target):
-            told += engine.moves.answers()
+            told += engine.handler(MoveHandler).answers()
             if engine.loop.has_work():
                 engine.loop.step()
     return told[0]
@@ -339,6 +340,7 @@ def moved(arguments: argparse.Namespace) -> None:
     Nothing is priced, so all that is there is brought.
     """
     from benchmarks.engine.llama8b import directory_of
+    from holdfast.engine.process.parts.tiers import TierHandler
 
     options = small_options() | dict(cache_gb=200 * BLOCK / 1e9, eviction="lru", chunk_host="127.0.0.1")
     options |= dict(secret=b"moved", model=directory_of(SMALL_SHAPE))
@@ -362,10 +364,9 @@ def moved(arguments: argparse.Namespace) -> None:
             ):
                 wrong.append(("moved", number, came.tokens, came.reason))
             turns.append((prompt, expected))
-        target.tiers.flush(target.loop, 10)
+        target.handler(TierHandler).flush(target.loop, 10)
         for engine in (source, target):
-            engine.moves.close()
-            engine.loop.close()
+            engine.close()
         again = engine_of(layout, SMALL_SHAPE, **options, **kept)
         for number, (prompt, expected) in enumerate(turns):
             found = answer(again.loop, prompt)
@@ -373,8 +374,7 @@ def moved(arguments: argparse.Namespace) -> None:
                 wrong.append(("from the disk", number, found[1]))
         stats = again.loop.stats()
         tell("moved", layout=layout, wrong=wrong, turns=len(turns), on_disk=stats.prefix_hits_on_disk)
-        again.moves.close()
-        again.loop.close()
+        again.close()
         shutil.rmtree(kept["disk_cache_dir"])
 
 

@@ -157,13 +157,13 @@ def serve(options: dict[str, Any]) -> None:
     from holdfast.core.config import EngineConfig
     from holdfast.core.types import Request, SamplingParams
     from holdfast.engine.process.build import build_engine
+    from holdfast.engine.process.parts.tiers import TierHandler
 
     if (threads := options.get("threads")) is not None:
         torch.set_num_threads(threads)
-    engine = build_engine(EngineConfig(**options))
-    loop, tiers, woken = engine.loop, engine.tiers, threading.Event()
-    if tiers is not None:
-        tiers.wake = woken.set
+    woken = threading.Event()
+    engine = build_engine(EngineConfig(**options), wake=woken.set)
+    loop, tiers = engine.loop, [each for each in engine.handlers if isinstance(each, TierHandler)]
     lines, stages = iter(sys.stdin.readline, ""), {each.name: each.end - each.begin for each in engine.info.stages}
     print(json.dumps({"stages": stages, "disk blocks": loop.stats().disk_blocks_cached}), flush=True)
     for number, line in enumerate(lines):
@@ -173,8 +173,8 @@ def serve(options: dict[str, Any]) -> None:
             print(json.dumps({name: getattr(stats, name) for name in stats.__slots__}), flush=True)
         elif message.get("settle"):  # a pause, in which idle state goes down
             began = time.monotonic()
-            if tiers is not None:
-                tiers.flush(loop, 600)
+            for each in tiers:
+                each.flush(loop, 600)
             print(json.dumps(time.monotonic() - began), flush=True)
         else:
             params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
@@ -185,7 +185,7 @@ def serve(options: dict[str, Any]) -> None:
                     first = first or time.monotonic() - began
                     tokens += output.tokens
                     cached = output.cached_tokens
-                if not tokens and tiers is not None and tiers.awaited:
+                if not tokens and any(each.awaited for each in tiers):
                     woken.wait(0.05)  # as the engine's process does
                     woken.clear()
             while loop.step() is not None and loop.planner.stats().running:

@@ -124,10 +124,10 @@ class StepRecorder:
             if copies or rows:
                 self._copying[plan.step, inward] = now, copies or rows, "blocks" if copies else "rows"
 
-    def collect(self, result: StepResult, now: float) -> Recorded | None:
-        """A result is there; None if its plan was not seen."""
+    def collect(self, result: StepResult, now: float) -> list[Recorded]:
+        """A result is there: the step that has ended; empty if its plan was not seen."""
         if not self._plans or self._plans[0][0].step != result.step:
-            return None
+            return []
         plan, submitted = self._plans.popleft()
         # Use the device's own measure where it fits between the neighbours: steps run one after another.
         training = result.part(TrainingReport).seconds
@@ -175,7 +175,7 @@ class StepRecorder:
             record.copies = [
                 self._copied(copy.step, copy.inward, copy.bytes, copy.seconds, now) for copy in result.copied.times
             ]
-        return Recorded(plan, record)
+        return [Recorded(plan, record)]
 
     def _slice(self, plan: StepPlan, result: StepResult, began: float, ended: float) -> SliceRecord:
         part, loss = plan.part(TrainingPlan).slice, result.part(TrainingReport).loss
@@ -230,19 +230,21 @@ class Scene:
         self._scheduler = scheduler
         pool, fetches = scheduler.queues.pool, scheduler.queues.fetches
         lower = fetches.lower if fetches is not None else None
-        self._map = BlockMap(pool, lower) if isinstance(pool, BlockPool) else None
+        self._maps = [BlockMap(pool, lower)] if isinstance(pool, BlockPool) else []
+        """The map of paged memory, if that is what the scheduler has."""
         for name in scheduler.entries:
             self.meet(name)
 
     def meet(self, request: str) -> None:
         """A step computes part of this request's prompt."""
-        entry = self._scheduler.entries.get(request)
-        if entry is not None and self._map is not None and isinstance(entry.cache, SequenceCache):
-            self._map.meet(request, entry.cache)
+        entries = self._scheduler.entries
+        for map_ in self._maps:
+            if request in entries and isinstance(cache := entries[request].cache, SequenceCache):
+                map_.meet(request, cache)
 
     def meet_all(self, plan: StepPlan) -> None:
         """A plan is made: meet all requests that it does more of than decode."""
-        if self._map is None:
+        if not self._maps:
             return
         columns = plan.columns
         starts, stops = columns.column("start"), columns.column("stop")
@@ -262,11 +264,11 @@ class Scene:
 
     def blocks(self, now: float, most: int) -> list[ConversationBlocks]:
         """The conversations whose blocks have changed, as far as about `most` blocks show it; 0: all blocks."""
-        if self._map is None:
-            return []
-        entries = self._scheduler.entries
-        return self._map.advance(entries, now, most) if most else self._map.everything(entries, now)
+        found, entries = list[ConversationBlocks](), self._scheduler.entries
+        for map_ in self._maps:
+            found += map_.advance(entries, now, most) if most else map_.everything(entries, now)
+        return found
 
     def costs(self) -> list[tuple[int, float]]:
         """The cost of computing a chunk again, by block of its conversation, at some of them."""
-        return self._map.costs() if self._map is not None else []
+        return [cost for map_ in self._maps for cost in map_.costs()]

@@ -30,8 +30,13 @@ log = logging.getLogger("holdfast.engine")
 class Doorkeeper:
     """Listens for one engine on another host, and lets nobody else in. For one event loop."""
 
+    is_watched = True
+    """Whether a message that waits means that the engine is lost: sends never wait for a peer that is connected."""
+
     def __init__(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, remote: Remote) -> None:
         """Bind the socket to a free port. Raises OSError, and ValueError for an address that is none."""
+        self.where = f" on {remote.place}"
+        """The engine's host in words that can follow "process"."""
         self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.start()  # before the socket listens: libzmq lets everybody in where nobody keeps the door
         try:
@@ -49,6 +54,9 @@ class Doorkeeper:
             raise
         self.link = Link(f"tcp://{host}:{port}", public.decode())
         """What the engine needs to know, without its own keys."""
+
+    def hide(self) -> None:
+        """Do nothing: nobody else can connect in any case."""
 
     def close(self) -> None:
         """Let nobody in any more. May be called more than once."""

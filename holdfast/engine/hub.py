@@ -22,7 +22,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def is_id(model: str) -> bool:
     """Whether a model's name may be an id on the hub."""
-    return ID.fullmatch(model) is not None
+    return bool(ID.fullmatch(model))
 
 
 def snapshot(model: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Path:

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import signal
@@ -49,34 +50,24 @@ class Child:
         If this fails, the process is killed.
         """
         self._loop, self._on_end, self._process = asyncio.get_running_loop(), on_end, process
-        self._where = f" on {process.remote.place}" if process.remote is not None else ""
-        self._directory: Path | None = None
-        self._doorkeeper: Doorkeeper | None = None
         self._lost = False
         self.ended = asyncio.Event()
         """Set when the process has ended."""
         try:
-            if process.remote is None:
-                remove_stale_sockets()
-                self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))  # mode 0700
             self._context = zmq.asyncio.Context()
             self._socket = self._context.socket(zmq.DEALER)
             try:
                 limit_socket(self._socket)
-                if process.remote is None:
-                    link = Link(f"ipc://{self._directory}/engine")
-                    self._socket.bind(link.address)
-                else:
-                    self._doorkeeper = Doorkeeper(self._context, self._socket, process.remote)
-                    link = self._doorkeeper.link
+                self._door = self._open_door()
             except BaseException:
-                self._release()
+                self._socket.close(linger=0)
+                self._context.term()
                 raise
         except BaseException:
             process.kill()
             process.wait()
             raise
-        process.connect(link)
+        process.connect(self._door.link)
         threading.Thread(target=self._watch, name="holdfast-watch", daemon=True).start()
 
     @property
@@ -87,9 +78,9 @@ class Child:
     def send(self, message: messages.ToEngine) -> None:
         """Send a message without waiting. Valid after the engine's Hello; lost if the engine has ended."""
         sent = asyncio.ensure_future(self._socket.send(messages.encode(message)))
-        if self._doorkeeper is not None and not sent.done() and not self._lost:
-            self._lost = True  # sends never wait for a peer that is connected
-            self._on_end(f"the connection to the engine process{self._where} was lost")
+        if self._door.is_watched and not sent.done() and not self._lost:
+            self._lost = True
+            self._on_end(f"the connection to the engine process{self._door.where} was lost")
             self._process.kill()
 
     async def receive(self) -> messages.FromEngine:
@@ -105,8 +96,7 @@ class Child:
 
         No other process can connect then, and nothing is left behind when both processes are killed.
         """
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._door.hide()
 
     async def close(self, *, at_once: bool = False) -> None:
         """End the process, by Shutdown unless `at_once`, and close the socket."""
@@ -125,11 +115,14 @@ class Child:
         self._process.kill()
 
     def _release(self) -> None:
-        self.hide()
-        if self._doorkeeper is not None:
-            self._doorkeeper.close()
+        self._door.close()
         self._socket.close(linger=0)
         self._context.term()
+
+    def _open_door(self) -> LocalDoor | Doorkeeper:
+        """Listen for the engine, where it runs. Raises OSError."""
+        remote = self._process.remote
+        return LocalDoor(self._socket) if remote is None else Doorkeeper(self._context, self._socket, remote)
 
     def _watch(self) -> None:
         """Wait for the process to end, in a thread of its own: this works with every event loop, in any thread."""
@@ -142,7 +135,36 @@ class Child:
         if status == FAILED:  # its Failure is on the way, or was read before
             self._loop.call_later(GRACE_SECONDS, self._on_end, "the engine process failed and gave no reason")
         else:
-            self._on_end(f"the engine process{self._where} {in_words(status)}")
+            self._on_end(f"the engine process{self._door.where} {in_words(status)}")
+
+
+class LocalDoor:
+    """Listens for one engine on this host, at a socket whose file only this user can reach."""
+
+    where = ""
+    """The engine's host in words that can follow "process"."""
+    is_watched = False
+    """Whether a message that waits means that the engine is lost."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        """Bind the socket. Raises OSError."""
+        remove_stale_sockets()
+        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))  # mode 0700
+        self.link = Link(f"ipc://{self._directory}/engine")
+        """What the engine needs to know."""
+        try:
+            socket.bind(self.link.address)
+        except BaseException:
+            self.hide()
+            raise
+
+    def hide(self) -> None:
+        """Remove the socket's file: no other process can connect."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Leave nothing behind. May be called more than once."""
+        self.hide()
 
 
 def remove_stale_sockets() -> None:
@@ -203,10 +225,10 @@ class Parent:
         with contextlib.suppress(BlockingIOError):  # the pipe is full, so the wait ends anyway
             os.write(self._wake, b".")
 
-    def receive(self) -> messages.ToEngine | None:
-        """Wait for the next message; None if another thread calls `wake` first. Raises ValueError if it is invalid."""
+    def receive(self) -> list[messages.ToEngine]:
+        """Wait for the next message; empty if another thread calls `wake` first. Raises ValueError if it is invalid."""
         self.wait()
-        return next(self.waiting(), None)
+        return [*itertools.islice(self.waiting(), 1)]
 
     def waiting(self) -> Iterator[messages.ToEngine]:
         """The messages that have arrived. Does not wait for more."""

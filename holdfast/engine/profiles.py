@@ -75,7 +75,7 @@ class CostProfile:
         return int(named[1]) if named else None
 
     def __post_init__(self) -> None:
-        if self.rows is not None:
+        if self.executor == "padded":
             object.__setattr__(self, "cost", PaddedCost.of(self.cost))
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype}, not one of {', '.join(DTYPES)}")

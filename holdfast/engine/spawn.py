@@ -10,7 +10,7 @@ import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import IO, NamedTuple, Protocol, Self, cast
 
 from holdfast.core.config import KEY_VARIABLE, OPERATOR_VARIABLE
 
@@ -85,6 +85,7 @@ class EngineProcess:
             env=child_environment() | dict(environment or {}),
             start_new_session=True,  # the terminal's Ctrl-C must reach only us
         )
+        self._input = cast("IO[bytes]", self._process.stdin)
 
     @property
     def pid(self) -> int:
@@ -93,17 +94,15 @@ class EngineProcess:
 
     def connect(self, link: Link) -> None:
         """Tell the process where its client's socket is. Lost if the process has ended."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.write(f"{' '.join(link)}\n".encode())
-            self._process.stdin.flush()
+            self._input.write(f"{' '.join(link)}\n".encode())
+            self._input.flush()
 
     def wait(self) -> int:
         """Wait until the process has ended. Returns its exit status."""
         status = self._process.wait()
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # an address that was never read
-            self._process.stdin.close()
+            self._input.close()
         return status
 
     def kill(self) -> None:

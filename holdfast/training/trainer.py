@@ -115,18 +115,18 @@ class Trainer:
         base_digest: str,
         mirror: Path | None,
         pinning: AbstractContextManager[object] | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         """`arena` is the end of the engine's cache (`arena_of`). A job of another `base_digest` is refused.
 
         `mirror` is a directory in the host's memory, where states survive the engine but not the host; None: there is
         none, and states go to the jobs' own directories. `pinning` is held while another thread locks host memory.
+        `wake` is called when the writer is done with a state, mostly in its thread.
         """
         self._model, self._base_digest, self._arena = model, base_digest, arena
         self._device = model.spec.device
         self._jobs: dict[str, _Job] = {}
-        self.wake: Callable[[], None] = lambda: None
-        """Called when the writer is done with a state, mostly in its thread."""
-        self._storage = Storage(self._device, mirror=mirror, pinning=pinning or nullcontext(), wake=lambda: self.wake())
+        self._storage = Storage(self._device, mirror=mirror, pinning=pinning or nullcontext(), wake=wake)
 
     # Jobs
 

@@ -18,11 +18,10 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Grammar, Request
 from holdfast.engine import messages
 from holdfast.engine.process.build import build_engine
-from holdfast.engine.process.serve import serve
 from holdfast.lm.grammar.dialects import schema_grammar
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import StepPlan
-from tests.engine.process.test_adapter_desk import Client
+from tests.engine.process.parts.test_adapters import Client, run, start
 
 LIST = schema_grammar(list_schema(0))
 ROWS = schema_grammar(
@@ -182,14 +181,7 @@ def grammar_request(name: str, grammar: Grammar, tokens: int = 8) -> messages.Su
 
 
 def played(config: EngineConfig, *script: Callable[[Client], messages.ToEngine | None]) -> Client:
-    engine, client = build_engine(config), Client(list(script))
-    torch.set_num_threads(1)
-    try:
-        serve(engine.loop, client, grammars=engine.grammars)  # type: ignore[arg-type]
-    finally:
-        engine.grammars.close()
-        engine.loop.close()
-    return client
+    return run(*start(config), *script)
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -15,8 +15,10 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import ChunksFound
-from holdfast.engine.process import state_beyond
 from holdfast.engine.process.build import build_engine
+from holdfast.engine.process.parts import tiers
+from holdfast.engine.process.parts.moves import ChunkFinder
+from holdfast.engine.process.parts.tiers import TierHandler
 from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.memory.digests import block_digests
 
@@ -64,15 +66,15 @@ def test_answers_stay_the_same_after_a_drop_to_the_disk_and_after_a_restart(smal
     plain.loop.close()
     engine = build_engine(tiny(kv_cache_dtype=kv_cache_dtype))
     assert answers(engine, at_once=True) == (expected, [0] * 6)
-    engine.tiers.flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 5)
     assert engine.loop.stats().disk_blocks_cached >= 36
     assert answers(engine, name="again") == (expected, [96] * 6)
     assert engine.loop.stats().prefix_hits_on_disk >= 4 * 96
-    engine.tiers.flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 5)
     engine.loop.close()
     engine = build_engine(tiny(kv_cache_dtype=kv_cache_dtype))
     chain = block_digests(Identity().root(), PROMPTS[0][:96], 16)
-    assert engine.moves.find(1, chain) == ChunksFound(1, device=0, host=0, lower=96)
+    assert engine.handler(ChunkFinder).find(1, chain) == ChunksFound(1, device=0, host=0, lower=96)
     assert answers(engine, at_once=True) == (expected, [96] * 6), "each waits for its room on the host"
     stats = engine.loop.stats()
     assert stats.prefix_hits_on_disk == 6 * 96 and stats.blocks_corrupt == 0
@@ -88,7 +90,7 @@ def test_the_last_flush_ends_what_runs_and_writes_what_it_leaves(tiny):
         pass
     steps, step = [], engine.loop.step
     engine.loop.step = lambda: (steps.append(1), step())[1]
-    engine.tiers.flush(engine.loop, 30)
+    engine.handler(TierHandler).flush(engine.loop, 30)
     stats = engine.loop.stats()
     assert (stats.running, stats.waiting) == (0, 0) and len(steps) < 10
     assert stats.disk_blocks_cached >= 6
@@ -98,7 +100,7 @@ def test_the_last_flush_ends_what_runs_and_writes_what_it_leaves(tiny):
 def test_corrupt_blocks_are_found_and_computed_again(tiny, tmp_path):
     engine = build_engine(tiny())
     expected, _ = answers(engine)
-    engine.tiers.flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 5)
     engine.loop.close()
     (blocks,) = tmp_path.glob("disk/kv-*/blocks")
     with blocks.open("r+b") as file:
@@ -117,7 +119,7 @@ def test_another_model_finds_nothing_on_the_disk(tiny, checkpoint, tmp_path):
 
     engine = build_engine(tiny())
     answers(engine)
-    engine.tiers.flush(engine.loop, 5)
+    engine.handler(TierHandler).flush(engine.loop, 5)
     engine.loop.close()
     make(tmp_path / checkpoint.name, "Llama", max_position_embeddings=4096, eos_token_id=1, seed=9)
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -136,7 +138,7 @@ def test_engines_share_what_one_of_them_has_put_into_the_remote_tier(tiny):
     config = tiny(**remote, disk_cache_gb=EngineConfig.disk_cache_gb)
     one = build_engine(config)
     expected, _ = answers(one)
-    one.tiers.flush(one.loop, 5)
+    one.handler(TierHandler).flush(one.loop, 5)
     one.loop.close()
     other = build_engine(config)
     assert answers(other) == (expected, [96] * 6)
@@ -149,19 +151,19 @@ def test_engines_share_what_one_of_them_has_put_into_the_remote_tier(tiny):
 
 def test_a_remote_tier_that_is_not_there_is_named_at_the_start_and_used_once_it_comes(tiny, monkeypatch, caplog):
     fakeredis = pytest.importorskip("fakeredis")
-    monkeypatch.setattr(state_beyond, "TierThreads", partial(TierThreads, pause=0.02))
+    monkeypatch.setattr(tiers, "TierThreads", partial(TierThreads, pause=0.02))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     remote = {"remote_cache": f"redis://:secret@127.0.0.1:{port}/0", "disk_cache_dir": None}
+    woken = threading.Event()
     with caplog.at_level(logging.WARNING, "holdfast.engine"):
-        engine = build_engine(tiny(**remote, disk_cache_gb=EngineConfig.disk_cache_gb))
+        engine = build_engine(tiny(**remote, disk_cache_gb=EngineConfig.disk_cache_gb), wake=woken.set)
         assert "refused" in engine.info.remote_trouble and engine.loop.stats().remote_down == 1
         expected, _ = answers(engine, PROMPTS[:1])
-        engine.tiers.flush(engine.loop, 5)
+        engine.handler(TierHandler).flush(engine.loop, 5)
     (said,) = caplog.messages
     assert f"redis://127.0.0.1:{port}/0 does not work: " in said and "refused" in said and "secret" not in said
-    woken = threading.Event()
-    engine.tiers.wake = woken.set
+    woken.clear()
     service = fakeredis.TcpFakeServer(("127.0.0.1", port), server_type="redis")
     threading.Thread(target=service.serve_forever, daemon=True).start()
     caplog.clear()
@@ -169,7 +171,7 @@ def test_a_remote_tier_that_is_not_there_is_named_at_the_start_and_used_once_it_
     while engine.loop.stats().remote_bytes_written < 6 * BLOCK:  # idle: it is woken by what has been found
         assert woken.wait(deadline - time.monotonic())
         woken.clear()
-        engine.tiers.exchange()
+        engine.handler(TierHandler).exchange()
     assert engine.loop.stats().remote_down == 0
     assert [message for message in caplog.messages if "works again" in message]
     assert answers(engine, PROMPTS[:1], "again") == (expected, [96])

@@ -28,7 +28,10 @@ from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.client.tuning import EXAMPLES_FILE, VALIDATION_FILE, TuningError, write_examples
 from holdfast.engine.messages import JobEnded, JobInfo, JobStart, JobStatus, JobStep
 from holdfast.engine.process.build import build_engine
-from holdfast.engine.process.serve import handle, serve
+from holdfast.engine.process.handler import Gate, Router
+from holdfast.engine.process.parts.tuning_handler import TuningHandler
+from holdfast.engine.process.requests import RequestHandler
+from holdfast.engine.process.serve import serve
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
 from holdfast.lm.types.tuning import TrainingReport
 from tests.engine.conftest import SMALL
@@ -61,7 +64,11 @@ class Bench:
 
     def __init__(self, config: EngineConfig) -> None:
         self.engine = build_engine(config)
-        self.loop, self.info, self.desk, self.tuning, self.grammars, *_ = self.engine
+        self.loop, self.info = self.engine.loop, self.engine.info
+        self.tuning = self.engine.handler(TuningHandler)
+        self.handlers = self.engine.handlers
+        gates = [each for each in self.handlers if isinstance(each, Gate)]
+        self.router = Router([RequestHandler(self.loop, self.send, gates), *self.handlers], self.send)
         self.sent: list[messages.FromEngine] = []
         self.tokens: dict[str, list[int]] = {}
         self.ended: set[str] = set()
@@ -83,7 +90,7 @@ class Bench:
         self.loop.executor.collect = watched  # type: ignore[method-assign]
 
     def say(self, message: messages.ToEngine) -> None:
-        assert handle(message, self.loop, self, self.desk, self.tuning)  # type: ignore[arg-type]
+        assert self.router.receive([message])
 
     def send(self, message: messages.FromEngine) -> None:
         self.sent.append(message)
@@ -95,10 +102,7 @@ class Bench:
         self.say(messages.Submit(Request(name, tuple(prompt), params, identity=identity, arrival=time.monotonic())))
 
     def turn(self) -> None:
-        for desk in (self.desk, self.tuning):
-            assert desk is not None
-            for answer in desk.answers():
-                self.send(answer)
+        self.router.send_answers()
         if self.loop.has_work():
             for output in self.loop.step() or ():
                 self.tokens[output.request_id] += output.tokens
@@ -129,7 +133,6 @@ class Bench:
 
     def start_all(self, jobs: Sequence[JobStart]) -> None:
         """Start jobs together: no step runs before all are read, however long that takes."""
-        assert self.tuning is not None
         for number, job in enumerate(jobs):
             self.say(messages.StartJob(2000 + number, job))
         for *_, reading in [*self.tuning._reading]:
@@ -164,11 +167,7 @@ class Bench:
         return [step.loss for step in self.events(job, JobStep)], digest_of_adapter(ended.checkpoint)
 
     def close(self) -> None:
-        assert self.desk is not None and self.tuning is not None
-        self.desk.close()
-        self.grammars.close()
-        self.loop.close()
-        self.tuning.close()
+        self.engine.close()
 
 
 def digest_of_adapter(directory: str) -> str:
@@ -468,12 +467,10 @@ def test_an_engine_without_tuning_refuses_jobs(small: Callable[..., EngineConfig
     engine = build_engine(small())
     sent: list[messages.FromEngine] = []
 
-    class Parent:
-        send = staticmethod(sent.append)
-
-    assert engine.tuning is None
-    for message in (messages.StartJob(1, new_job(tmp_path)), messages.ChangeJob(2, "job", "pause")):
-        handle(message, engine.loop, Parent())  # type: ignore[arg-type]
+    with pytest.raises(LookupError):
+        engine.handler(TuningHandler)
+    told = [messages.StartJob(1, new_job(tmp_path)), messages.ChangeJob(2, "job", "pause")]
+    Router(engine.handlers, sent.append).receive(told)
     assert [type(message) for message in sent] == [messages.JobRefused] * 2
     engine.loop.close()
 
@@ -497,7 +494,7 @@ def test_a_micro_batch_that_is_chosen_suits_bound_target_and_memory_and_is_store
     assert chosen("fast") == 8192
     each = bench(cache_gb=0.005)
     info = each.start(new_job(tmp_path, "all", batch_size=6, paused=True))
-    blocks = [each.tuning._trainer.blocks("all", tokens) for tokens in (128, 200)]  # type: ignore[union-attr]
+    blocks = [each.tuning._trainer.blocks("all", tokens) for tokens in (128, 200)]
     fraction = sum(blocks) / 2 / each.info.num_blocks
     each = bench(cache_gb=0.005, tuning_memory_fraction=fraction, tuning_micro_batch="auto")
     assert info.examples == 6 and sum(len(ids) for ids, _ in drawn()) > 200
@@ -515,9 +512,7 @@ def test_every_option_of_tuning_reaches_what_it_is_for(bench: Callable[..., Benc
     assert policy(**SLICES).target == 2.0
     for fraction in (0.25, 0.5):
         each = bench(tuning_memory_fraction=fraction)
-        assert each.engine.tuning is not None and each.engine.tuning._tuner.max_blocks == int(
-            fraction * each.info.num_blocks
-        )
+        assert each.tuning._tuner.max_blocks == int(fraction * each.info.num_blocks)
     assert bench(max_adapters=0).info.adapter_slots == 8
 
 
@@ -548,7 +543,7 @@ def test_graphs_are_captured_between_two_steps_of_a_job_once_each(bench: Callabl
 
     def prepare() -> bool:
         if each.loop.has_work():
-            prepared.append(each.tuning._tuner.step_of("job")[0])  # type: ignore[union-attr]
+            prepared.append(each.tuning._tuner.step_of("job")[0])
         return False
 
     each.loop.prepare = prepare  # type: ignore[method-assign]
@@ -567,14 +562,14 @@ def test_graphs_are_captured_between_two_steps_of_a_job_once_each(bench: Callabl
         def poll(self, seconds: float) -> bool:
             return True
 
-        def receive(self) -> messages.ToEngine:
-            return self.first.pop() if self.first else messages.Shutdown()
+        def receive(self) -> list[messages.ToEngine]:
+            return [self.first.pop() if self.first else messages.Shutdown()]
 
         def waiting(self) -> list[messages.ToEngine]:
             self.turns += 1
             return []
 
-    serve(each.loop, Parent(), each.desk, each.tuning)  # type: ignore[arg-type]
+    serve(each.loop, Parent(), each.handlers)  # type: ignore[arg-type]
     assert len(each.result("job")[0]) == 9
     assert sorted({*prepared}) == prepared and {*prepared} >= {*range(1, 9)}
 

@@ -83,9 +83,6 @@ def test_a_slow_disk_delays_reports_and_no_step(
 def test_a_job_is_settled_when_its_last_state_is_written_and_whoever_waits_is_woken_after_that(
     model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = trainer_for(model)
-    trainer.open(new_job(tmp_path))
-    act(trainer, "job", "restore")
     write, free, found = StateFiles.write, threading.Event(), list[tuple[bool, bool]]()
 
     def slow(self: StateFiles, state: State) -> None:
@@ -98,7 +95,9 @@ def test_a_job_is_settled_when_its_last_state_is_written_and_whoever_waits_is_wo
         found.append((trainer.settled("job"), trainer.has_reports))
         woken.set()
 
-    trainer.wake = wake
+    trainer = trainer_for(model, wake=wake)
+    trainer.open(new_job(tmp_path))
+    act(trainer, "job", "restore")
     monkeypatch.setattr(StateFiles, "write", slow)
     while trainer.settled("job"):
         advance(trainer, "job", 1)

@@ -102,8 +102,7 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
                 self._fail(request_id, AppFailed(f"the application {self.info.name} failed on this request"))
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        ended = self._running.get(request_id)
-        if ended is not None and not ended.done():
+        if request_id in self._running and not (ended := self._running[request_id]).done():
             ended.set_exception(error)
 
     def _fail_requests(self, reason: str) -> None:

@@ -10,6 +10,8 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from holdfast.core.config import EngineConfig, check_adapter_name
 from holdfast.core.types import (
@@ -295,7 +297,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             self._child.send(message)
             return await answer
         finally:
-            if self._fetches.pop(number, None) is not None and not self.dead.is_set() and not answer.done():
+            del self._fetches[number]
+            if not self.dead.is_set() and not answer.done():
                 self._child.send(messages.StopFetch(number))
 
     def _identity(self, tenant: str, adapter: str) -> Identity:
@@ -320,14 +323,13 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                 check_adapter_name(name)
             except ValueError as error:
                 raise AdapterError(str(error)) from None
-            before = self.adapters.get(name)
-            if name in self.names or name in self.tuning.names or (before is not None and not replace):
+            before = {self.adapters[name].id} if name in self.adapters else set()
+            if name in self.names or name in self.tuning.names or (before and not replace):
                 raise AdapterError(f"the name {name} is taken")
-            loaded = await self._ask(lambda number: messages.LoadAdapter(number, name, path))
-            assert loaded is not None
+            loaded: AdapterInfo = await self._ask(lambda number: messages.LoadAdapter(number, name, path))
             self.adapters[name] = loaded
-        if before is not None and before.id != loaded.id:
-            await self._ask(lambda number: messages.UnloadAdapter(number, before.id), wait=False)
+        for adapter in before - {loaded.id}:
+            await self._ask(partial(messages.UnloadAdapter, adapter=adapter), wait=False)
         return loaded
 
     async def unload_adapter(self, name: str) -> None:
@@ -354,11 +356,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
     async def _ask(
         self, message: Callable[[int], messages.LoadAdapter | messages.UnloadAdapter], *, wait: bool = True
-    ) -> AdapterInfo | None:
+    ) -> Any:
         """Send a message about an adapter and wait for its answer. Raises AdapterError for a refusal."""
         self._check_alive()
         number = next(self._numbers)
-        answer: asyncio.Future[AdapterInfo | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         self._child.send(message(number))
         return await asyncio.shield(answer) if wait else None
@@ -377,7 +379,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._waiting.add(request_id)
         try:
             request = stream.request
-            there = request if self._remote is None else replace(request, arrival=request.arrival + self.ahead)
+            there = replace(request, arrival=request.arrival + self.ahead) if self.ahead else request
             self._child.send(messages.Submit(there))
             while not stream.given:
                 yield await stream.next()
@@ -388,7 +390,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     def _forget(self, request_id: str) -> bool:
         """Drop a request's stream. Returns whether there was one."""
         self._waiting.discard(request_id)
-        return self._streams.pop(request_id, None) is not None
+        known = request_id in self._streams
+        self._streams.pop(request_id, None)
+        return known
 
     def _admit(self, request_id: str) -> None:
         """Raise if a request of this id cannot be taken now."""
@@ -412,8 +416,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             case messages.Activity():
                 self.on_activity(message)
             case messages.Refused(request_id, reason, param):
-                stream = self._streams.get(request_id)
-                if stream is not None and self._forget(request_id):
+                if request_id in self._streams:
+                    stream = self._streams[request_id]
+                    self._forget(request_id)
                     stream.fail(RequestRefused(reason, param))
             case messages.ChunksFound(number, device, host, lower):
                 self._settle(self._searches.get(number), Found(device, host, lower))
@@ -426,8 +431,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             case messages.AdapterUnloaded(number):
                 self._settle(self._asked.pop(number, None), None)
             case messages.AdapterRefused(number, reason):
-                refused = self._asked.pop(number, None)
-                if refused is not None and not refused.done():
+                if number in self._asked and not (refused := self._asked.pop(number)).done():
                     refused.set_exception(AdapterError(reason))
                     refused.exception()  # marks it as retrieved, because nobody may wait any more
             case messages.JobStarted() | messages.JobChanged() | messages.JobRefused() | messages.JobProgress():
@@ -438,9 +442,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
         The text is decoded here and not by the reader: a slow reader must not delay the abort after a stop string.
         """
-        stream = self._streams.get(output.request_id)
-        if stream is None:  # its reader has left
+        if output.request_id not in self._streams:  # its reader has left
             return
+        stream = self._streams[output.request_id]
         self._waiting.discard(output.request_id)
         stream.take(output, now, output.scheduled_at - self.ahead)
         if stream.finish_reason is not None:
@@ -476,7 +480,8 @@ class Stream:
         self._cached = 0
         self._by_tier = 0, 0, 0
         self._scheduled = self._first = self._last = 0.0
-        self._error: Exception | None = None
+        self._errors: list[Exception] = []
+        """What ends the stream, if something does."""
         self._changed = asyncio.Event()
         self._answer = array("I")
         self._told = self._told_again = 0
@@ -498,13 +503,14 @@ class Stream:
         prompt = array("I", request.prompt[: request.answer_start]) + self._answer
         self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer))
         self._told_again = self._told
-        self._error = None
+        self._errors.clear()
         if not (self._tokens or self._prompt_logprobs):
             self._changed.clear()
 
     def take(self, output: SequenceOutput, now: float, scheduled: float) -> None:
         """Add the output of one step of a sequence that was first scheduled then, on our clock."""
         tokens, reason = output.tokens, output.finish_reason
+        ended = reason is not None
         if not self._count:
             self._first, self._scheduled, self._cached = now, scheduled, output.cached_tokens
             self._by_tier = output.cached_by_tier
@@ -515,12 +521,12 @@ class Stream:
         if len(visible) > 1 and self.request.params.stop:
             # Those behind the end of a stop string do not count, as if each had come alone.
             for count, token in enumerate(visible, 1):
-                self._pieces.append(self._text.push((token,), last=reason is not None and count == len(visible)))
+                self._pieces.append(self._text.push((token,), last=ended and count == len(visible)))
                 if self._text.stopped:
                     tokens = visible = visible[:count]
                     break
         else:
-            self._pieces.append(self._text.push(visible, last=reason is not None))
+            self._pieces.append(self._text.push(visible, last=ended))
         self._count += len(tokens)
         self._tokens.extend(tokens)
         self._answer.extend(tokens)
@@ -536,15 +542,15 @@ class Stream:
 
     def fail(self, error: Exception) -> None:
         """End the stream with an error."""
-        self._error = error
+        self._errors[:] = [error]
         self._changed.set()
 
     async def next(self) -> Delta:
         """Wait for the next Delta. Raises the error given to `fail`."""
         await self._changed.wait()
         self._changed.clear()
-        if self._error is not None:
-            raise self._error
+        for error in self._errors:
+            raise error
         text, tokens, logprobs = "".join(self._pieces), tuple(self._tokens), tuple(self._logprobs)
         prompt = tuple(self._prompt_logprobs)
         for taken in (self._pieces, self._tokens, self._logprobs, self._prompt_logprobs):

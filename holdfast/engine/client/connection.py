@@ -56,7 +56,8 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         self._closed = False
         self.retired = False
         """Whether it ended because it was closed while it lived, and not of itself."""
-        self._remote = process.remote
+        self._from = "" if process.remote is None else f"{process.remote.place}: "
+        """The engine's host, before a reason; empty for an engine on this one."""
         self.ahead = 0.0
         """Seconds that the engine's clock is ahead of ours; 0 on the same machine.
 
@@ -64,7 +65,8 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         engine dates never seems to lie before what came first here.
         """
         self._clocks: deque[float] = deque(maxlen=CLOCKS)
-        self._ticking: asyncio.Task[None] | None = None
+        self._ticking: list[asyncio.Task[None]] = []
+        """The task that compares clocks, with an engine on another host."""
         self._child = Child(self._end, process)
         self._listening = asyncio.create_task(self._listen())
 
@@ -125,8 +127,8 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         if not self._closed:
             self._closed = True
             self._listening.cancel()
-            if self._ticking is not None:
-                self._ticking.cancel()
+            for ticking in self._ticking:
+                ticking.cancel()
             await self._child.close(at_once=at_once)
 
     def _check_alive(self) -> None:
@@ -146,9 +148,9 @@ class EngineConnection(ABC, Generic[Info, Stats]):
             case messages.Stats(number, stats) | messages.AppAnswer(number, stats):
                 self._settle(self._unanswered.get(number), stats)
             case messages.Hello(there):
-                if self._remote is not None:
+                if self._from:
                     self._note_clock(there)
-                    self._ticking = asyncio.create_task(self._tick())
+                    self._ticking.append(asyncio.create_task(self._tick()))
                 self._child.hide()
                 self._child.send(self._start_message())
             case messages.Progress(stage):
@@ -156,7 +158,7 @@ class EngineConnection(ABC, Generic[Info, Stats]):
             case messages.Ready(info) | messages.AppReady(info):
                 self._settle(self._ready, info)
             case messages.Failure(reason):
-                self._end(reason if self._remote is None else f"{self._remote.place}: {reason}")
+                self._end(f"{self._from}{reason}")
             case messages.Clock(there):
                 self._note_clock(there)
             case _:

@@ -240,7 +240,8 @@ async def complete(prompt: Sequence[int], stream: AsyncGenerator[Delta, None]) -
             tokens.extend(delta.tokens)
             logprobs.extend(told for told in delta.logprobs if told is not None)
             of_prompt.extend(delta.prompt_logprobs)
-    assert delta.finish_reason is not None and delta.usage is not None and delta.timings is not None
+    if not (delta.finish_reason and delta.usage and delta.timings):
+        raise RuntimeError("the stream has ended before its last delta")
     return Completion(
         tuple(prompt),
         "".join(pieces),

@@ -117,7 +117,7 @@ class ChatTemplate:
 
     def _answer(self, request: bytes) -> Rendered | Refused:
         process = self._process
-        if process is None or not process.runs:  # or it was killed from outside while it was idle
+        if not process or not process.runs:  # or it was killed from outside while it was idle
             process = self._process = _Process(_encode(self._start))
         if self._closed.is_set():
             process.kill()

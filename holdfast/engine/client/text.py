@@ -80,8 +80,11 @@ class Text:
         self._byte_level = "ByteLevel" in json.dumps(contents.get("decoder"))
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self._spelled = Spelled(tokenizer)
-        self._template = None if template is None else ChatTemplate(template, special_tokens or {})
-        self._tool_template = None if tool_template is None else ChatTemplate(tool_template, special_tokens or {})
+        sources = {"chat": template, "tools": tool_template}
+        self._templates = {
+            use: ChatTemplate(source, special_tokens or {}) for use, source in sources.items() if source is not None
+        }
+        """The templates that the model has: one for chats, and one of its own for chats with tools."""
         self.template = tool_template or template
         """The source of the chat template for chats with tools. None without any."""
 
@@ -171,9 +174,7 @@ class Text:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; of a special token, its name. Empty for an id that is not known."""
-        piece: str | None = self._tokenizer.id_to_token(token)
-        if piece is None:
-            return b""
+        piece: str = self._tokenizer.id_to_token(token) or ""
         if token not in self._added:
             if self._byte_level and all(character in BYTES for character in piece):
                 return bytes(BYTES[character] for character in piece)
@@ -205,8 +206,8 @@ class Text:
         of the template. All is escaped: of special tokens, only the template's own count when the result is tokenized.
         Raises ValueError if there is no template, or if it fails on these messages or exceeds its limits.
         """
-        template = (tools and self._tool_template) or self._template
-        if template is None:
+        use = "tools" if tools and "tools" in self._templates else "chat"
+        if use not in self._templates:
             raise ValueError("this model has no chat template; use plain completions")
         try:
             escaped = [self._spelled.escape_all(message) for message in messages]
@@ -214,7 +215,9 @@ class Text:
             options = self._spelled.escape_all(options)
         except RecursionError:
             raise ValueError("the messages are nested too deeply") from None
-        return template.render(escaped, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
+        return self._templates[use].render(
+            escaped, add_generation_prompt=add_generation_prompt, tools=tools, options=options
+        )
 
     def escape(self, text: str) -> str:
         """A message's text as `render_chat` gives it to the template: what spells a special token has a BREAK in it."""
@@ -235,9 +238,8 @@ class Text:
 
     def close(self) -> None:
         """End the template's process, even while it renders: nobody need wait for a template."""
-        for template in (self._template, self._tool_template):
-            if template is not None:
-                template.close()
+        for template in self._templates.values():
+            template.close()
 
 
 def read_tokenizer(directory: Path) -> str:
@@ -296,7 +298,7 @@ class TextStream:
         self._unscanned = min_tokens
         self._special = shown
         self._text = text
-        self._stops = StopScanner(stop) if stop else None
+        self._scans, self._stops = bool(stop), StopScanner(stop)
         self.stopped = False
         """Whether a stop string ended the text."""
         self._window: list[int] = []
@@ -309,7 +311,7 @@ class TextStream:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the text, if one did."""
-        return self._stops.match if self._stops is not None and self.stopped else None
+        return self._stops.match if self.stopped else None
 
     def push(self, tokens: Sequence[int], last: bool = False) -> str:
         """Add tokens. Returns the text that is now certain; with `last`, also the text that was held back."""
@@ -325,7 +327,7 @@ class TextStream:
         if last:
             fresh += self._text.decode(self._window)[len(self._shown) :]
             self._window, self._shown, self._settled = [], "", 0
-        if self._stops is None:
+        if not self._scans:
             return fresh
         if self._unscanned:
             self._unscanned -= len(tokens)

@@ -14,6 +14,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from typing import Any
 
 from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
@@ -70,7 +71,7 @@ class TuningRun:
         self._client = client
         self._events: deque[JobEvent] = deque()
         self._changed = asyncio.Event()
-        self._dead: str | None = None
+        self._dead = ""
 
     @property
     def id(self) -> str:
@@ -88,7 +89,7 @@ class TuningRun:
                 yield event
                 if isinstance(event, JobEnded):
                     return
-            if self._dead is not None:
+            if self._dead:
                 raise EngineDead(self._dead)
             self._changed.clear()
             await self._changed.wait()
@@ -178,17 +179,16 @@ class TuningClient:
     async def _start(self, job: JobStart) -> TuningRun:
         self._starting[job.id] = job
         try:
-            info = await self._ask(lambda number: messages.StartJob(number, job))
-            assert info is not None
+            await self._ask(lambda number: messages.StartJob(number, job))
         except BaseException:
             self._starting.pop(job.id, None)
             raise
         return self._started.pop(job.id)
 
-    async def _ask(self, message: Callable[[int], messages.ToEngine]) -> JobInfo | None:
+    async def _ask(self, message: Callable[[int], messages.ToEngine]) -> Any:
         self._check_alive()
         number = next(self._numbers)
-        answer: asyncio.Future[JobInfo | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         self._send(message(number))
         return await asyncio.shield(answer)
@@ -202,8 +202,7 @@ class TuningClient:
             case messages.JobChanged(number):
                 self._settle(number, None)
             case messages.JobRefused(number, reason, missing):
-                answer = self._asked.pop(number, None)
-                if answer is not None and not answer.done():
+                if number in self._asked and not (answer := self._asked.pop(number)).done():
                     answer.set_exception(TuningError(reason, missing=missing))
                     answer.exception()  # marks it as retrieved, because nobody may wait any more
             case messages.JobProgress(events):
@@ -223,14 +222,13 @@ class TuningClient:
         self._asked.clear()
 
     def _settle(self, number: int, info: JobInfo | None) -> None:
-        answer = self._asked.pop(number, None)
-        if answer is not None and not answer.done():
+        if number in self._asked and not (answer := self._asked.pop(number)).done():
             answer.set_result(info)
 
     def _deliver(self, event: JobEvent) -> None:
-        run = self._runs.get(event.job)
-        if run is None:
+        if event.job not in self._runs:
             return
+        run = self._runs[event.job]
         if isinstance(event, JobEnded):
             del self._runs[event.job], self._starting[event.job]
             if event.adapter is not None:

@@ -63,7 +63,7 @@ class AppEngine:
     def __init__(self, start: messages.StartApp, application: Application, parent: Parent) -> None:
         """Measure the cells if that was asked for, and make them ready. Raises ValueError, MemoryError, OSError."""
         config = start.config
-        if start.threads is not None:
+        if start.threads:
             torch.set_num_threads(start.threads)
         self._application, self._config, self._parent = application, config, parent
         self._devices = devices_of(config)
@@ -79,8 +79,8 @@ class AppEngine:
             )
         else:
             found = find_profile(start.app, types, self._devices, config.app_profile)
-        self._profile_path = "" if found is None else str(found.path)
-        self._sizes = sizes_by_type(types, None if found is None else found.profile.sizes)
+        self._profile_path, measured = ("", None) if found is None else (str(found.path), found.profile.sizes)
+        self._sizes = sizes_by_type(types, measured)
         parent.send(messages.Progress("making cells ready"))
         self._ended: SimpleQueue[list[CellOutput]] = SimpleQueue()
         self._failure = ""
@@ -119,7 +119,7 @@ class AppEngine:
             for message in self._parent.waiting():
                 if not self._handle(message):
                     return
-            results = [result for output in self._all_ended() if (result := self._result(output)) is not None]
+            results = [result for output in self._all_ended() for result in self._result(output)]
             if results:
                 self._send(results)
             if self._failure:
@@ -154,18 +154,18 @@ class AppEngine:
             if not self._failure:
                 self._blame("unfold", message.request_id)
 
-    def _result(self, output: CellOutput) -> messages.AppResult | None:
-        """What a client gets of a request that has ended. None if the application's code fails on it, which is sent."""
+    def _result(self, output: CellOutput) -> list[messages.AppResult]:
+        """What a client gets of a request that has ended; empty if the application fails on it, which is sent."""
         try:
             given = self._application.finish(output.results)
             outputs = {field.name: pack(as_declared(field, given)) for field in self._application.outputs}
             size = sum(len(tensor.data) for tensor in outputs.values())
             if size > messages.MESSAGE_LIMIT - MESSAGE_MARGIN:
                 raise OverflowError(f"the outputs have {size} bytes; at most {messages.MESSAGE_LIMIT - MESSAGE_MARGIN}")
-            return messages.AppResult(output.request_id, outputs, output.scheduled_at)
+            return [messages.AppResult(output.request_id, outputs, output.scheduled_at)]
         except Exception:
             self._blame("finish", output.request_id)
-            return None
+            return []
 
     def _blame(self, method: str, request_id: str) -> None:
         """Log the error of the application's own code, and tell the client that its request has failed."""

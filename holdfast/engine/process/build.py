@@ -1,66 +1,55 @@
-"""The engine's composition root, where the kinds of work meet: from a configuration to a loop."""
+"""The engine's composition root, where the kinds of work meet: from a configuration to a loop and its handlers."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from holdfast.core.config import PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig, ExecutorName
 from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
-from holdfast.core.training_cost import MICRO_BATCHES
-from holdfast.core.types import AdapterInfo
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.messages import EngineInfo
-from holdfast.engine.process.adapter_desk import AdapterDesk
-from holdfast.engine.process.grammar_desk import GrammarDesk
+from holdfast.engine.process.handler import Found, Handler, find
 from holdfast.engine.process.in_service import in_service
-from holdfast.engine.process.move_desk import MoveDesk
-from holdfast.engine.process.state_beyond import begin_moves, open_tiers
-from holdfast.engine.process.tier_desk import TierDesk
-from holdfast.engine.process.trace import Trace, about_engine
-from holdfast.engine.process.tuning_desk import TuningDesk, TuningRules
+from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site, refuse_excluded
+from holdfast.engine.process.parts.adapters import AdapterBuilder
+from holdfast.engine.process.parts.grammars import GrammarBuilder
+from holdfast.engine.process.parts.moves import MoveBuilder
+from holdfast.engine.process.parts.silent import DraftBuilder, HostTierBuilder, RankBuilder, TraceBuilder
+from holdfast.engine.process.parts.tiers import TierBuilder
+from holdfast.engine.process.parts.tuning import TuningBuilder
 from holdfast.engine.profiles import CostProfile, cached_profile_path, held
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
-from holdfast.engine.ranks.paged import check_layout, grammar_compiler, make_paged_device, make_rank, threads_of
-from holdfast.engine.ranks.ranks import Ranks
-from holdfast.lm.choice import choose_policy, make_drafter, make_scheduler, make_tuner, steps_in_flight
+from holdfast.engine.ranks.paged import check_layout, make_paged_device, make_rank, threads_of
+from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
+from holdfast.lm.choice import choose_policy, make_scheduler, steps_in_flight
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
-from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
-from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
-from holdfast.lm.parts.adapters.planner import AdapterPart
-from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
+from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
-from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import (
     DEFAULT_TOKEN_BUDGET,
     EngineShape,
-    HostTier,
-    LanguageDevice,
     LanguageExecutor,
     LanguageLoop,
     MemoryMeasurement,
 )
 from holdfast.loop.loop import Loop
-from holdfast.training.base import digest_of_model, training_shape
-from holdfast.training.iteration import arena_of, workspace_bytes
-from holdfast.training.state import mirror_directory
-from holdfast.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from holdfast.lm.padded.device import PaddedDevice
@@ -69,8 +58,21 @@ if TYPE_CHECKING:
 clock = time.monotonic
 log = logging.getLogger("holdfast.engine")
 
-HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
-"""Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
+PARTS: tuple[type[PartBuilder], ...] = (
+    HostTierBuilder,
+    AdapterBuilder,
+    TuningBuilder,
+    DraftBuilder,
+    GrammarBuilder,
+    MoveBuilder,
+    TierBuilder,
+    TraceBuilder,
+    RankBuilder,
+)
+"""The parts that an engine may have, in the order in which they are built, are asked for answers, and see steps.
+
+Tuning follows adapters, which it serves when a job is complete. Tiers follow the host tier, which they read.
+"""
 
 
 class Engine(NamedTuple):
@@ -78,18 +80,23 @@ class Engine(NamedTuple):
 
     loop: LanguageLoop
     info: EngineInfo
-    desk: AdapterDesk | None
-    """Loads and unloads adapters; None if none may be served."""
-    tuning: TuningDesk | None
-    """Takes tuning jobs; None if tuning is off. To be closed after the loop."""
-    grammars: GrammarDesk
-    """Takes requests that have a grammar. To be closed."""
-    ranks: Ranks | None
-    """The other processes of the engine; None if there are none. Closing the loop ends them."""
-    moves: MoveDesk | None = None
-    """Says where KV blocks are, and moves them between engines. To be closed before the loop."""
-    tiers: TierDesk | None = None
-    """Moves blocks of the tiers behind the host; None if there are none. Closing the loop ends that."""
+    handlers: tuple[Handler, ...]
+    """Answer the client's messages. To be stopped before the loop is closed, and closed after it."""
+    ranks: AnyRanks
+    """The other processes of the engine. Closing the loop ends them."""
+
+    def handler(self, kind: type[Found]) -> Found:
+        """The handler of a kind. Raises LookupError if the engine has none."""
+        return find(self.handlers, kind)
+
+    def close(self) -> None:
+        """End all that the engine does. Steps in flight are abandoned."""
+        with ExitStack() as closing:
+            for handler in self.handlers:
+                closing.callback(handler.close)
+            closing.callback(self.loop.close)
+            for handler in self.handlers:
+                closing.callback(handler.stop)
 
 
 def build(
@@ -105,281 +112,154 @@ def build(
 
 
 def build_engine(
-    config: EngineConfig,
-    *,
-    stages: Stages | None = None,
-    measure: bool = False,
-    priced: bool = False,
-    on_progress: Callable[[str], None] = lambda stage: None,
-    ranks: Ranks | None = None,
-    chunk_secret: bytes = b"",
+    config: EngineConfig, *, stages: Stages | None = None, ranks: AnyRanks | None = None, **how: Any
 ) -> Engine:
-    """Load the model, measure the device, allocate its memory, and put the loop together.
+    """Load the model, measure the device, allocate its memory, and build the loop and the handlers over it.
 
-    `stages` notes when each stage begins and ends; by default they count from this call. `on_progress` gets the name
-    of each stage, for people. A latency target, and the host tier of a paged cache, need the device's cost profile
-    (`find_profile`), `priced` finds it in any case, and `measure` measures it. `ranks` are the processes of a
-    configuration with several devices, if they have been started; they end if this fails. Raises ValueError
-    (UnsupportedCheckpoint among them), MemoryError and RankFailure with a reason for people. Blocks move between
-    engines of one `chunk_secret`.
+    `stages` notes when each stage begins and ends; by default they count from this call. `ranks` are the processes of a
+    configuration with several devices, if they have been started (`start_ranks`); they end if this fails. `how` are
+    fields of `Order`. Raises ValueError (UnsupportedCheckpoint among them), MemoryError and RankFailure with a reason
+    for people.
     """
-    stages = stages or Stages(clock(), clock)
+    order = Order(stages=stages or Stages(clock(), clock), **how)
+    started = [ranks] if ranks else []
     try:
         checkpoint = Checkpoint.of(config)
         if config.layout.ranks > 1:
             check_layout(config, checkpoint)
-            ranks = ranks or Ranks(config)
-        elif config.threads is not None:
+        elif config.threads:
             torch.set_num_threads(config.threads)
-        return put_together(
-            config, checkpoint, ranks, stages, measure=measure, priced=priced, on_progress=on_progress,
-            chunk_secret=chunk_secret,
-        )  # fmt: skip
+        if not started:
+            started.append(start_ranks(config))
+        return compose(load(config, checkpoint, started[0], order))
     except BaseException:
-        if ranks is not None:
-            ranks.close(at_once=True)
+        for each in started:
+            each.close(at_once=True)
         raise
 
 
-def put_together(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    ranks: Ranks | None,
-    stages: Stages,
-    *,
-    measure: bool,
-    priced: bool,
-    on_progress: Callable[[str], None],
-    chunk_secret: bytes,
-) -> Engine:
-    """Do what `build_engine` says. `ranks` are the processes of the other ranks, where there are any."""
-    on_progress(f"loading {checkpoint.name}")
-    with stages.stage("weights"):
-        device, reason = choose_device(config, checkpoint, stages, ranks)
-    tuned = tuned_model(config, device)
-    if tuned is not None and isinstance(device, PagedDevice):
-        device.training_bytes = partial(training_workspace, config, tuned)
-    adapters = read_adapters(config, device, stages, on_progress)
-    memory, shape = allocate(device, stages, on_progress)
-    threads = None
+def load(config: EngineConfig, checkpoint: Checkpoint, ranks: AnyRanks, order: Order) -> Site:
+    """The model on its device."""
+    order.on_progress(f"loading {checkpoint.name}")
+    with order.stages.stage("weights"):
+        device, reason = choose_device(config, checkpoint, order.stages, ranks)
+    if isinstance(device, PagedDevice | ManyDevice):
+        return Site(config, checkpoint, device, reason, ranks, order, clock)
+    return Site(config, checkpoint, device, f"{reason}; {on_rows(config, device)}", ranks, order, clock)
+
+
+def compose(site: Site) -> Engine:
+    """Build all parts over a model on its device, and the loop over them."""
+    config = site.config
+    wanted = [part for part in PARTS if part.wanted(config)]
+    refuse_excluded(wanted, site)
+    builders = [part(site) for part in wanted]
+    memory, shape = allocate(site, builders)
+    pace = pace_of(config, site.device.kind, memory.device, shape.executor)
+    path = cached_profile_path(site.checkpoint.directory, site.device.precision, pace)
+    profiles = find_profiles(site, shape, path, builders)
+    costs = [profile.cost for profile in profiles]
+    cost = next(iter(costs), None)
+    policy = choose_policy(config, shape, cost, stages=config.pp)
+    planned: dict[str, Any] = {}
+    for builder in builders:
+        planned.update(builder.planner(shape, costs))
+    scheduler = make_scheduler(
+        config, shape, cost, policy=policy, stages=config.pp, deferral_bound=config.deferral_bound, now=clock(),
+        **planned,
+    )  # fmt: skip
+    served = Served(scheduler, shape)
+    for builder in builders:
+        served.handlers.extend(builder.handlers(served))
+    loop = make_loop(site, served, builders, partial(keep_corrected, profiles, policy, path))
+    info = describe(site, memory, shape, builders, str(path) if profiles else "")
+    return Engine(loop, info, tuple(served.handlers), site.ranks)
+
+
+def allocate(site: Site, builders: Sequence[PartBuilder]) -> tuple[MemoryMeasurement, EngineShape]:
+    """Measure what a step takes, and allocate the cache of both tiers and the graphs of steps in what is left."""
+    device, order = site.device, site.order
+    if device.captures:
+        order.on_progress("compiling kernels")
+        with order.stages.stage("kernels"):
+            device.compile()
+    order.on_progress("measuring memory")
+    with order.stages.stage("memory"):
+        if isinstance(device, PagedDevice):
+            memory = device.measure(lambda: sum(builder.workspace_bytes() for builder in builders))
+        else:
+            memory = device.measure()
+    if device.captures:
+        order.on_progress("capturing graphs")
+    shape = device.allocate(memory)
     if isinstance(device, PagedDevice | ManyDevice):
         shape = replace(shape, block_bytes=device.block_bytes)
-        if config.lower_tiers:
-            with stages.stage("tiers"):
-                threads, shape = open_tiers(config, checkpoint, device, shape)
-    pace = pace_of(config, device.kind, memory.device, shape.executor)
-    path = cached_profile_path(checkpoint.directory, device.precision, pace)
-    profile = None
-    ranks_chunks = shape.rows is None and shape.num_host_blocks > 0 and config.eviction == "retention"
-    drafter = make_drafter(config, shape, device.kind)
-    needed = config.tbt_target is not None or ranks_chunks or tuned is not None or drafter is not None
-    if measure or priced or needed:
-        profile = find_profile(device, shape, path, stages, measure=measure, on_progress=on_progress)
-    cost = profile.cost if profile is not None else None
-    policy = choose_policy(config, shape, cost, stages=config.pp)
-    tuner = None
-    if tuned is not None and cost is not None and isinstance(device, PagedDevice):
-        tuner = make_tuner(
-            config,
-            shape,
-            cost,
-            training_shape(tuned.decoder),
-            memory_fraction=config.tuning_memory_fraction,
-            block_seconds=device.block_bytes / HOST_BYTES_PER_SECOND[device.kind],
-        )
-    scheduler = make_scheduler(
-        config,
-        shape,
-        cost,
-        policy=policy,
-        stages=config.pp,
-        tuner=tuner,
-        deferral_bound=config.deferral_bound,
-        tuning_progress=config.tuning_progress,
-        drafter=drafter,
-        now=clock(),
-    )
-    desk = None
-    if isinstance(device, PagedDevice) and device.adapter_store is not None:
-        adapted = scheduler.part(AdapterPart)
-        desk = AdapterDesk(adapted, device.adapter_store)
-        for adapter in adapters:
-            adapted.add(adapter.id)
-    tuning = None
-    if tuned is not None and tuner is not None and isinstance(device, PagedDevice) and desk is not None:
-        with stages.stage("tuning"):
-            tuning = make_tuning(config, checkpoint, tuned, device, tuner, desk)
-    traces = []
-    if config.trace:
-        about, suspends = about_engine(config, shape), shape.num_host_blocks > 0
-        traces.append(Trace(config.trace, clock, suspends=suspends, planner=scheduler, about=about))
-    keep, grow = nothing, nothing
-    if profile is not None and not profile.measured and isinstance(policy, LatencyTarget):
-        keep = partial(keep_corrected, profile, policy, path)
-    if (host := device.host) is not None:  # it becomes usable bit by bit, beside the first requests
-        host.begin()
-        grow = partial(grow_host_tier, scheduler, host)
-    tiers = None
-    if threads is not None:
-        tiers = TierDesk(scheduler, threads, clock)
-        grow, keep = both(grow, tiers.exchange), both(keep, tiers.close)
-    loop: LanguageLoop = Loop(
-        scheduler,
-        device.executor,
+    for builder in builders:
+        shape = builder.allocated(shape)
+    return memory, shape
+
+
+def make_loop(site: Site, served: Served, builders: Sequence[PartBuilder], keep: Callable[[], None]) -> LanguageLoop:
+    """The loop over a scheduler and the device's executor. `keep` is called first when it is closed."""
+    config, executor = site.config, site.device.executor
+    observers = [observer for builder in builders for observer in builder.observers(served)]
+    refreshing = [builder.refresh for builder in builders if type(builder).refresh is not PartBuilder.refresh]
+    closing = [keep, *(builder.close for builder in builders)]
+    return Loop(
+        served.scheduler,
+        executor,
         steps_in_flight(config, config.pp),
         clock,
-        grow,
-        keep,
-        device.executor.prepare,
-        traces,
+        partial(call_all, refreshing),
+        partial(close_all, closing),
+        executor.prepare,
+        observers,
     )
-    moves = MoveDesk(scheduler, clock)
-    unmoved = moves_of(config, checkpoint, device, shape, moves, chunk_secret)
-    info = EngineInfo(
+
+
+def call_all(calls: Iterable[Callable[[], None]]) -> None:
+    """Call these, one after the other."""
+    for call in calls:
+        call()
+
+
+def close_all(calls: Sequence[Callable[[], None]]) -> None:
+    """Call these, one after the other, each even if one before it fails."""
+    with ExitStack() as closing:
+        for call in reversed(calls):
+            closing.callback(call)
+
+
+def describe(
+    site: Site, memory: MemoryMeasurement, shape: EngineShape, builders: Sequence[PartBuilder], profile_path: str
+) -> EngineInfo:
+    """The engine as its client sees it."""
+    config, facts = site.config, dict[str, Any]()
+    for builder in builders:
+        facts.update(builder.facts())
+    return EngineInfo(
         model=shape.model,
         precision=shape.precision,
         executor=shape.executor,
-        executor_reason=(
-            reason if isinstance(device, PagedDevice | ManyDevice) else f"{reason}; {on_rows(config, device)}"
-        ),
+        executor_reason=site.reason,
         memory=memory,
         num_blocks=shape.num_blocks,
         num_host_blocks=shape.num_host_blocks,
-        block_size=config.block_size if shape.rows is None else 1,
+        block_size=config.block_size if shape.executor == "paged" else 1,
         token_budget=shape.max_step_tokens,
         max_model_len=shape.max_model_len,
         max_sequences=config.max_sequences,
         max_waiting=config.max_waiting,
         vocab_size=shape.vocab_size,
-        profile_path=str(path) if profile is not None else "",
-        started_in=stages.elapsed(),
-        stages=tuple(stages.done),
-        adapters=tuple(adapters),
+        profile_path=profile_path,
+        started_in=site.order.stages.elapsed(),
+        stages=tuple(site.order.stages.done),
         adapter_slots=shape.adapter_slots,
         gives_hidden=shape.gives_hidden,
         tp=config.tp,
         pp=config.pp,
-        chunk_address="" if moves.service is None else moves.service.address,
-        chunk_reason=unmoved,
-        remote_trouble="" if threads is None else threads.trouble,
+        **facts,
     )
-    grammars = make_grammars(config, checkpoint, device, shape, scheduler)
-    return Engine(loop, info, desk, tuning, grammars, ranks, moves, tiers)
-
-
-def moves_of(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    device: PagedDevice | PaddedDevice | ManyDevice,
-    shape: EngineShape,
-    moves: MoveDesk,
-    secret: bytes,
-) -> str:
-    """Let KV blocks move between engines where the configuration and the device allow it; why none can, else empty."""
-    if not config.chunk_host:
-        return "chunk_host is not set"
-    if not isinstance(device, PagedDevice | ManyDevice):
-        return "padded rows hold no blocks that could move"
-    return begin_moves(config, checkpoint, device, shape, moves, secret)
-
-
-def both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[], None]:
-    """Do one after the other."""
-
-    def do() -> None:
-        try:
-            first()
-        finally:
-            then()
-
-    return do
-
-
-def make_grammars(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    device: PagedDevice | PaddedDevice | ManyDevice,
-    shape: EngineShape,
-    scheduler: Scheduler,
-) -> GrammarDesk:
-    """The desk that compiles grammars for an allocated device. Where they cannot be followed, it refuses them all."""
-    if not isinstance(device, PagedDevice | ManyDevice):
-        return GrammarDesk(
-            scheduler.add, None, "structured output runs on the paged executor, and this model runs on padded rows"
-        )
-    compiler = grammar_compiler(checkpoint, shape.vocab_size, shape.eos_token_ids)
-    if isinstance(device, ManyDevice) and config.layout.drawing_rank:
-        return GrammarDesk(scheduler.add, compiler, announce=device.expect)
-    device.follow(Matchers(compiler))
-    return GrammarDesk(scheduler.add, compiler)
-
-
-def tuned_model(config: EngineConfig, device: LanguageDevice) -> Decoder | None:
-    """The model that jobs are tuned on; None if tuning is off. Raises ValueError for a model that cannot be tuned."""
-    if not config.tuning:
-        return None
-    if not isinstance(device, PagedDevice) or not isinstance(device.model, Decoder):
-        raise ValueError("tuning needs a native decoder over a paged cache, and this model has none; leave it out")
-    if device.model.decoder.experts is not None:
-        raise ValueError("tuning needs a decoder without experts, and this model is a mixture of experts; leave it out")
-    if not device.model.decoder.takes_adapters:
-        name = device.model.spec.architecture
-        raise ValueError(f"tuning is for layers like Llama's, and {name} has others; leave it out")
-    return device.model
-
-
-def training_workspace(config: EngineConfig, model: Decoder) -> int:
-    """Bytes that units of the largest micro-batch take beside the cache. Measured for one sequence."""
-    most = config.tuning_micro_batch if config.tuning_micro_batch != "auto" else MICRO_BATCHES[-1]
-    tokens = min(most, model.decoder.max_positions)
-    return workspace_bytes(model, tokens, config.max_adapter_rank) * most // tokens
-
-
-def make_tuning(
-    config: EngineConfig, checkpoint: Checkpoint, model: Decoder, device: PagedDevice, tuner: Tuner, desk: AdapterDesk
-) -> TuningDesk:
-    """The trainer over an allocated device, and the desk that takes jobs for it."""
-    digest = digest_of_model(model)
-    trainer = Trainer(
-        model,
-        arena_of(device.memory.cache),
-        base_digest=digest,
-        mirror=mirror_directory(config.tuning_mirror),
-        pinning=device.adapter_store.packing if device.adapter_store is not None else None,
-    )
-    device.executor.training = trainer
-    target = None if config.tbt_target is None else config.tbt_target / 1000
-    rules = TuningRules(
-        base_model=checkpoint.name,
-        base_digest=digest,
-        micro_batch=None if config.tuning_micro_batch == "auto" else config.tuning_micro_batch,
-        target=target,
-        bound=DEFAULT_BOUND if config.deferral_bound is None else config.deferral_bound,
-        max_rank=config.max_adapter_rank,
-        threads=torch.get_num_threads() if device.kind == "cpu" else 0,
-    )
-    return TuningDesk(tuner, trainer, desk, rules)
-
-
-def read_adapters(
-    config: EngineConfig, device: LanguageDevice, stages: Stages, on_progress: Callable[[str], None]
-) -> list[AdapterInfo]:
-    """Read the adapters that a configuration names. Raises ValueError naming the one that cannot be served."""
-    found: list[AdapterInfo] = []
-    if not config.adapter_slots:
-        return found
-    if not isinstance(device, PagedDevice) or device.adapter_store is None:
-        raise ValueError("adapters are served on the paged executor only, and this model runs on padded rows")
-    on_progress("reading adapters")
-    with stages.stage("adapters"):
-        for name, path in config.adapters:
-            if name == device.name:
-                raise ValueError(f"adapter {name} has the name of the model; give it another one")
-            try:
-                found.append(device.adapter_store.register(device.adapter_store.read(name, path)))
-            except ValueError as error:
-                raise ValueError(f"adapter {name} in {path}: {error}") from error
-    return found
 
 
 def on_rows(config: EngineConfig, device: PaddedDevice) -> str:
@@ -390,11 +270,6 @@ def on_rows(config: EngineConfig, device: PaddedDevice) -> str:
     return "; ".join([*said, *([device.model.shortened] if device.model.shortened else [])])
 
 
-def grow_host_tier(scheduler: Scheduler, host: HostTier) -> None:
-    """Tell the scheduler how much of the host tier can be used by now."""
-    scheduler.resize_host_tier(host.ready, host.blocks)
-
-
 class Choice(NamedTuple):
     """A model on the device that its executor needs."""
 
@@ -403,13 +278,13 @@ class Choice(NamedTuple):
     """Why it is this executor, in words that can follow "because"."""
 
 
-def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, ranks: Ranks | None = None) -> Choice:
+def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, ranks: AnyRanks = NO_RANKS) -> Choice:
     """The model on its device, before there is a cache: paged if it can be, else padded, or as `executor` says.
 
     With the other `ranks` it is on all their devices. Raises UnsupportedCheckpoint with both reasons if neither can run
     it, ValueError for an option that the executor does not read, and MemoryError.
     """
-    if ranks is not None:
+    if isinstance(ranks, Ranks):
         return make_many_device(config, ranks, stages)
     if config.executor == "padded":
         return Choice(make_padded_device(config, checkpoint, stages), "executor is padded")
@@ -468,22 +343,6 @@ def make_padded_device(
     return PaddedDevice(model, config, name=checkpoint.name, stages=stages)
 
 
-def allocate(
-    device: LanguageDevice, stages: Stages, on_progress: Callable[[str], None]
-) -> tuple[MemoryMeasurement, EngineShape]:
-    """Measure what a step takes, and allocate the cache of both tiers and the graphs of steps in what is left."""
-    if device.captures:
-        on_progress("compiling kernels")
-        with stages.stage("kernels"):
-            device.compile()
-    on_progress("measuring memory")
-    with stages.stage("memory"):
-        memory = device.measure()
-    if device.captures:
-        on_progress("capturing graphs")
-    return memory, device.allocate(memory)
-
-
 def pace_of(config: EngineConfig, kind: str, name: str, executor: ExecutorName = "paged") -> str:
     """The device's name, with what changes how fast steps run on a device of this kind."""
     changes = [name] if executor == "paged" else [name, "padded rows"]
@@ -493,46 +352,48 @@ def pace_of(config: EngineConfig, kind: str, name: str, executor: ExecutorName =
     return ", ".join(changes)
 
 
-def find_profile(
-    device: PagedDevice | PaddedDevice | ManyDevice,
-    shape: EngineShape,
-    path: Path,
-    stages: Stages,
-    *,
-    measure: bool,
-    on_progress: Callable[[str], None],
-) -> CostProfile:
-    """The profile of an allocated device: the stored one if there is one, else an estimate, which is stored.
+def find_profiles(site: Site, shape: EngineShape, path: Path, builders: Sequence[PartBuilder]) -> list[CostProfile]:
+    """The profile of an allocated device, if the order asks for it or something of the engine needs it.
 
-    It is measured in full if `measure` asks for it, or if a fixed token budget is computed from it. Raises ValueError
+    A latency target needs it, and so does a host tier that keeps the chunks that are dearest to compute again.
+    """
+    config, order = site.config, site.order
+    ranks_chunks = shape.executor == "paged" and shape.num_host_blocks > 0 and config.eviction == "retention"
+    needed = isinstance(config.tbt_target, float | int) or ranks_chunks or any(b.is_priced(shape) for b in builders)
+    return [find_profile(site, shape, path)] if order.measure or order.priced or needed else []
+
+
+def find_profile(site: Site, shape: EngineShape, path: Path) -> CostProfile:
+    """The stored profile if there is one, else an estimate, which is stored.
+
+    It is measured in full if the order asks for it, or if a fixed token budget is computed from it. Raises ValueError
     for a file that is not a profile.
     """
-    in_full = measure or device.config.token_budget == "auto"
+    device, order = site.device, site.order
+    in_full = order.measure or site.config.token_budget == "auto"
     with held(path):
-        if path.is_file() and not measure:
+        if path.is_file() and not order.measure:
             stored = CostProfile.load(path)
             if stored.measured or not in_full:
                 return stored
-        on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
-        with stages.stage("profile"):
-            if not isinstance(device, PagedDevice | ManyDevice):
-                profile = make_padded_profile(device, shape, in_full=in_full)
-            else:
+        order.on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
+        with order.stages.stage("profile"):
+            if isinstance(device, PagedDevice | ManyDevice):
                 profile = make_profile(device, shape, in_full=in_full)
+            else:
+                profile = make_padded_profile(cast("PaddedDevice", device), shape, in_full=in_full)
         profile.save(path)
     return profile
 
 
-def keep_corrected(profile: CostProfile, policy: LatencyTarget, path: Path) -> None:
-    """Store the profile as measured steps have corrected it, for the next start."""
-    try:
-        replace(profile, cost=policy.corrected).save(path)
-    except OSError as error:
-        log.warning("holdfast: the corrected profile cannot be stored in %s: %s", path, error)
-
-
-def nothing() -> None:
-    """Do nothing."""
+def keep_corrected(profiles: Iterable[CostProfile], policy: Policy, path: Path) -> None:
+    """Store an estimated profile as measured steps have corrected it, for the next start."""
+    for profile in profiles:
+        if not profile.measured and isinstance(policy, LatencyTarget):
+            try:
+                replace(profile, cost=policy.corrected).save(path)
+            except OSError as error:
+                log.warning("holdfast: the corrected profile cannot be stored in %s: %s", path, error)
 
 
 def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
@@ -541,9 +402,8 @@ def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_ful
     cost = (measure_cost if in_full else estimate_cost)(device, name=shape.model)
     if in_full and device.kind == "cpu":  # on a GPU the loop takes nothing from the device
         cost = as_in_service(cost, config, shape, device.executor)
-    spec, links = device.model.spec, None
-    if in_full and isinstance(device, ManyDevice):
-        links = device.time_links()
+    spec = device.model.spec
+    times = device.time_links()._asdict() if in_full and isinstance(device, ManyDevice) else {}
     return CostProfile(
         cost=cost,
         dtype=str(spec.dtype).removeprefix("torch."),
@@ -558,8 +418,7 @@ def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_ful
         tp=config.tp,
         pp=config.pp,
         stream_bytes=spec.stream_width * spec.dtype.itemsize,
-        all_reduce=links.all_reduce if links is not None else None,
-        send=links.send if links is not None else None,
+        **times,
     )
 
 

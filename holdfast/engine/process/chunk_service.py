@@ -2,7 +2,7 @@
 
 One thread listens, and each connection has a thread that answers it. Each fetch from another engine has a thread, of
 which a few run at a time. Bytes go between the socket and the host tier's memory directly. The threads change no books:
-`MoveDesk` does so between two steps.
+`Moves` does so between two steps.
 
 A fetch asks the other engine what it has, then goes on in batches: host blocks are reserved for the next one while
 the last one comes in. A block counts once its checksum is right and requests can find it. If the other engine ends,
@@ -16,13 +16,13 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 from holdfast.engine import messages
+from holdfast.engine.process.block_moves import Loan, Moves, Room
 from holdfast.engine.process.chunk_wire import (
     DIGEST,
     MAX_DIGESTS,
@@ -34,9 +34,7 @@ from holdfast.engine.process.chunk_wire import (
     join_address,
     split_address,
 )
-from holdfast.engine.process.move_desk import Loan, MoveDesk, Room
 from holdfast.lm.tiers import Pieces
-from holdfast.lm.types import SchedulerStats
 
 T = TypeVar("T")
 
@@ -75,9 +73,9 @@ class Blocks(Protocol):
 class ChunkService:
     """Serves the host tier's blocks to other engines, and fetches theirs. Its methods are for the loop's thread."""
 
-    def __init__(self, desk: MoveDesk, terms: Terms, blocks: Blocks, address: str) -> None:
+    def __init__(self, moves: Moves, terms: Terms, blocks: Blocks, address: str) -> None:
         """Listen at `address` (`host` or `host:port`, port 0 is any). Raises OSError, ValueError."""
-        self._desk, self._terms, self._blocks = desk, terms, blocks
+        self._moves, self._terms, self._blocks = moves, terms, blocks
         host, port = split_address(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
@@ -105,25 +103,24 @@ class ChunkService:
         """Begin a fetch."""
         if len(self._fetches) >= MAX_FETCHES + MAX_QUEUED:
             refusal = f"{len(self._fetches)} fetches run or wait; at most {MAX_FETCHES + MAX_QUEUED} may"
-            self._desk.tell(messages.ChunksFetched(message.number, 0, refusal))
+            self._moves.report(messages.ChunksFetched(message.number, 0, refusal))
             return
         stop = self._fetches[message.number] = threading.Event()
         self._pool.submit(self._fetch, message, stop)
 
     def stop(self, number: int) -> None:
         """Give up the rest of a fetch."""
-        if (stop := self._fetches.get(number)) is not None:
-            stop.set()
+        with contextlib.suppress(KeyError):  # it has ended
+            self._fetches[number].set()
 
-    def with_stats(self, stats: SchedulerStats) -> SchedulerStats:
-        """These figures with those of moves."""
-        return replace(
-            stats,
-            chunk_bytes_in=self._bytes_in,
-            chunk_bytes_out=self._bytes_out,
-            chunk_rate=self._rate,
-            chunk_failures=self._failed,
-        )
+    def stats(self) -> Mapping[str, float]:
+        """The figures of moves, by their names in SchedulerStats."""
+        return {
+            "chunk_bytes_in": self._bytes_in,
+            "chunk_bytes_out": self._bytes_out,
+            "chunk_rate": self._rate,
+            "chunk_failures": self._failed,
+        }
 
     def close(self) -> None:
         """End all connections. Nothing is waited for: the process ends."""
@@ -172,37 +169,37 @@ class ChunkService:
         kind, payload = peer.receive(most=MAX_DIGESTS * DIGEST)
         digests = digests_in(payload)
         if kind is Kind.HOLDS:
-            peer.send(Kind.HELD, self._ask(partial(self._desk.which, digests)))
+            peer.send(Kind.HELD, self._ask(partial(self._moves.which, digests)))
         elif kind is Kind.FETCH:
             self._give(peer, digests)
         elif kind is Kind.ARRIVED:
-            self._desk.call(partial(self._desk.give_way, digests))
+            self._moves.call(partial(self._moves.give_way, digests))
         else:
             raise PeerError(f"the peer sends a {kind.name} in place of a question")
 
     def _give(self, peer: ChunkPeer, digests: Sequence[bytes]) -> None:
         """Send blocks. Those of the next loan are looked up meanwhile."""
-        size = max(1, min(LOAN_BYTES // self._terms.block_bytes, MOST_BLOCKS, self._desk.most_lent))
+        size = max(1, min(LOAN_BYTES // self._terms.block_bytes, MOST_BLOCKS, self._moves.most_lent))
         parts = [digests[at : at + size] for at in range(0, len(digests), size)]
         loans: list[Loan] = []
         try:
             for number in range(len(parts)):
                 while len(loans) < min(number + 2, len(parts)):
-                    loans.append(Loan(self._desk, parts[len(loans)]))
-                    self._desk.begin(loans[-1])
+                    loans.append(Loan(self._moves, parts[len(loans)]))
+                    self._moves.begin(loans[-1])
                 for block in loans[number].given.result(LOOP_SECONDS):
                     if block is None:
                         peer.send(Kind.MISSING)
                     else:
                         peer.send(Kind.CHUNK, *self._blocks[block])
                         self._bytes_out += self._terms.block_bytes
-                self._desk.call(loans[number].end)
+                self._moves.call(loans[number].end)
         finally:
             for loan in loans:
-                self._desk.call(loan.end)
+                self._moves.call(loan.end)
 
     def _ask(self, work: Callable[[], T]) -> T:
-        answer: Future[T] = self._desk.call(work)
+        answer: Future[T] = self._moves.call(work)
         return answer.result(LOOP_SECONDS)
 
     def _fetch(self, message: messages.FetchChunks, stop: threading.Event) -> None:
@@ -229,11 +226,11 @@ class ChunkService:
             log.exception("holdfast: a move from %s failed", message.source)
         finally:
             self._fetches.pop(message.number, None)
-            self._desk.tell(messages.ChunksFetched(message.number, came.blocks * message.block_size, reason))
+            self._moves.report(messages.ChunksFetched(message.number, came.blocks * message.block_size, reason))
 
     def _bring(self, peer: ChunkPeer, pairs: Sequence[tuple[int, bytes]], stop: threading.Event, came: _Count) -> str:
         """Bring what the other engine has and this one lacks. Returns why it is less than all, if it is."""
-        here = self._ask(partial(self._desk.which, [digest for _, digest in pairs]))
+        here = self._ask(partial(self._moves.which, [digest for _, digest in pairs]))
         pairs = [pair for pair, is_here in zip(pairs, here, strict=True) if not is_here]
         there = b"".join(
             self._held_by(peer, [digest for _, digest in pairs[at : at + MAX_DIGESTS]])
@@ -247,8 +244,8 @@ class ChunkService:
         try:
             for number, batch in enumerate(batches):
                 while len(rooms) < min(number + 2, len(batches)):
-                    rooms.append(Room(self._desk, batches[len(rooms)]))
-                    self._desk.begin(rooms[-1])
+                    rooms.append(Room(self._moves, batches[len(rooms)]))
+                    self._moves.begin(rooms[-1])
                 places = rooms[number].given.result(LOOP_SECONDS)
                 if stop.is_set():
                     return "the move was stopped"
@@ -257,7 +254,7 @@ class ChunkService:
                     return "the host tier has no room that is worth less"
         finally:
             # All stay held until now, so that no block of a move makes room for another one of it.
-            ends = [self._desk.call(room.end) for room in rooms]
+            ends = [self._moves.call(room.end) for room in rooms]
             for end in ends:
                 with contextlib.suppress(TimeoutError):
                     end.result(LOOP_SECONDS)
@@ -288,7 +285,7 @@ class ChunkService:
             self._bytes_in += size
             if size >= LEAST_TIMED and seconds > 0:
                 self._rate += (size / seconds - self._rate) * (RATE_WEIGHT if self._rate else 1.0)
-            came.blocks += self._ask(partial(room.arrived, filled))
+            came.add(self._ask(partial(room.arrived, filled)))
         return [places[block][1] for block in filled]
 
 
@@ -296,3 +293,7 @@ class _Count:
     """Blocks that have come."""
 
     blocks = 0
+
+    def add(self, blocks: int) -> None:
+        """So many more have come."""
+        self.blocks += blocks

@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stage, Stages
@@ -32,18 +32,13 @@ from holdfast.engine.link import (
     exit_at_end_of_input,
     one_line,
 )
+from holdfast.engine.process.handler import Gate, Handler, Router
+from holdfast.engine.process.requests import ClockHandler, RequestHandler, StatsHandler
 from holdfast.engine.process.step_log import StepLog
 from holdfast.engine.process.watched import Watched
-from holdfast.engine.ranks.ranks import Ranks
+from holdfast.engine.ranks.ranks import start_ranks
 from holdfast.engine.spawn import BUILD
 from holdfast.lm.types import LanguageLoop
-
-if TYPE_CHECKING:
-    from holdfast.engine.process.adapter_desk import AdapterDesk  # it imports PyTorch
-    from holdfast.engine.process.grammar_desk import GrammarDesk
-    from holdfast.engine.process.move_desk import MoveDesk
-    from holdfast.engine.process.tier_desk import TierDesk
-    from holdfast.engine.process.tuning_desk import TuningDesk
 
 T = TypeVar("T")
 
@@ -52,15 +47,15 @@ STEPS_PER_COLLECTION = 64
 SWITCH_SECONDS = 1e-4
 """In an engine of cells: how long one thread may keep another from running Python. Several threads plan and submit."""
 STEPS_PER_MESSAGE = 256
-"""Steps are told after so many of them, and before each answer to Ask."""
+"""Steps are reported after so many of them, and before each answer to Ask."""
 QUIET_SECONDS = 1.0
 """All garbage is collected in a pause of this length. That takes as long as several steps."""
 WATCHED_SECONDS = 0.05
-"""How often somebody who watches is told of an idle engine."""
+"""How often somebody who watches hears of an idle engine."""
 FLUSH_SECONDS = 3.0
 """How long an engine that is told to end goes on to write state to the tiers behind the host."""
-TIER_SECONDS = 0.05
-"""How often an engine that only waits for blocks of these tiers looks whether it has waited long enough."""
+AWAITED_SECONDS = 0.05
+"""How often an engine whose requests all wait for a part's threads looks whether they have waited long enough."""
 STUCK_SECONDS = 5.0
 """Time to end for a process of which another rank has failed."""
 
@@ -75,13 +70,7 @@ def main(parent_pid: int, device: str, builder: str) -> int:
     exit_at_end_of_input()
     try:
         parent.send(messages.Hello(time.monotonic()))
-        match start := parent.receive():
-            case messages.Start():
-                run(start, parent, loading)
-            case messages.StartApp():
-                run_app(start, parent, loading)
-            case _:
-                raise RuntimeError(f"the first message was {type(start).__name__}, not Start")
+        begin_as_told(parent, loading)
         return 0
     except Exception as error:
         if os.environ.get("HOLDFAST_DEBUG"):
@@ -92,6 +81,18 @@ def main(parent_pid: int, device: str, builder: str) -> int:
         parent.close()
 
 
+def begin_as_told(parent: Parent, loading: Loading) -> None:
+    """Build and serve what the first message asks for."""
+    (start,) = parent.receive()
+    match start:
+        case messages.Start():
+            run(start, parent, loading)
+        case messages.StartApp():
+            run_app(start, parent, loading)
+        case _:
+            raise RuntimeError(f"the first message was {type(start).__name__}, not Start")
+
+
 class Loading:
     """Imports PyTorch and what builds the engine, in a thread, while the client gets ready to say what it wants."""
 
@@ -100,7 +101,7 @@ class Loading:
         self.began = time.monotonic()
         self.ended = self.began
         self._device, self._builder = device, builder
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []
         if device != "cpu":
             threading.Thread(target=make_context, name="holdfast-make-context", daemon=True).start()
         self._thread = threading.Thread(target=self._load, name="holdfast-load", daemon=True)
@@ -109,8 +110,8 @@ class Loading:
     def wait(self) -> None:
         """Wait until all is imported. Raises what an import raised."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        for error in self._errors:
+            raise error
 
     def _load(self) -> None:
         gc.disable()  # it would look at all modules again and again, which is a quarter of the import's time
@@ -122,7 +123,7 @@ class Loading:
                 threading.Thread(target=wake_gpu, name="holdfast-wake-gpu", daemon=True).start()
             importlib.import_module(self._builder)
         except BaseException as error:
-            self._error = error
+            self._errors.append(error)
         finally:
             gc.freeze()
             gc.enable()
@@ -134,7 +135,8 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
 
     `loading` is what has begun to import PyTorch; by default it begins now.
     """
-    ranks = Ranks(start.config) if start.config.layout.ranks > 1 else None  # they load PyTorch meanwhile
+    last_resort = LastResort(parent.wake)
+    ranks = start_ranks(start.config, last_resort)  # they load PyTorch meanwhile
     stages = begin(start.began, parent, loading or Loading(start.config.device))
     from holdfast.engine.process.build import build_engine
 
@@ -142,32 +144,26 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
         build_engine,
         start.config,
         stages=stages,
+        ranks=ranks,
         measure=start.measure,
         priced=start.priced,
         on_progress=lambda stage: parent.send(messages.Progress(stage)),
-        ranks=ranks,
         chunk_secret=start.chunk_secret,
+        wake=parent.wake,
     )
-    loop, info, desk, tuning, grammars, _, moves, tiers = build() if computes_on_gpu(start.config) else apart(build)
+    engine = build() if computes_on_gpu(start.config) else apart(build)
     # What exists now lives as long as the process: no collection need scan it. `serve` decides when to collect.
     gc.collect()
     gc.freeze()
     gc.disable()
-    parent.send(messages.Ready(info))
+    last_resort.arm()
+    parent.send(messages.Ready(engine.info))
     try:
-        serve(loop, parent, desk, tuning, ranks, grammars, moves, tiers)
-        if tiers is not None:
-            tiers.flush(loop, FLUSH_SECONDS)
+        serve(engine.loop, parent, engine.handlers)
+        for handler in engine.handlers:
+            handler.flush(engine.loop, FLUSH_SECONDS)
     finally:
-        if moves is not None:
-            moves.close()
-        if grammars is not None:
-            grammars.close()
-        if desk is not None:
-            desk.close()
-        loop.close()
-        if tuning is not None:
-            tuning.close()
+        engine.close()
 
 
 def computes_on_gpu(config: EngineConfig) -> bool:
@@ -220,8 +216,9 @@ def make_context() -> None:
     It takes a while, and needs neither PyTorch nor Python's lock. An error here comes again, and is reported, at the
     first use.
     """
-    torch = importlib.util.find_spec("torch")  # finds it, and imports nothing
-    if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
+    found = importlib.util.find_spec("torch")  # finds it, and imports nothing
+    origin = getattr(found, "origin", "") or ""
+    if not (Path(origin).parent / "lib" / "libtorch_cuda.so").exists():
         return
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as PyTorch does before its first use
     device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -239,94 +236,69 @@ def wake_gpu() -> None:
         torch.zeros(1, device="cuda")
 
 
-def serve(
-    loop: LanguageLoop,
-    parent: Parent,
-    desk: AdapterDesk | None = None,
-    tuning: TuningDesk | None = None,
-    ranks: Ranks | None = None,
-    grammars: GrammarDesk | None = None,
-    moves: MoveDesk | None = None,
-    tiers: TierDesk | None = None,
-) -> None:
+def serve(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> None:
     """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle.
 
-    `desk` answers messages about adapters, and `tuning` those about tuning jobs, where there may be some. While a job
-    can run, the loop is never idle. So graphs are captured between two of its steps, one at a time, while no request
-    runs. `ranks` are the other processes of the engine; if one fails, this raises RankFailure at once. `grammars` takes
-    the requests that have a grammar, where there may be some. `moves` says where KV blocks are, and moves them between
-    engines; `tiers` moves blocks of the tiers behind the host.
+    `handlers` are those of the engine's parts. Their own work goes on between two steps, so does the capturing of
+    graphs, one at a time, while no request runs.
     """
-    if ranks is not None:
-        ranks.on_failure = partial(end_soon, parent, ranks)
-    desks = [each for each in (desk, tuning, grammars, moves, tiers) if each is not None]
-    for each in desks:
-        each.wake = parent.wake
-    steps = StepLog()
+    steps, watched = StepLog(), Watched(loop, parent.send)
     loop.observe(steps)
-    watched = Watched(loop, parent.send)
-
-    def handled(message: messages.ToEngine) -> bool:
-        if isinstance(message, messages.Watch):
-            watched.watch(message.seconds)
-            return True
-        if isinstance(message, messages.Ask):
-            parent.send(steps.take())
-        return handle(message, loop, parent, desk, tuning, grammars, moves)
-
+    router = Router([*core_handlers(loop, parent, steps, watched, handlers), *handlers], parent.send)
     for step in itertools.count():
-        if ranks is not None:
-            ranks.check()
         idle = not loop.has_work()
         if idle or step % STEPS_PER_COLLECTION == 0:
             gc.collect(0)
-        if watched.on:
-            watched.tell()
-        if idle:
-            while loop.prepare() and not parent.poll(0):
-                pass
-            if (tuning is not None and tuning.ready) or (moves is not None and moves.ready):
-                pass
-            elif any(each.busy for each in desks):
-                parent.wait()
-            elif (message := await_message(parent, watched)) is not None and not handled(message):
-                return
-        for message in parent.waiting():
-            if not handled(message):
-                return
-        for each in desks:
-            for answer in each.answers():
-                parent.send(answer)
+        watched.tell_due()
+        if idle and not router.receive(await_messages(loop, parent, handlers, watched)):
+            return
+        if not router.receive(parent.waiting()):
+            return
+        router.send_answers()
         if loop.has_work():
-            outputs = loop.step()
-            if outputs:
-                parent.send(messages.Outputs(**outputs.by_name))
-            elif tuning is not None and tuning.between_steps():
-                loop.prepare()
-            elif outputs is None and tiers is not None and tiers.awaited:
-                parent.wait(TIER_SECONDS)  # nothing can run before blocks have come
+            do_step(loop, parent, handlers)
             if len(steps) >= STEPS_PER_MESSAGE:
                 parent.send(steps.take())
 
 
-def end_soon(parent: Parent, ranks: Ranks) -> None:
-    """Let `serve` see that a rank has failed. If it cannot, as it waits for a device, the process ends all the same."""
+def core_handlers(
+    loop: LanguageLoop, parent: Parent, steps: StepLog, watched: Watched, handlers: Sequence[Handler]
+) -> list[Handler]:
+    """The handlers of what every engine answers."""
+    gates = [handler for handler in handlers if isinstance(handler, Gate)]
+    return [
+        RequestHandler(loop, parent.send, gates),
+        StatsHandler(loop, parent.send, steps, handlers),
+        ClockHandler(parent.send, time.monotonic),
+        watched,
+    ]
 
-    def end() -> None:
-        log.critical("holdfast: %s", ranks.failure)
-        os._exit(FAILED)
 
-    parent.wake()
-    timer = threading.Timer(STUCK_SECONDS, end)
-    timer.daemon = True
-    timer.start()
+def do_step(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> None:
+    """Do one step and send what it gave. A pause in a part's own work is used as one of the loop."""
+    outputs = loop.step()
+    if outputs:
+        parent.send(messages.Outputs(**outputs.by_name))
+    elif any(handler.between_steps() for handler in handlers):
+        loop.prepare()
+    elif outputs is None and any(handler.awaited for handler in handlers):
+        parent.wait(AWAITED_SECONDS)  # nothing can run before that has come
 
 
-def await_message(parent: Parent, watched: Watched) -> messages.ToEngine | None:
-    """The next message; None if `parent` is woken. All garbage is collected if it takes QUIET_SECONDS to come.
+def await_messages(
+    loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler], watched: Watched
+) -> list[messages.ToEngine]:
+    """Use a pause of the loop, until a message or a handler needs it; the message, if that is what came.
 
-    While somebody watches, they are told meanwhile how things stand.
+    All garbage is collected if nothing comes for QUIET_SECONDS. Who watches hears meanwhile how things stand.
     """
+    while loop.prepare() and not parent.poll(0):
+        pass
+    if any(handler.ready for handler in handlers):
+        return []
+    if any(handler.busy for handler in handlers):
+        parent.wait()
+        return []
     while watched.on:
         if parent.poll(WATCHED_SECONDS):
             return parent.receive()
@@ -336,58 +308,28 @@ def await_message(parent: Parent, watched: Watched) -> messages.ToEngine | None:
     return parent.receive()
 
 
-def handle(
-    message: messages.ToEngine,
-    loop: LanguageLoop,
-    parent: Parent,
-    desk: AdapterDesk | None = None,
-    tuning: TuningDesk | None = None,
-    grammars: GrammarDesk | None = None,
-    moves: MoveDesk | None = None,
-) -> bool:
-    """Handle one message. False if it asks the engine to end."""
-    match message:
-        case messages.Submit(request) if request.params.grammar is not None and grammars is not None:
-            grammars.submit(request)
-        case messages.Submit(request):
-            try:
-                loop.add(request)
-            except ValueError as error:
-                parent.send(messages.Refused(request.id, str(error)))
-        case messages.Abort(request_id):
-            loop.abort(request_id)
-            if grammars is not None:
-                grammars.abort(request_id)
-        case messages.LoadAdapter(number, name, path) if desk is not None:
-            desk.load(number, name, path)
-        case messages.UnloadAdapter(number, adapter) if desk is not None:
-            desk.unload(number, adapter)
-        case messages.LoadAdapter(number) | messages.UnloadAdapter(number):
-            parent.send(messages.AdapterRefused(number, "this engine serves no adapters; give it max_adapters"))
-        case messages.StartJob(number, job) if tuning is not None:
-            tuning.start(number, job)
-        case messages.ChangeJob(number, job, action) if tuning is not None:
-            tuning.change(number, job, action)
-        case messages.StartJob(number) | messages.ChangeJob(number):
-            parent.send(messages.JobRefused(number, "this engine takes no tuning jobs; give it tuning"))
-        case messages.FindChunks(number, chain) if moves is not None:
-            parent.send(moves.find(number, chain))
-        case messages.FetchChunks() if moves is not None:
-            moves.fetch(message)
-        case messages.StopFetch(number) if moves is not None:
-            moves.stop(number)
-        case messages.Ask(number):
-            stats = loop.stats()
-            parent.send(messages.Stats(number, stats if moves is None else moves.with_stats(stats)))
-        case messages.Tick():
-            parent.send(messages.Clock(time.monotonic()))
-        case messages.Shutdown():
-            return False
-        case messages.Start():
-            raise RuntimeError("the engine was told to start twice")
-        case _:
-            raise RuntimeError(f"the engine of a language model was sent {type(message).__name__}")
-    return True
+class LastResort:
+    """Ends the process some time after a rank has failed, if `serve` cannot: it may wait for a device."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` lets `serve` see that a rank has failed."""
+        self._wake, self._serving = wake, False
+
+    def arm(self) -> None:
+        """The engine serves from now on. Before, whoever builds it sees the failure."""
+        self._serving = True
+
+    def __call__(self, reason: str) -> None:
+        """A rank has failed; in any thread."""
+        if self._serving:
+            self._wake()
+            timer = threading.Timer(STUCK_SECONDS, self._end, [reason])
+            timer.daemon = True
+            timer.start()
+
+    def _end(self, reason: str) -> None:
+        log.critical("holdfast: %s", reason)
+        os._exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ class Trace:
         except OSError as error:
             raise ValueError(f"trace {path} cannot be written: {error.strerror}") from None
         self._recorder = StepRecorder()
-        self._scene = Scene(planner) if planner is not None else None
+        self._scenes = [] if planner is None else [Scene(planner)]
+        """The view of the planner, if it is to be shown."""
         self._next_look = 0.0
         self._lanes: set[int] = set()
         self._lent = 0
@@ -85,22 +86,20 @@ class Trace:
             lines.append(event("M", COPIES, lane, name="thread_name", args={"name": name}))
         for lane, name in ((STEPS, "steps"), (FORWARDS, "forwards"), (TRAINING, "training")):
             lines.append(event("M", DEVICE, lane, name="thread_name", args={"name": name}))
-        if self._scene is not None:
+        for scene in self._scenes:
             lines.append(event("M", STATE, 0, name="process_name", args={"name": "queues and blocks"}))
-            numbers = {**(about or {}), "costs": self._scene.costs()}
+            numbers = {**(about or {}), "costs": scene.costs()}
             lines.append(event("i", STATE, 0, name="engine", args=numbers))
         self._file.write("[\n" + ",\n".join(lines))
 
     def planned(self, plan: StepPlan) -> None:
         now = self._clock()
         self._recorder.submit(plan, now)
-        if self._scene is not None:
-            self._look(self._scene, plan, now)
+        for scene in self._scenes:
+            self._look(scene, plan, now)
 
     def ended(self, result: StepResult) -> None:
-        recorded = self._recorder.collect(result, self._clock())
-        assert recorded is not None
-        plan, record = recorded
+        ((plan, record),) = self._recorder.collect(result, self._clock())
         events = self._events(plan, record) if plan.segments or not plan.part(TrainingPlan).slice else []
         events += self._training(record)
         events += [self._copied(copy) for copy in record.copies]
@@ -131,12 +130,12 @@ class Trace:
 
     def _training(self, record: StepRecord) -> list[str]:
         """The slice of a step, and the blocks that are lent if their number has changed."""
-        events, slice_ = [], record.training
-        began = slice_.at if slice_ is not None else record.at + record.seconds
+        events, slices = [], [] if record.training is None else [record.training]
+        began = slices[0].at if slices else record.at + record.seconds
         if record.lent != self._lent:
             self._lent = record.lent
             events.append(event("C", DEVICE, TRAINING, began, name="lent blocks", args={"training": record.lent}))
-        if slice_ is not None:
+        for slice_ in slices:
             name = "training" if slice_.action == "run" else slice_.action
             numbers = arguments(slice_)
             events.append(event("X", DEVICE, TRAINING, began, slice_.seconds, name=name, args=numbers))
@@ -192,7 +191,7 @@ def about_engine(config: EngineConfig, shape: EngineShape) -> dict[str, object]:
         "scheduler": config.scheduler,
         "target": None if config.tbt_target is None else config.tbt_target / 1000,
         "budget": shape.token_budget,
-        "block_size": config.block_size if shape.rows is None else 1,
+        "block_size": config.block_size if shape.executor == "paged" else 1,
         "blocks": shape.num_blocks,
         "host_blocks": shape.num_host_blocks,
         "rows": config.max_sequences,

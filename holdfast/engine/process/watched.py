@@ -1,4 +1,4 @@
-"""Watched: tells the client what the loop does while somebody watches, in a bounded share of its time."""
+"""Watched: shows the client what the loop does while somebody watches, in a bounded share of its time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from math import inf
 
+from holdfast.engine import messages
 from holdfast.engine.activity import Scene, StepRecord, StepRecorder
 from holdfast.engine.messages import Activity
+from holdfast.engine.process.handler import Handler
 from holdfast.lm.memory.block_map import ConversationBlocks
 from holdfast.lm.scheduler.look import QueueLook
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -56,48 +58,59 @@ class Recording:
         for passed, at in self._passed:
             if isinstance(passed, StepPlan):
                 self._recorder.submit(passed, at)
-            elif (recorded := self._recorder.collect(passed, at)) is not None and not (
-                len(records) >= MOST_STEPS and merge(records[-1], recorded.record)
-            ):
-                records.append(recorded.record)
+                continue
+            for _, record in self._recorder.collect(passed, at):
+                if len(records) < MOST_STEPS or not merge(records[-1], record):
+                    records.append(record)
         self._passed.clear()
         return records
 
 
-class Watched:
+class Watched(Handler):
     """Lets a recording observe a loop while somebody watches, and no longer.
 
     While nobody does, the loop is as it was. Steps cost a few µs each; a look at the queues is taken four times a
     second; and blocks are looked at a few hundred at a time, as seldom as keeps that below SHARE of the time.
     """
 
+    receives = (messages.Watch,)
+
     def __init__(self, loop: LanguageLoop, send: Callable[[Activity], None], clock: Clock = time.monotonic) -> None:
         """`clock` is the loop's."""
         self._loop, self._send, self._clock = loop, send, clock
-        self._recording: Recording | None = None
-        self._scene: Scene
+        self._watching: list[tuple[Scene, Recording]] = []
+        """The view of the scheduler and the observer of the loop, while somebody watches."""
         self._until = self._told_at = self._looked_at = self._next_blocks = 0.0
         self._blocks: list[ConversationBlocks] = []
-        self._queues: QueueLook | None = None
-        """As last told."""
+        self._queues: list[QueueLook] = []
+        """As last sent, if they were."""
 
     @property
     def on(self) -> bool:
         """Whether somebody watches."""
-        return self._recording is not None
+        return bool(self._watching)
+
+    def receive(self, message: messages.Watch) -> None:
+        self.watch(message.seconds)
 
     def watch(self, seconds: float) -> None:
         """Tell what happens for so many seconds from now on; 0: no more."""
         self._until = self._clock() + min(seconds, LONGEST_LEASE)
         if seconds <= 0:
             self._end()
-        elif self._recording is None and isinstance(self._loop.planner, Scheduler):
-            self._scene = Scene(self._loop.planner)
-            self._recording = Recording(self._clock, self._scene.meet_all)
-            self._loop.observe(self._recording)
-            self._blocks, self._queues = [], None
+        elif not self._watching and isinstance(self._loop.planner, Scheduler):
+            scene = Scene(self._loop.planner)
+            recording = Recording(self._clock, scene.meet_all)
+            self._watching.append((scene, recording))
+            self._loop.observe(recording)
+            self._blocks, self._queues = [], []
             self._told_at, self._looked_at, self._next_blocks = 0.0, -inf, 0.0
             self._tell(self._clock(), begins=True)
+
+    def tell_due(self) -> None:
+        """Between two steps: tell what is due, if somebody watches."""
+        if self._watching:
+            self.tell()
 
     def tell(self, *, idle: bool = False) -> None:
         """Between two steps, or now and then while the loop is `idle`: tell what is due."""
@@ -106,32 +119,33 @@ class Watched:
             self._end()
             return
         if idle or now >= self._next_blocks:
-            self._blocks += self._scene.blocks(now, LOOKED_AT)
+            for scene, _ in self._watching:
+                self._blocks += scene.blocks(now, LOOKED_AT)
             self._next_blocks = now + (self._clock() - now) / SHARE
         if now >= self._told_at + TELL_SECONDS:
             self._tell(now)
 
     def _tell(self, now: float, *, begins: bool = False) -> None:
         """Send what there is to tell, if there is anything, or if the last message was a while ago."""
-        assert self._recording is not None
-        steps, queues, stats = self._recording.take(), None, None
+        ((scene, recording),) = self._watching
+        steps, queues, stats = recording.take(), None, None
         if now >= self._looked_at + QUEUE_SECONDS:
             self._looked_at = now
-            queues, stats = self._scene.queues(), self._scene.stats()
-            if not (steps or self._blocks or queues != self._queues) and now < self._told_at + QUIET_SECONDS:
+            queues, stats = scene.queues(), scene.stats()
+            if not (steps or self._blocks or [queues] != self._queues) and now < self._told_at + QUIET_SECONDS:
                 return
-            self._queues = queues
+            self._queues = [queues]
         elif not (steps or self._blocks or begins):
             return
-        costs = self._scene.costs() if begins else None
+        costs = scene.costs() if begins else None
         self._send(Activity(now, begins, steps, self._blocks, queues, stats, costs))
         self._blocks, self._told_at = [], now
 
     def _end(self) -> None:
         """Leave the loop as it was."""
-        if self._recording is not None:
-            self._loop.ignore(self._recording)
-            self._recording = None
+        for _, recording in self._watching:
+            self._loop.ignore(recording)
+        self._watching.clear()
 
 
 def merge(last: StepRecord, record: StepRecord) -> bool:

@@ -153,8 +153,8 @@ class ManyDevice(LanguageDevice):
 
     def measure(self) -> MemoryMeasurement:
         """What all ranks have together. A block is what all keep of it, and there are as many as the least rank has."""
-        self._own.whole_block_bytes = self.block_bytes
-        own, answers = self._ranks.together(Measure(self.block_bytes), self._own.measure)
+        whole = self.block_bytes
+        own, answers = self._ranks.together(Measure(whole), partial(self._own.measure, whole_block_bytes=whole))
         others = [answer.memory for answer in answers if isinstance(answer, Measured)]
         self._measured = own
         return combined([own, *others], self._ranks.layout, self.kind)
@@ -164,7 +164,7 @@ class ManyDevice(LanguageDevice):
         shape, _ = self._ranks.together(
             Allocate(blocks, places), partial(self._own.allocate, self._measured.with_blocks(blocks, places))
         )
-        self._ranks.steady = True
+        self._ranks.begin_steps()
         return shape
 
     def time_links(self) -> LinkTimes:

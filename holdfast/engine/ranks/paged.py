@@ -81,15 +81,15 @@ def grammar_compiler(
     return GrammarCompiler(read, vocab_size, eos_token_ids, tested=tested)
 
 
-def rank_grammars(config: EngineConfig, rank: int, device: PagedDevice) -> GrammarCompiler | None:
-    """What compiles grammars on a rank that draws by them, beside rank 0's own; None on others.
+def rank_grammars(config: EngineConfig, rank: int, device: PagedDevice) -> list[GrammarCompiler]:
+    """What compiles grammars on a rank that draws by them, beside rank 0's own; empty on others.
 
     Rank 0 tests them all before any comes here.
     """
     if rank != config.layout.drawing_rank:
-        return None
+        return []
     spec = device.model.spec
-    return grammar_compiler(Checkpoint.of(config), spec.vocab_size, spec.eos_token_ids, tested=True)
+    return [grammar_compiler(Checkpoint.of(config), spec.vocab_size, spec.eos_token_ids, tested=True)]
 
 
 def lengths_of(model: Model) -> str:
@@ -120,7 +120,9 @@ def make_paged_device(
 
     With a `place`, this rank's part of it.
     """
-    device = resolve_device(config.device) if place is None else place.device
+    device, rank, group = (
+        (resolve_device(config.device), 0, None) if place is None else (place.device, place.rank, place.group)
+    )
     if device.type == "cuda" and config.cuda_graphs:
         from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
 
@@ -134,15 +136,10 @@ def make_paged_device(
         load_format=config.load_format,
         quantization=config.quantization,
         layout=config.layout,
-        rank=0 if place is None else place.rank,
-        group=None if place is None else place.group,
+        rank=rank,
+        group=group,
     )
-    name = model.spec.architecture
-    swapped = isinstance(model, TransformersModel)
-    for option in PADDED_OPTIONS:
-        # Leave to run a checkpoint's code may be given to a model that needs none.
-        if option != "trust_remote_code" and (value := getattr(config, option)) != getattr(EngineConfig, option):
-            raise ValueError(f"{option} is {value}, which is for the padded executor, and {name} runs on the paged one")
+    refuse_padded_options(config, model.spec.architecture)
     capacity = capacity_of(
         config.scheduler,
         token_budget=config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[device.type],
@@ -152,7 +149,21 @@ def make_paged_device(
     )
     return PagedChoice(
         PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages, place=place),
-        f"{name} lets Transformers swap its attention"
-        if swapped
-        else f"{name} has a native decoder{lengths_of(model)}",
+        reason_of(model),
     )
+
+
+def reason_of(model: Model) -> str:
+    """Why a model runs on a paged cache, as in Choice."""
+    name = model.spec.architecture
+    if isinstance(model, TransformersModel):
+        return f"{name} lets Transformers swap its attention"
+    return f"{name} has a native decoder{lengths_of(model)}"
+
+
+def refuse_padded_options(config: EngineConfig, name: str) -> None:
+    """Raise ValueError for an option of padded rows, where a model of this architecture runs on a paged cache."""
+    for option in PADDED_OPTIONS:
+        # Leave to run a checkpoint's code may be given to a model that needs none.
+        if option != "trust_remote_code" and (value := getattr(config, option)) != getattr(EngineConfig, option):
+            raise ValueError(f"{option} is {value}, which is for the padded executor, and {name} runs on the paged one")

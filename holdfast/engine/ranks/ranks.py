@@ -129,14 +129,16 @@ class Ranks:
     raises RankFailure.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start the processes, from the thread that lives longest. Raises OSError."""
+    def __init__(self, config: EngineConfig, on_failure: Callable[[str], None] = lambda reason: None) -> None:
+        """Start the processes, from the thread that lives longest. Raises OSError.
+
+        `on_failure` is called once, in another thread, with what has failed.
+        """
         self.layout = config.layout
         self.failure = ""
         """What has failed; empty while nothing has."""
-        self.on_failure: Callable[[], None] = lambda: None
-        """Called once, in another thread, when a rank has failed."""
-        self.steady = False
+        self._on_failure = on_failure
+        self._steady = False
         """Whether steps run, so that a rank should never be silent for long. While they start, it may be."""
         others = range(1, self.layout.ranks)
         self._closing = threading.Event()
@@ -171,6 +173,10 @@ class Ranks:
     def met(self) -> None:
         """Remove the directory: all ranks reach each other. Nothing is left behind then when all are killed."""
         self._meeting.cleanup()
+
+    def begin_steps(self) -> None:
+        """All ranks have started: none should be silent for long any more."""
+        self._steady = True
 
     @property
     def pids(self) -> list[int]:
@@ -209,9 +215,10 @@ class Ranks:
         running = self._own.submit(work)
         while not wait_for([running], BEAT_SECONDS).done:
             self.check()
-        if (error := running.exception()) is not None:
-            raise self.cause(error)
-        return running.result()
+        try:
+            return running.result()
+        except BaseException as error:
+            raise self.cause(error) from error.__cause__
 
     def cause(self, error: BaseException) -> BaseException:
         """What to raise where rank 0 has failed with `error`: that, or another rank's failure that led to it.
@@ -261,7 +268,7 @@ class Ranks:
         if self._closing.is_set():
             return
         self._closing.set()
-        if self._watching.ident is not None:
+        if self._watching.ident:  # it was started
             self._watching.join()
         failed = at_once or bool(self.failure)
         if not failed:
@@ -340,7 +347,7 @@ class Ranks:
         for rank in self._ranks:
             beats = silent[rank.number]
             stopped = beats >= STOPPED_BEATS and is_stopped(rank.process.pid)
-            if stopped or beats >= (SILENT_BEATS if self.steady else SILENT_STARTING):
+            if stopped or beats >= (SILENT_BEATS if self._steady else SILENT_STARTING):
                 why = ": it is stopped" if stopped else ""
                 return f"{rank.name} has not answered for {beats * BEAT_SECONDS:.0f} s{why}"
         return ""
@@ -351,16 +358,36 @@ class Ranks:
         for rank in self._ranks:
             rank.process.kill()
         self._bell.ring()
-        self.on_failure()
+        self._on_failure(self.failure)
 
     def _bury(self) -> None:
         """Kill the processes that still run, and wait until all have ended."""
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
-            rank.process.wait()
-            assert rank.process.stdin is not None
-            rank.process.stdin.close()
+            with rank.process:  # closes its input, and waits for its end
+                pass
+
+
+class NoRanks:
+    """In place of `Ranks` for an engine of one process."""
+
+    pids: Sequence[int] = ()
+
+    def check(self) -> None:
+        """No other rank can fail."""
+
+    def close(self, *, at_once: bool = False) -> None:
+        """There is nothing to end."""
+
+
+AnyRanks = Ranks | NoRanks
+NO_RANKS = NoRanks()
+
+
+def start_ranks(config: EngineConfig, on_failure: Callable[[str], None] = lambda reason: None) -> AnyRanks:
+    """The processes of a configuration's other ranks, as `Ranks` starts them, if there are to be some."""
+    return Ranks(config, on_failure) if config.layout.ranks > 1 else NO_RANKS
 
 
 def remove_stale_meetings() -> None:

@@ -19,7 +19,8 @@ from holdfast.engine.ranks.mailbox import Mailbox
 from holdfast.engine.ranks.ranks import BEAT_SECONDS, BEATS, HOST_BLOCKS, HOST_READY, STEPS, Board, Seat
 
 if TYPE_CHECKING:
-    from holdfast.lm.execution.paged_device import PagedDevice  # it imports PyTorch
+    from holdfast.lm.execution.host_memory import HostMemory  # it imports PyTorch
+    from holdfast.lm.execution.paged_device import PagedDevice
     from holdfast.lm.grammar.compiler import GrammarCompiler
 
 GRAMMAR_THREADS = 4
@@ -52,9 +53,9 @@ class Rank:
         self._board = Board(seat.ranks, seat.board)
         self._submitted: queue.Queue[bool] = queue.Queue()
         """For each step in flight, whether it has segments."""
-        self._device: PagedDevice | None = None
-        """Once it is allocated."""
-        self._grammars: GrammarCompiler | None = None
+        self._hosts: list[HostMemory] = []
+        """This rank's part of the host tier, once it is allocated."""
+        self._grammars: list[GrammarCompiler] = []
         """What this rank compiles grammars with, if it draws by them."""
         self._compiling = ThreadPoolExecutor(GRAMMAR_THREADS, "holdfast-grammar")
         threading.Thread(target=self._beat, name="holdfast-beat", daemon=True).start()
@@ -95,13 +96,12 @@ class Rank:
                     device.compile()
                     self._answer(messages.Done())
                 case messages.Measure(block_bytes):
-                    device.whole_block_bytes = block_bytes
-                    measured = device.measure()
+                    measured = device.measure(whole_block_bytes=block_bytes)
                     self._answer(messages.Measured(measured))
                 case messages.Allocate(num_blocks, num_host_blocks):
                     device.allocate(measured.with_blocks(num_blocks, num_host_blocks))
-                    if self._grammars is not None:
-                        device.follow(Matchers(self._grammars))
+                    for grammars in self._grammars:
+                        device.follow(Matchers(grammars))
                     self._begin_steps(device, reports=reports)
                     self._answer(messages.Done())
                 case messages.TimeLinks():
@@ -109,14 +109,14 @@ class Rank:
                     device.time_links()
                     self._answer(messages.Done())
                 case messages.BeginHost():
-                    assert device.host is not None
-                    device.host.begin()
+                    for host in self._hosts:
+                        host.begin()
                 case messages.Prepare():
                     self._submitted.join()
                     self._answer(messages.Done(device.executor.prepare()))
                 case messages.CompileGrammar(grammar):
-                    if self._grammars is not None:  # rank 0 refuses what cannot be compiled
-                        self._compiling.submit(self._grammars.prepare, grammar)
+                    for grammars in self._grammars:  # rank 0 refuses what cannot be compiled
+                        self._compiling.submit(grammars.prepare, grammar)
                 case messages.End():
                     return
                 case other:
@@ -127,7 +127,7 @@ class Rank:
         gc.collect()
         gc.freeze()
         gc.enable()
-        self._device = device
+        self._hosts += [] if device.host is None else [device.host]
         self._show_host()
         threading.Thread(target=self._collect, args=(device, reports), name="holdfast-collect", daemon=True).start()
 
@@ -159,7 +159,7 @@ class Rank:
 
     def _show_host(self) -> None:
         """Show how much of the host tier can be used."""
-        if self._device is not None and (host := self._device.host) is not None:
+        for host in self._hosts:
             self._board.set(self._seat.rank, HOST_BLOCKS, host.blocks)
             self._board.set(self._seat.rank, HOST_READY, host.ready)
 

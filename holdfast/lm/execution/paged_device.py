@@ -19,7 +19,7 @@ from holdfast.core.version import __version__
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.execution.adapter_transfer import AdapterStore, AdapterTransfers
 from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory
+from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, Training
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory, HostPart, cuda_pin, shared_memory
 from holdfast.lm.execution.link_times import LinkTimes, time_links
@@ -105,9 +105,6 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache_dtype=self.cache_dtype,
         )
         self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
-        self.whole_block_bytes = self.block_bytes
-        """A block's bytes on all ranks together; a rank's share of them is its share of a configured size. Set before
-        `measure`."""
         link = None if place is None else place.link(spec, self.max_step_tokens, config.max_sequences)
         self._link, self._shared = link, None if place is None else place.host
         self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
@@ -115,8 +112,6 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         """The adapters on the device; None if none are served."""
         self.adapter_store = self._store_adapters()
         """The adapters that may be loaded into the slots; None if there are none."""
-        self.training_bytes: Callable[[], int] = lambda: 0
-        """Measures what units of training take on the device beside the cache. Set before `measure`."""
         self._memory: PagedMemory | None = None
         self._make_stream = make_stream or partial(stream_for, spec.device)
         self._stages = stages or Stages(0.0, time.monotonic)
@@ -163,6 +158,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def follow(self, matchers: Matchers) -> None:
         """Let steps have rows with grammars. Call it after `allocate`, before the first of them."""
         self.executor.matchers = matchers
+
+    def train(self, training: Training) -> None:
+        """Let steps have slices of training. Call it after `allocate`, before the first of them."""
+        self.executor.training = training
 
     @property
     def host(self) -> HostMemory | None:
@@ -254,8 +253,14 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         with torch.cuda.device(self.device):
             work()
 
-    def measure(self) -> MemoryMeasurement:
-        """Run the widest steps over a small cache to measure their memory. Raises MemoryError if no block fits."""
+    def measure(
+        self, workspace_bytes: Callable[[], int] = lambda: 0, *, whole_block_bytes: int = 0
+    ) -> MemoryMeasurement:
+        """Run the widest steps over a small cache to measure their memory. Raises MemoryError if no block fits.
+
+        `workspace_bytes` measures what parts take on the device beside the cache. `whole_block_bytes` are a block's
+        bytes on all ranks together: this rank's share of them is its share of a configured size. 0: it has all.
+        """
         on_gpu = self.kind == "cuda"
         plans = list(self._widest_plans())
         blocks = 1 + max(write.blocks[-1] for plan in plans for write in plan.table_writes)
@@ -263,7 +268,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             torch.cuda.empty_cache()
         before = taken_memory(self.device)
         self._run_once(plans, blocks)
-        activations = max(0, taken_memory(self.device) - before - blocks * self.block_bytes) + self.training_bytes()
+        activations = max(0, taken_memory(self.device) - before - blocks * self.block_bytes) + workspace_bytes()
         if on_gpu:
             torch.cuda.empty_cache()
         free, total = memory_of(self.device)
@@ -272,9 +277,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             total=total,
             weights=self.model.spec.weight_bytes,
             activations=activations,
-            cache=self._cache_bytes(free, total, activations),
+            cache=self._cache_bytes(free, total, activations, whole_block_bytes),
             block=self.block_bytes,
-            host_cache=self._host_cache_bytes(),
+            host_cache=self._host_cache_bytes(whole_block_bytes),
             adapters=0 if self.adapter_slots is None else self.adapter_slots.nbytes,
         )
 
@@ -409,16 +414,18 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         host_bytes = int(self.config.adapter_host_gb * 1e9)
         return AdapterStore(self.adapter_slots, self.model.decoder, host_bytes=host_bytes, pinned=self.kind == "cuda")
 
-    def _cache_bytes(self, free: int, total: int, activations: int) -> int:
-        """Bytes of the KV cache. Raises MemoryError for a size that is not free, or is less than a block."""
-        config = self.config
+    def _cache_bytes(self, free: int, total: int, activations: int, whole: int = 0) -> int:
+        """Bytes of the KV cache; `whole` as for `_host_cache_bytes`. Raises MemoryError for a size that is not free, or
+        is less than a block.
+        """
+        config, whole = self.config, whole or self.block_bytes
         if config.cache_gb is not None:
-            cache = self._own_share(config.cache_gb * 1e9)
+            cache = self._own_share(config.cache_gb * 1e9, whole)
         elif self.kind == "cuda":
             reserved_by_others = total - free
             cache = int(total * config.memory_fraction) - reserved_by_others - activations
         else:
-            cache = self._own_share(min(CPU_CACHE_BYTES, free // 2))
+            cache = self._own_share(min(CPU_CACHE_BYTES, free // 2), whole)
         place = f"of {total / 1e9:.1f} GB on {describe_device(self.device)} {free / 1e9:.1f} are free"
         if cache > free:
             raise MemoryError(f"cache_gb is {config.cache_gb}: {place}; lower it, or leave it out")
@@ -430,9 +437,12 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             )
         return cache
 
-    def _host_cache_bytes(self) -> int:
-        """Bytes of the host tier. Raises MemoryError for more than the host has, or less than a block."""
-        wanted = self.config.host_cache_gb
+    def _host_cache_bytes(self, whole: int = 0) -> int:
+        """Bytes of the host tier. Raises MemoryError for more than the host has, or less than a block.
+
+        A block takes `whole` bytes on all ranks together; 0: this rank has all of them.
+        """
+        wanted, whole = self.config.host_cache_gb, whole or self.block_bytes
         free, total = memory_of(CPU)
         if wanted == "auto":
             pinned, config = self.kind == "cuda", self.config
@@ -440,18 +450,18 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
                 return 0
             # On a CPU both tiers are the same memory, and this one is only what blocks pass through.
             most = HOST_CACHE_BYTES if pinned else TRANSIT_BYTES
-            return self._own_share(min(most, free // 4))
+            return self._own_share(min(most, free // 4), whole)
         size = int(wanted * 1e9)
-        if size > free or 0 < wanted * 1e9 < self.whole_block_bytes:
+        if size > free or 0 < wanted * 1e9 < whole:
             raise MemoryError(
                 f"host_cache_gb is {wanted}: of {total / 1e9:.1f} GB of host memory {free / 1e9:.1f} are free, and a "
-                f"block takes {self.whole_block_bytes / 1e9:.6f}; choose a size between, 0 for no host tier, or auto"
+                f"block takes {whole / 1e9:.6f}; choose a size between, 0 for no host tier, or auto"
             )
-        return self._own_share(size)
+        return self._own_share(size, whole)
 
-    def _own_share(self, size: float) -> int:
-        """This rank's share of so many bytes."""
-        return int(size) * self.block_bytes // self.whole_block_bytes
+    def _own_share(self, size: float, whole: int) -> int:
+        """This rank's share of so many bytes, where a block takes `whole` bytes on all ranks together."""
+        return int(size) * self.block_bytes // whole
 
     def _widest_plans(self) -> Iterator[StepPlan]:
         """The steps that take most memory: one long prefill, then as many sequences as fit, drawn and filtered."""

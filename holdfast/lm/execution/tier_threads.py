@@ -31,10 +31,14 @@ class TierThreads:
         disk: DiskStore | None,
         remote: RemoteStore | None,
         clock: Callable[[], float],
+        wake: Callable[[], None] = lambda: None,
         *,
         pause: float = REMOTE_PAUSE,
     ) -> None:
-        """`host` is the host tier. `clock` is the engine's. `pause` is how long each check of the remote tier waits."""
+        """`host` is the host tier. `clock` is the engine's. `wake` is called, in any thread, when a job has ended.
+
+        Each check of the remote tier waits for `pause` seconds.
+        """
         self._host = host
         self._disk, self._remote = disk, remote
         self._clock_began = time.time() - clock()
@@ -48,12 +52,10 @@ class TierThreads:
                 self._waiting[tier] = deque(), deque()
         self._lock = threading.Lock()
         self._under_way = 0
-        self._pause = pause
+        self._pause, self._wake = pause, wake
         self._closed = threading.Event()
         self._failing: set[TierName] = set()
         """The tiers whose failure has been logged: the disk for good, the remote tier until it works again."""
-        self.wake: Callable[[], None] = lambda: None
-        """Called, in any thread, when a job has ended."""
 
     @property
     def busy(self) -> bool:
@@ -108,7 +110,7 @@ class TierThreads:
         self._ended.append(TierDone(job.number, tuple(outcomes), time.perf_counter() - began))
         with self._lock:
             self._under_way -= 1
-        self.wake()
+        self._wake()
 
     def tell_failure(self, tier: TierName, what: str) -> None:
         """Log that a tier has failed, unless that was logged and it has not worked since."""
@@ -142,7 +144,7 @@ class TierThreads:
                 self._failing.discard("remote")
             log.warning("holdfast: the remote tier on %s works again", self._remote.where)
         self._ended.append(TierDone(job.number, (outcome,), time.perf_counter() - began))
-        self.wake()
+        self._wake()
 
     def _do(self, job: TierJob) -> list[Outcome]:
         host, disk, remote, blocks = self._host, self._disk, self._remote, job.blocks

@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.process.build import build, build_engine, pace_of
+from holdfast.engine.process.parts.moves import MoveHandler
 from holdfast.engine.profiles import CostProfile
 from tests.scheduling import create_requests
 
@@ -114,11 +115,10 @@ def test_a_cpu_engine_has_no_host_tier_by_default(small):
 def test_an_engine_that_moves_state_has_a_host_tier_on_a_cpu_too_unless_it_is_off(small):
     engine = build_engine(small(chunk_host="127.0.0.1"))
     assert engine.info.num_host_blocks > 1000
-    assert engine.info.chunk_address == engine.moves.service.address and not engine.info.chunk_reason
+    assert engine.info.chunk_address == engine.handler(MoveHandler).address and not engine.info.chunk_reason
     with pytest.raises(ValueError, match=r"chunk_host is 127.0.0.1:\d+: Address already in use"):
         build_engine(small(chunk_host=engine.info.chunk_address))
-    engine.moves.close()
-    engine.loop.close()
+    engine.close()
     engine = build_engine(small(chunk_host="127.0.0.1", host_cache_gb=0))
     assert engine.info.chunk_address == "" and "no host tier" in engine.info.chunk_reason
     engine.loop.close()

@@ -10,9 +10,9 @@ import pytest
 
 from holdfast.engine.messages import ChunksFetched, FetchChunks
 from holdfast.engine.process import chunk_service
+from holdfast.engine.process.block_moves import Moves
 from holdfast.engine.process.chunk_service import ChunkService
 from holdfast.engine.process.chunk_wire import ChunkPeer, Kind, PeerError, Terms
-from holdfast.engine.process.move_desk import MoveDesk
 from tests.invariants import check_scheduler
 from tests.scheduling import create_scheduler
 
@@ -39,12 +39,10 @@ class Side:
     def __init__(self, blocks=64):
         self.memory = [bytearray(SIZE) for _ in range(blocks)]
         self.scheduler = create_scheduler(host_blocks=blocks)
-        self.desk = MoveDesk(self.scheduler, time.monotonic)
-        self.service = ChunkService(self.desk, TERMS, [in_parts(each) for each in self.memory], "127.0.0.1")
-        self.desk.service = self.service
         self.told = []
         self.turn = threading.Event()
-        self.desk.wake = self.turn.set
+        self.moves = Moves(self.scheduler, time.monotonic, self.turn.set)
+        self.service = ChunkService(self.moves, TERMS, [in_parts(each) for each in self.memory], "127.0.0.1")
         self.ended = False
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
@@ -57,10 +55,10 @@ class Side:
         while not self.ended:
             self.turn.wait(0.05)
             self.turn.clear()
-            self.told += self.desk.answers()
+            self.told += self.moves.answers()
 
     def do(self, work):
-        return self.desk.call(work).result(5)
+        return self.moves.call(work).result(5)
 
     def keep(self, numbers):
         """Have these blocks on the host."""
@@ -77,7 +75,7 @@ class Side:
         """Fetch these blocks. Returns the answer."""
         number = len(self.told)
         message = FetchChunks(number, [digest(each) for each in numbers], list(numbers), address, 1)
-        self.do(lambda: self.desk.fetch(message))
+        self.do(lambda: self.service.fetch(message))
         deadline = time.monotonic() + 10
         while len(self.told) <= number:
             assert time.monotonic() < deadline
@@ -87,7 +85,7 @@ class Side:
     def check(self):
         """Nothing is held any more, and what is found is right."""
         deadline = time.monotonic() + 5
-        while self.do(lambda: self.host.held or self.desk._filling):
+        while self.do(lambda: self.host.held or self.moves._filling):
             assert time.monotonic() < deadline, "a block is held, or kept for a move that has ended"
             time.sleep(0.002)
         self.do(lambda: check_scheduler(self.scheduler))
@@ -95,7 +93,8 @@ class Side:
             assert self.memory[block] == contents(int.from_bytes(found, "big"))
 
     def close(self):
-        self.desk.close()
+        self.moves.close()
+        self.service.close()
         self.ended = True
         self.thread.join()
 
@@ -248,7 +247,7 @@ def test_a_service_that_closes_ends_the_moves_from_and_to_it(sides):
 
     with between(source.service.address, spoil) as address:
         message = FetchChunks(0, [digest(each) for each in range(30)], list(range(30)), address, 1)
-        target.do(lambda: target.desk.fetch(message))
+        target.do(lambda: target.service.fetch(message))
         assert stalled.wait(5)
         source.service.close()
         target.service.close()

@@ -12,7 +12,9 @@ import pytest
 from holdfast.core.config import EngineConfig
 from holdfast.engine.link import one_line
 from holdfast.engine.messages import Abort, Ask, Outputs, Refused, Shutdown, Start, Stats, Submit
+from holdfast.engine.process.build import Engine
 from holdfast.engine.process.serve import Loading, make_context, run, serve
+from holdfast.engine.ranks.ranks import NO_RANKS
 from holdfast.loop.loop import Loop
 from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_alone
 
@@ -30,10 +32,13 @@ class Script:
     def poll(self, seconds):
         return True
 
+    def wake(self):
+        pass
+
     def receive(self):
         while self.messages[0] is None:
             self.messages.popleft()
-        return self.messages.popleft()
+        return [self.messages.popleft()]
 
     def waiting(self):
         while self.messages:
@@ -47,7 +52,7 @@ class ShutdownWhenIdle(Script):
     """Ends the engine where it would wait for a message."""
 
     def receive(self):
-        return super().receive() if self.messages else Shutdown()
+        return super().receive() if self.messages else [Shutdown()]
 
 
 def engine(*requests, steps_in_flight=2):
@@ -66,7 +71,7 @@ def tokens_of(sent, request_id):
 def test_each_step_sends_one_message_with_all_its_tokens(steps_in_flight):
     requests = create_requests(5, 9, max_tokens=6)
     parent = ShutdownWhenIdle(*map(Submit, requests))
-    serve(engine(*requests, steps_in_flight=steps_in_flight), parent)
+    serve(engine(*requests, steps_in_flight=steps_in_flight), parent, ())
     assert len(parent.sent) == 6
     assert all(len(message.outputs) == 2 for message in parent.sent)
     for request in requests:
@@ -76,7 +81,7 @@ def test_each_step_sends_one_message_with_all_its_tokens(steps_in_flight):
 def test_messages_that_arrive_during_a_step_are_handled_before_the_next_step():
     first, second = create_requests(5, 9, max_tokens=4)
     parent = ShutdownWhenIdle(Submit(first), None, Submit(second), Ask(1))
-    serve(engine(first, second), parent)
+    serve(engine(first, second), parent, ())
     stats = next(message for message in parent.sent if isinstance(message, Stats))
     assert (stats.number, stats.stats.waiting, stats.stats.running) == (1, 1, 1)
     assert tokens_of(parent.sent, second.id) == run_alone(second)[0]
@@ -85,7 +90,7 @@ def test_messages_that_arrive_during_a_step_are_handled_before_the_next_step():
 def test_abort_frees_blocks_before_the_next_step():
     (request,) = create_requests(9, max_tokens=50)
     parent = ShutdownWhenIdle(Submit(request), None, Ask(1), Abort(request.id), Ask(2))
-    serve(engine(request), parent)
+    serve(engine(request), parent, ())
     before, after = (message.stats for message in parent.sent if isinstance(message, Stats))
     assert before.blocks_used > 0
     assert (after.running, after.blocks_used) == (0, 0)
@@ -94,7 +99,7 @@ def test_abort_frees_blocks_before_the_next_step():
 def test_a_request_that_can_never_run_is_refused_and_others_continue():
     good, endless = create_requests(5, 500)
     parent = ShutdownWhenIdle(Submit(endless), Submit(good), Submit(good))
-    serve(engine(good), parent)
+    serve(engine(good), parent, ())
     refusals = [message for message in parent.sent if isinstance(message, Refused)]
     assert [refusal.request_id for refusal in refusals] == [endless.id, good.id]
     assert "500 tokens" in refusals[0].reason and "already being served" in refusals[1].reason
@@ -104,7 +109,7 @@ def test_a_request_that_can_never_run_is_refused_and_others_continue():
 def test_shutdown_ends_the_engine_while_requests_run():
     (request,) = create_requests(5, max_tokens=50)
     parent = Script(Submit(request), None, Shutdown())
-    serve(engine(request), parent)
+    serve(engine(request), parent, ())
     assert len(parent.sent) == 1
 
 
@@ -116,7 +121,7 @@ def test_an_exception_of_a_step_ends_serving():
     (request,) = create_requests(5)
     loop = Loop(create_scheduler(), Broken(64, 4), 2, clock=lambda: 0.0)
     with pytest.raises(RuntimeError, match="fell off the bus"):
-        serve(loop, Script(Submit(request)))
+        serve(loop, Script(Submit(request)), ())
 
 
 @pytest.fixture
@@ -139,7 +144,8 @@ def test_garbage_collection_is_off_while_steps_run(monkeypatch, collector):
     device = Watching(64, 4)
     device.expect(request)
     loop = Loop(create_scheduler(), device, 2, clock=lambda: 0.0)
-    monkeypatch.setattr("holdfast.engine.process.build.build_engine", lambda config, **options: (loop, *[None] * 7))
+    built = Engine(loop, None, (), NO_RANKS)
+    monkeypatch.setattr("holdfast.engine.process.build.build_engine", lambda config, **options: built)
     run(Start(EngineConfig(), 0.0), ShutdownWhenIdle(Submit(request)))
     assert seen == [(False, True)] * 4
 
@@ -152,7 +158,7 @@ def test_all_garbage_is_collected_only_in_a_long_pause(quiet, monkeypatch):
     (request,) = create_requests(5, max_tokens=50)
     parent = ShutdownWhenIdle(Submit(request))
     parent.poll = lambda seconds: not quiet
-    serve(engine(request), parent)
+    serve(engine(request), parent, ())
     assert collected.count(0) > 10
     assert collected.count(2) == (2 if quiet else 0)
 
@@ -188,7 +194,7 @@ def test_a_pause_is_used_bit_by_bit_until_a_message_arrives():
 
     loop = Loop(create_scheduler(), device, 2, lambda: 0.0, prepare=prepare)
     parent = Client(Ask(1), None, Submit(request))
-    serve(loop, parent)
+    serve(loop, parent, ())
     assert len(done) == 7
     assert tokens_of(parent.sent, request.id) == run_alone(request)[0]
 

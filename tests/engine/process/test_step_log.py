@@ -46,7 +46,7 @@ def test_a_step_that_was_in_flight_before_is_not_noted():
 def test_the_engine_tells_its_steps_before_its_stats():
     (request,) = create_requests(5, max_tokens=3)
     parent = ShutdownWhenIdle(Submit(request), None, None, None, Ask(1))
-    serve(engine(request, steps_in_flight=1), parent)
+    serve(engine(request, steps_in_flight=1), parent, ())
     told = [message for message in parent.sent if isinstance(message, Steps | Stats)]
     assert [type(message) for message in told] == [Steps, Stats]
     assert told[0].tokens == [5, 1, 1]
@@ -56,6 +56,6 @@ def test_the_engine_tells_many_steps_unasked(monkeypatch):
     monkeypatch.setattr(serving, "STEPS_PER_MESSAGE", 8)
     (request,) = create_requests(5, max_tokens=12)
     parent = ShutdownWhenIdle(Submit(request))
-    serve(engine(request), parent)
+    serve(engine(request), parent, ())
     (told,) = [message for message in parent.sent if isinstance(message, Steps)]
     assert told.tokens == [5, *[1] * 7] and len(told.seconds) == 8

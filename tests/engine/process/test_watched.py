@@ -105,7 +105,7 @@ def test_the_served_loop_tells_steps_queues_and_blocks(monkeypatch):
     monkeypatch.setattr(watching, "SHARE", 1e9)
     (request,) = create_requests(9, max_tokens=3)
     parent = ShutdownWhenIdle(Watch(30.0), Submit(request))
-    serve(engine(request), parent)
+    serve(engine(request), parent, ())
     told = [message for message in parent.sent if isinstance(message, Activity)]
     assert sum(step.tokens for activity in told for step in activity.steps) == 11
     assert told[0].queues is not None and told[0].stats is not None and told[0].costs
@@ -126,7 +126,7 @@ def test_blocks_are_looked_at_seldom_enough_to_keep_their_share_of_the_time():
     tick = 0.001
     loop, _, watched, _ = watched_loop(*create_requests(5, max_tokens=100), clock=Clock(tick))
     watched.watch(60.0)
-    looks, scene = [], watched._scene
+    looks, scene = [], watched._watching[0][0]
     scene_blocks = scene.blocks
     scene.blocks = lambda now, most: looks.append(now) or scene_blocks(now, most)
     while loop.has_work():
@@ -159,7 +159,7 @@ def test_a_message_has_a_bounded_number_of_records(monkeypatch):
     watched.watch(60.0)
     while loop.has_work():
         loop.step()
-    records = watched._recording.take()
+    records = watched._watching[0][1].take()
     assert len(records) == 5 and sum(record.steps for record in records) == 90
 
 

@@ -14,9 +14,11 @@ import pytest
 from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
 from holdfast.core.types import Grammar, Identity, Request, SamplingParams
-from holdfast.engine.messages import ChunksFetched, ChunksFound, FetchChunks
+from holdfast.engine.messages import ChunksFetched, ChunksFound, FetchChunks, StopFetch
 from holdfast.engine.process import in_service
 from holdfast.engine.process.build import build_engine
+from holdfast.engine.process.parts.moves import ChunkFinder, MoveHandler
+from holdfast.engine.process.parts.tiers import TierHandler
 from holdfast.engine.profiles import CostProfile
 from holdfast.engine.ranks import many_device
 from holdfast.engine.ranks.many_device import ManyDevice, ManyExecutor, ManyHost, combined
@@ -215,18 +217,18 @@ def turn(engine, tokens):
 def fetch(source, target, tokens, stop=False):
     """Fetch the state of these tokens from an engine, or stop as soon as that has begun. What the target says of it."""
     chain, told, deadline = chain_of(tokens), [], time.monotonic() + 20
-    target.moves.fetch(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))
+    target.handler(MoveHandler).receive(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))
     if stop:
-        target.moves.stop(1)
-    while not told or source.moves.ready or target.moves.ready:
+        target.handler(MoveHandler).receive(StopFetch(1))
+    while not told or source.handler(MoveHandler).ready or target.handler(MoveHandler).ready:
         assert time.monotonic() < deadline
         for engine in (source, target):
-            told += engine.moves.answers()
+            told += engine.handler(MoveHandler).answers()
             if engine.loop.has_work():
                 engine.loop.step()
     for engine in (source, target):
         check_scheduler(engine.loop.planner)
-        assert engine.moves._filling == engine.loop.planner.pool.host.held == 0
+        assert engine.handler(MoveHandler).moves._filling == engine.loop.planner.pool.host.held == 0
     (answer,) = told
     return answer
 
@@ -252,25 +254,23 @@ def test_a_conversation_moves_to_an_engine_of_its_layout_then_to_disk_and_goes_o
     assert fetch(engine, target, second[0], stop=True) == ChunksFetched(1, 0, "the move was stopped")
     assert fetch(engine, target, second[0]) == ChunksFetched(1, 192, "")
     assert turn(target, second[0]) == (second[1], 192)
-    target.tiers.flush(target.loop, 5)
-    target.moves.close()
-    target.loop.close()
+    target.handler(TierHandler).flush(target.loop, 5)
+    target.close()
     if layout["pp"] > 1:
         return  # below, no layout differs
     again = make_engine(**config, **layout)
-    assert again.moves.find(1, chain_of(third[0])) == ChunksFound(1, device=0, host=0, lower=240)
+    assert again.handler(ChunkFinder).find(1, chain_of(third[0])) == ChunksFound(1, device=0, host=0, lower=240)
     assert turn(again, third[0]) == (third[1], 240)
     assert again.loop.stats().blocks_corrupt == 0
-    again.moves.close()
-    again.loop.close()
+    again.close()
     whole = make_engine(**config)
-    assert whole.moves.find(1, chain_of(third[0])) == ChunksFound(1, 0, 0, 0), "files of two ranks are not read"
+    found = whole.handler(ChunkFinder).find(1, chain_of(third[0]))
+    assert found == ChunksFound(1, 0, 0, 0), "files of two ranks are not read"
     refused = fetch(engine, whole, second[0])
     assert refused.tokens == 0
     assert "ours are four-layers, float32, tp 2, pp 1, 8192+8192 bytes" in refused.reason
     assert "its blocks are four-layers, float32, tp 1, pp 1, 16384 bytes" in refused.reason
-    whole.moves.close()
-    whole.loop.close()
+    whole.close()
 
 
 def test_the_digest_of_the_weights_is_of_all_ranks(monkeypatch):

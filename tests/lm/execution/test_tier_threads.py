@@ -46,8 +46,7 @@ def wait_for(threads, count):
 def test_blocks_go_to_the_disk_and_back_whole_and_somebody_is_woken(disk):
     cache, woken = host_cache(), threading.Event()
     cache.data.copy_(torch.randn(cache.data.shape))
-    threads = TierThreads(blocks_of(cache), disk, None, time.monotonic)
-    threads.wake = woken.set
+    threads = TierThreads(blocks_of(cache), disk, None, time.monotonic, woken.set)
     threads.start([job(0, "write", (3, 0), (5, 1))])
     assert wait_for(threads, 1) == {0: ("done", "done")} and woken.wait(5) and not threads.busy
     threads.start([job(1, "read", (0, 1)), job(2, "read", (1, 0), (2, 7))])

@@ -69,10 +69,10 @@ class Client:
             self.script.popleft()
             yield message
 
-    def receive(self) -> messages.ToEngine:
+    def receive(self) -> list[messages.ToEngine]:
         message = self.script.popleft()(self) if self.script else messages.Shutdown()
         assert message is not None, "the engine is idle, and what the script waits for has not come"
-        return message
+        return [message]
 
 
 def asks(name: str, adapter: str = "", tokens: int = 6) -> messages.Submit:
@@ -85,22 +85,26 @@ def loaded_id(client: Client, number: int) -> str | None:
     return next((each.info.id for each in client.of(messages.AdapterLoaded) if each.number == number), None)
 
 
-def run(engine: Engine, *script: Callable[[Client], messages.ToEngine | None]) -> Client:
-    client = Client(list(script))
+def start(config: EngineConfig) -> tuple[Engine, Client]:
+    """An engine, and the client that it wakes."""
+    client = Client([])
+    return build_engine(config, wake=client.wake), client
+
+
+def run(engine: Engine, client: Client, *script: Callable[[Client], messages.ToEngine | None]) -> Client:
+    client.script.extend(script)
     torch.set_num_threads(1)
     try:
-        serve(engine.loop, client, engine.desk)  # type: ignore[arg-type]
+        serve(engine.loop, client, engine.handlers)  # type: ignore[arg-type]
     finally:
-        assert engine.desk is not None
-        engine.desk.close()
-        engine.loop.close()
+        engine.close()
     return client
 
 
 def test_an_adapter_is_loaded_while_a_request_runs_and_forgotten_when_its_own_has_ended(
     small: Small, adapters: Path
 ) -> None:
-    engine = build_engine(small(adapter=(f"a={adapters / 'a'}",)))
+    engine, client = start(small(adapter=(f"a={adapters / 'a'}",)))
     (own,) = engine.info.adapters
     assert (own.name, own.rank, engine.info.adapter_slots) == ("a", 4, 8)
 
@@ -108,8 +112,9 @@ def test_an_adapter_is_loaded_while_a_request_runs_and_forgotten_when_its_own_ha
         adapter = loaded_id(client, 1)
         return None if adapter is None else asks("with b", adapter, tokens=30)
 
-    client = run(
+    run(
         engine,
+        client,
         lambda client: asks("base", tokens=400),
         lambda client: asks("with a", own.id) if client.tokens("base") else None,
         lambda client: messages.LoadAdapter(1, "b", str(adapters / "b")),
@@ -131,9 +136,10 @@ def test_an_adapter_is_loaded_while_a_request_runs_and_forgotten_when_its_own_ha
 
 
 def test_an_idle_engine_loads_an_adapter_and_says_why_it_does_not_load_another(small: Small, adapters: Path) -> None:
-    engine = build_engine(small(max_adapters=1))
-    client = run(
+    engine, client = start(small(max_adapters=1))
+    run(
         engine,
+        client,
         lambda client: messages.LoadAdapter(1, "b", str(adapters / "b")),
         lambda client: messages.LoadAdapter(2, "x", str(adapters / "none")),
         lambda client: messages.Ask(3) if client.of(messages.AdapterRefused) else None,
@@ -157,9 +163,10 @@ def test_hostile_adapters_are_refused_while_a_request_runs_to_its_end(
         (tmp_path / name / file).unlink()
         os.mkfifo(tmp_path / name / file)
     names = [*hostile, "pipe", "config"]
-    engine = build_engine(small(max_adapters=1))
-    client = run(
+    engine, client = start(small(max_adapters=1))
+    run(
         engine,
+        client,
         lambda client: asks("base", tokens=100),
         *(lambda client, at=at: messages.LoadAdapter(at, names[at], str(tmp_path / names[at])) for at in range(5)),
         lambda client: messages.Ask(9) if len(client.of(messages.AdapterRefused)) == len(names) else None,
@@ -175,7 +182,7 @@ def test_hostile_adapters_are_refused_while_a_request_runs_to_its_end(
 def test_an_adapter_that_cannot_be_packed_is_refused_and_the_engine_serves_on(
     small: Small, adapters: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = build_engine(small(max_adapters=1))
+    engine, client = start(small(max_adapters=1))
     pack, failures = AdapterSlots.pack, [RuntimeError("no memory for it, in a secret place")]
 
     def fails_once(*given: Any, **how: Any) -> Any:
@@ -184,8 +191,9 @@ def test_an_adapter_that_cannot_be_packed_is_refused_and_the_engine_serves_on(
         return pack(*given, **how)
 
     monkeypatch.setattr(AdapterSlots, "pack", fails_once)
-    client = run(
+    run(
         engine,
+        client,
         lambda client: messages.LoadAdapter(1, "a", str(adapters / "a")),
         lambda client: messages.LoadAdapter(2, "b", str(adapters / "b")),
         lambda client: asks("with b", loaded_id(client, 2) or "") if loaded_id(client, 2) else None,
@@ -198,10 +206,11 @@ def test_an_adapter_that_cannot_be_packed_is_refused_and_the_engine_serves_on(
 def test_loading_the_same_content_again_keeps_it_while_it_was_about_to_be_forgotten(
     small: Small, adapters: Path
 ) -> None:
-    engine = build_engine(small(adapter=(f"a={adapters / 'a'}",)))
+    engine, client = start(small(adapter=(f"a={adapters / 'a'}",)))
     (own,) = engine.info.adapters
-    client = run(
+    run(
         engine,
+        client,
         lambda client: asks("first", own.id, tokens=300),
         lambda client: messages.UnloadAdapter(1, own.id) if client.tokens("first") else None,
         lambda client: messages.LoadAdapter(2, "a", str(adapters / "a")),

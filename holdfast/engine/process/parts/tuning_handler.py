@@ -1,4 +1,4 @@
-"""TuningDesk: takes, changes and ends tuning jobs while an engine serves, and tells their owner what becomes of them.
+"""TuningHandler: takes, changes and ends tuning jobs while an engine serves, and reports on them to their owner.
 
 Files are read in a thread of its own, and states are written in one of the trainer's; the loop waits for neither. A job
 ends here in this order: the scheduler has it off the device, the trainer has stored all of it, its adapter is read and
@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from typing import Any
 from holdfast.core.config import check_adapter_name
 from holdfast.engine import messages
 from holdfast.engine.messages import JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
-from holdfast.engine.process.adapter_desk import AdapterDesk
+from holdfast.engine.process.handler import Handler
+from holdfast.engine.process.parts.adapters import AdapterHandler
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
@@ -35,8 +36,9 @@ log = logging.getLogger("holdfast.engine")
 LEAST_MICRO_BATCH = 512
 """Tokens. Where the engine chooses a micro-batch, it is no smaller for the sake of time."""
 REASON_CHARACTERS = 500
-LOOK_SECONDS = 0.02
-"""While steps follow each other, jobs are looked at so often; at once if one has ended or has stored a step."""
+CHECK_SECONDS = 0.02
+"""Seconds between two checks of all jobs while steps follow each other. One that has ended or has stored a step is
+checked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,43 +68,86 @@ class _Open:
     start: JobStart
     checkpoint: str
     """The directory of the newest adapter; empty if there is none."""
-    told: str = ""
+    reported: str = ""
     """The status that its owner knows."""
     failure: str = ""
     """Why it cannot go on."""
     cancelled: bool = False
     left: bool = False
     off_device: bool = False
-    adapter: Future[Any] | None = None
-    """Of a job that is complete: reads its adapter."""
+    reading: list[Future[Any]] = field(default_factory=list)
+    """Reads the adapter of a job that is complete; empty before."""
+
+    def leave(self, *, cancelled: bool) -> None:
+        """The owner gives the job up, for good if it is `cancelled`."""
+        self.cancelled |= cancelled
+        self.left = True
+
+    def fail(self, reason: str) -> None:
+        """The job cannot go on."""
+        self.failure = reason
+
+    def leave_device(self) -> None:
+        """The scheduler has the job off the device."""
+        self.off_device = True
+
+    def stored(self, checkpoint: Path | None) -> None:
+        """A step is stored, and with it this newest adapter, if it was written."""
+        self.checkpoint = str(checkpoint or self.checkpoint)
+
+    def report(self, status: str) -> None:
+        """The owner is about to know of this status."""
+        self.reported = status
 
 
-class TuningDesk:
-    """Answers the client's messages about tuning jobs. For the thread of the loop."""
+class Notice:
+    """Lets another thread say that there is something to find."""
 
-    def __init__(self, tuner: Tuner, trainer: Trainer, adapters: AdapterDesk, rules: TuningRules) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, in that thread, for each notice."""
+        self._wake, self.given = wake, False
+
+    def __call__(self) -> None:
+        self.given = True
+        self._wake()
+
+    def give(self) -> None:
+        """Say so in the loop's own thread."""
+        self.given = True
+
+    def clear(self) -> None:
+        """What there is to find is looked for now."""
+        self.given = False
+
+
+class TuningHandler(Handler):
+    """Takes, changes and ends tuning jobs."""
+
+    receives = (messages.StartJob, messages.ChangeJob)
+
+    def __init__(
+        self, tuner: Tuner, trainer: Trainer, adapters: AdapterHandler, rules: TuningRules, notice: Notice
+    ) -> None:
+        """`notice` is what the trainer was made to call when it is done with a state."""
         self._tuner, self._trainer, self._adapters, self._rules = tuner, trainer, adapters, rules
+        self._notice = notice
         self._reader = ThreadPoolExecutor(1, "holdfast-read-job")
         self._reading: deque[tuple[int, JobStart, Future[Any]]] = deque()
         """Jobs in the order in which they were asked for: number, job, and what the trainer has prepared."""
         self._open: dict[str, _Open] = {}
         self._answers: deque[messages.FromEngine] = deque()
-        self._step: tuple[str, int] | None = None
-        """The step under way when `between_steps` was asked last."""
-        self._look, self._looked_at = False, 0.0
-        """Whether another thread has something to look at, and when all jobs were looked at."""
-        self.wake: Callable[[], None] = lambda: None
-        """Called in another thread when there is something to look at."""
-        trainer.wake = self._call
+        self._steps: list[tuple[str, int]] = []
+        """The step under way when `between_steps` was asked last, if there was one."""
+        self._checked_at = 0.0
+        """When all jobs were checked last."""
 
     @property
     def ready(self) -> bool:
-        """Whether `answers` would find something now."""
         return (
             bool(self._answers or self._tuner.ended or self._tuner.refused)
             or self._trainer.has_reports
             or any(
-                self._visible(job, known, self._trainer.settled(job)) != known.told
+                self._visible(job, known, self._trainer.settled(job)) != known.reported
                 for job, known in self._open.items()
                 if not known.off_device
             )
@@ -110,38 +155,42 @@ class TuningDesk:
 
     @property
     def busy(self) -> bool:
-        """Whether another thread will `wake` the loop because there is something to find."""
         return bool(self._reading) or any(
             known.off_device or not self._trainer.settled(job) for job, known in self._open.items()
         )
 
     def between_steps(self) -> bool:
         """Whether an optimizer step has ended since this was asked last."""
-        running = next((job for job in self._open if self._status(job) == "running"), None)
-        step = None if running is None else (running, self._tuner.step_of(running)[0])
-        before, self._step = self._step, step
-        return step != before
+        running = [job for job in self._open if self._status(job) == "running"]
+        steps = [(job, self._tuner.step_of(job)[0]) for job in running[:1]]
+        before, self._steps = self._steps, steps
+        return steps != before
+
+    def receive(self, message: messages.StartJob | messages.ChangeJob) -> None:
+        if isinstance(message, messages.StartJob):
+            self.start(message.number, message.job)
+        else:
+            self.change(message.number, message.job, message.action)
 
     def start(self, number: int, job: JobStart) -> None:
         """Begin to read a job; `answers` says what became of it."""
         reading = self._reader.submit(self._prepare, job)
         self._reading.append((number, job, reading))
-        reading.add_done_callback(lambda _: self._call())
+        reading.add_done_callback(lambda _: self._notice())
 
     def change(self, number: int, job: str, action: messages.JobAction) -> None:
         """Pause, resume, cancel or leave a job; `answers` says what became of it."""
-        known = self._open.get(job)
-        if known is None:
+        if job not in self._open:
             self._answers.append(messages.JobRefused(number, f"there is no open job {job}", True))
             return
+        known = self._open[job]
         if not known.off_device:
             if action in ("cancel", "leave"):
-                known.cancelled |= action == "cancel"
-                known.left = True
+                known.leave(cancelled=action == "cancel")
                 self._tuner.remove(job)
             elif self._status(job) != "ending":
                 (self._tuner.pause if action == "pause" else self._tuner.resume)(job)
-        self._look = True
+        self._notice.give()
         self._answers.append(messages.JobChanged(number))
 
     def answers(self) -> Iterator[messages.FromEngine]:
@@ -152,19 +201,15 @@ class TuningDesk:
             number, job, reading = self._reading.popleft()
             yield self._take(number, job, reading)
         now = time.monotonic()
-        urgent = self._tuner.ended or self._tuner.refused or self._trainer.has_reports or self._look
-        if self._open and (urgent or now >= self._looked_at + LOOK_SECONDS):
-            self._look, self._looked_at = False, now
+        urgent = self._tuner.ended or self._tuner.refused or self._trainer.has_reports or self._notice.given
+        if self._open and (urgent or now >= self._checked_at + CHECK_SECONDS):
+            self._notice.clear()
+            self._checked_at = now
             if events := self._events():
                 yield messages.JobProgress(events)
 
-    def _call(self) -> None:
-        """In another thread: let the loop look at all jobs."""
-        self._look = True
-        self.wake()
-
     def close(self) -> None:
-        """Store all jobs on the disk. No step may run any more."""
+        """Store all jobs on the disk."""
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._trainer.shut_down()
 
@@ -252,11 +297,6 @@ class TuningDesk:
 
     def _take(self, number: int, start: JobStart, reading: Future[Any]) -> messages.FromEngine:
         """Open a job that was read."""
-        error = reading.exception()
-        if error is not None:
-            if not isinstance(error, ValueError):
-                raise error
-            return messages.JobRefused(number, str(error)[:REASON_CHARACTERS])
         job = start.id
         try:
             steps = self._trainer.add(reading.result())
@@ -278,7 +318,8 @@ class TuningDesk:
         if start.paused and len(records) < steps.count:
             self._tuner.pause(job)
         chosen, checkpoint = steps.job.hyperparameters, self._trainer.newest_checkpoint(job)
-        self._open[job], self._look = _Open(start, checkpoint), True
+        self._open[job] = _Open(start, checkpoint)
+        self._notice.give()
         validations = [record.validation for record in records if record.validation is not None]
         return messages.JobStarted(number, JobInfo(
             id=job, step=len(records), steps=steps.count, examples=len(steps.lengths),
@@ -306,31 +347,30 @@ class TuningDesk:
         """What has happened, in order."""
         events: list[JobEvent] = []
         while self._tuner.ended:
-            self._open[self._tuner.ended.popleft()].off_device = True
+            self._open[self._tuner.ended.popleft()].leave_device()
         # A job that has settled has told all its steps before this looks for reports.
         settled = {job for job in self._open if self._trainer.settled(job)}
         leaving = {job for job in settled if self._open[job].off_device}
         for report in self._trainer.reports():
             known = self._open[report.job]
             if isinstance(report, JobFailure):
-                known.failure = report.reason
+                known.fail(report.reason)
                 self._tuner.remove(report.job)
                 continue
-            events += self._told(known, "running")
+            events += self._reported(known, "running")
             events.append(_step_event(report))
-            if report.checkpoint is not None:
-                known.checkpoint = str(report.checkpoint)
+            known.stored(report.checkpoint)
         while self._tuner.refused:
             job, reason = self._tuner.refused.popleft()
             if job in self._open:
-                self._open[job].failure = reason
+                self._open[job].fail(reason)
                 self._tuner.remove(job)
         while self._tuner.ended:  # one that failed and was not on the device
-            self._open[self._tuner.ended.popleft()].off_device = True
+            self._open[self._tuner.ended.popleft()].leave_device()
         for job in [*self._open]:
             known = self._open[job]
             if not known.off_device:
-                events += self._told(known, self._visible(job, known, job in settled))
+                events += self._reported(known, self._visible(job, known, job in settled))
             elif job in leaving:
                 events += self._end(job, known)
         return events
@@ -339,14 +379,14 @@ class TuningDesk:
         """The status that a job's owner should know of; `settled`: all of it is stored, and all its steps are told."""
         status = self._status(job)
         if status == "paused" and (self._trainer.is_resident(job) or not settled):
-            return known.told  # it leaves the device, or its state is on the way to the disk
-        return known.told if status == "ending" else status
+            return known.reported  # it leaves the device, or its state is on the way to the disk
+        return known.reported if status == "ending" else status
 
-    def _told(self, known: _Open, status: str) -> list[JobEvent]:
+    def _reported(self, known: _Open, status: str) -> list[JobEvent]:
         """The event of a status, if it is a new one."""
-        if status == known.told or status not in ("queued", "running", "paused"):
+        if status == known.reported or status not in ("queued", "running", "paused"):
             return []
-        known.told = status
+        known.report(status)
         return [JobStatus(known.start.id, status)]  # type: ignore[arg-type]
 
     def _end(self, job: str, known: _Open) -> list[JobEvent]:
@@ -360,19 +400,18 @@ class TuningDesk:
         if known.left and self._trainer.next_slice(job)[0] < self._trainer.steps(job).count:
             self._forget(job, self._trainer.close)
             return [JobEnded(job, "left")]
-        if known.adapter is None:
-            known.adapter = self._reader.submit(self._adapters.read, known.start.name, known.checkpoint)
-            known.adapter.add_done_callback(lambda _: self._call())
+        if not known.reading:
+            known.reading.append(self._reader.submit(self._adapters.read, known.start.name, known.checkpoint))
+            known.reading[0].add_done_callback(lambda _: self._notice())
+        if not known.reading[0].done():
             return []
-        if not known.adapter.done():
-            return []
-        error = known.adapter.exception()
-        if error is not None and not isinstance(error, ValueError):
-            raise error
-        self._forget(job, self._trainer.close)
-        if error is not None:
+        try:
+            read = known.reading[0].result()
+        except ValueError as error:
+            self._forget(job, self._trainer.close)
             return [JobEnded(job, "failed", f"the adapter cannot be served: {error}", checkpoint=known.checkpoint)]
-        info = self._adapters.register(known.adapter.result())
+        self._forget(job, self._trainer.close)
+        info = self._adapters.register(read)
         return [JobEnded(job, "succeeded", adapter=info, checkpoint=known.checkpoint)]
 
     def _forget(self, job: str, how: Callable[[str], None]) -> None:
@@ -381,7 +420,7 @@ class TuningDesk:
 
 
 def _step_event(report: StepReport) -> JobStep:
-    record, checkpoint = report.record, "" if report.checkpoint is None else str(report.checkpoint)
+    record, checkpoint = report.record, str(report.checkpoint or "")
     return JobStep(
         report.job, report.step + 1, report.steps, record.tokens, record.loss, record.validation, checkpoint
     )  # fmt: skip

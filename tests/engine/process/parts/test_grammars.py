@@ -1,4 +1,4 @@
-"""GrammarDesk: who waits for whom while grammars are compiled."""
+"""GrammarHandler: who waits for whom while grammars are compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.core.types import Grammar, Identity, Request, SamplingParams
 from holdfast.engine import messages
-from holdfast.engine.process.grammar_desk import MOST_TENANTS, OWN_THREADS, GrammarDesk
+from holdfast.engine.process.parts.grammars import MOST_TENANTS, OWN_THREADS, GrammarHandler
 from holdfast.lm.grammar.sources import GrammarError
 
 PATIENCE = 20.0
@@ -59,27 +59,27 @@ class Compiler:
         return [text for what, text in self.calls if what == "test"]
 
 
-class Desk:
-    """A desk with what came of its requests."""
+class Made:
+    """A handler with what came of its requests."""
 
     def __init__(self) -> None:
         self.compiler, self.events = Compiler(), list[str]()
         self.refused: list[messages.Refused] = []
         self._woken = threading.Event()
-        self.desk = GrammarDesk(
+        self.handler = GrammarHandler(
             lambda request: self.events.append(f"added {request.id}"),
             self.compiler,  # type: ignore[arg-type]
+            self._woken.set,
             announce=lambda grammar: self.events.append(f"announced {grammar.text}"),
         )
-        self.desk.wake = self._woken.set
 
     def submit(self, name: str, text: str, tenant: str = "") -> None:
         params = SamplingParams(grammar=Grammar("regex", text))
-        self.desk.submit(Request(name, (2, 3), params, identity=Identity(tenant=tenant)))
+        assert self.handler.take(Request(name, (2, 3), params, identity=Identity(tenant=tenant)))
 
     def until(self, reached: Callable[[], object]) -> None:
         while True:
-            self.refused += [each for each in self.desk.answers() if isinstance(each, messages.Refused)]
+            self.refused += [each for each in self.handler.answers() if isinstance(each, messages.Refused)]
             if reached():
                 return
             assert self._woken.wait(PATIENCE)
@@ -87,18 +87,18 @@ class Desk:
 
 
 @pytest.fixture
-def made() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    for text in {text for _, text in desk.compiler.calls} | {f"slow {n}" for n in range(40)}:
-        desk.compiler.gate(text).set()
+def made() -> Iterator[Made]:
+    made = Made()
+    yield made
+    for text in {text for _, text in made.compiler.calls} | {f"slow {n}" for n in range(40)}:
+        made.compiler.gate(text).set()
     for text in ("slow x2", "slow y1"):
-        desk.compiler.gate(text).set()
-    desk.desk.close()
-    assert desk.compiler.closed
+        made.compiler.gate(text).set()
+    made.handler.stop()
+    assert made.compiler.closed
 
 
-def test_a_small_grammar_does_not_wait_for_the_slow_ones_of_another_tenant(made: Desk) -> None:
+def test_a_small_grammar_does_not_wait_for_the_slow_ones_of_another_tenant(made: Made) -> None:
     for number in range(6):
         made.submit(f"a{number}", f"slow {number}", "greedy")
     assert sorted(made.compiler.await_tests(OWN_THREADS)) == ["slow 0", "slow 1"]
@@ -110,7 +110,7 @@ def test_a_small_grammar_does_not_wait_for_the_slow_ones_of_another_tenant(made:
     assert "slow 2" in made.compiler.await_tests(OWN_THREADS + 2)
 
 
-def test_no_tenant_waits_for_others_that_are_as_many_as_there_are_threads(made: Desk) -> None:
+def test_no_tenant_waits_for_others_that_are_as_many_as_there_are_threads(made: Made) -> None:
     for number in range(MOST_TENANTS - 1):
         made.submit(f"a{number}", f"slow {number}", f"t{number}")
         made.submit(f"b{number}", f"slow {number + 20}", f"t{number}")
@@ -119,7 +119,7 @@ def test_no_tenant_waits_for_others_that_are_as_many_as_there_are_threads(made: 
     made.until(lambda: "added last" in made.events)
 
 
-def test_tenants_take_turns(made: Desk) -> None:
+def test_tenants_take_turns(made: Made) -> None:
     for number in range(MOST_TENANTS):
         made.submit(f"a{number}", f"slow {number}", f"t{number}")
     made.compiler.await_tests(MOST_TENANTS)
@@ -134,7 +134,7 @@ def test_tenants_take_turns(made: Desk) -> None:
     assert made.compiler.await_tests(MOST_TENANTS + 2)[-1] == "slow y1", "x has had its turn"
 
 
-def test_requests_with_one_grammar_wait_for_one_job_of_any_of_their_tenants(made: Desk) -> None:
+def test_requests_with_one_grammar_wait_for_one_job_of_any_of_their_tenants(made: Made) -> None:
     made.submit("one", "slow 1", "a")
     made.compiler.await_tests(1)
     made.submit("two", "slow 1", "a")
@@ -145,10 +145,10 @@ def test_requests_with_one_grammar_wait_for_one_job_of_any_of_their_tenants(made
     made.until(lambda: {"added one", "added two", "added three"} <= set(made.events))
     assert made.compiler.calls.count(("test", "slow 1")) == 1
     assert made.compiler.calls.count(("prepare", "slow 1")) == 3, "so that each may have a lexer of its own"
-    assert not made.desk.busy
+    assert not made.handler.busy
 
 
-def test_a_grammar_is_announced_once_it_was_tested_and_before_its_request_is_queued(made: Desk) -> None:
+def test_a_grammar_is_announced_once_it_was_tested_and_before_its_request_is_queued(made: Made) -> None:
     made.submit("good", "slow 1")
     made.submit("bad", "slow bad")
     assert not made.events
@@ -158,7 +158,7 @@ def test_a_grammar_is_announced_once_it_was_tested_and_before_its_request_is_que
     assert made.events == ["announced slow 1", "added good"], "one that is refused is never announced"
 
 
-def test_all_requests_of_a_bad_grammar_are_refused_with_the_reason(made: Desk) -> None:
+def test_all_requests_of_a_bad_grammar_are_refused_with_the_reason(made: Made) -> None:
     made.submit("one", "slow bad", "a")
     made.submit("two", "slow bad", "b")
     made.compiler.gate("slow bad").set()
@@ -166,7 +166,7 @@ def test_all_requests_of_a_bad_grammar_are_refused_with_the_reason(made: Desk) -
     assert made.refused == [messages.Refused(name, "it is bad", "grammar") for name in ("one", "two")]
 
 
-def test_a_fault_refuses_its_requests_alone_and_tells_no_more_than_its_kind(made: Desk) -> None:
+def test_a_fault_refuses_its_requests_alone_and_tells_no_more_than_its_kind(made: Made) -> None:
     made.submit("one", "fault")
     made.submit("two", "small")
     made.until(lambda: made.refused and "added two" in made.events)
@@ -175,14 +175,14 @@ def test_a_fault_refuses_its_requests_alone_and_tells_no_more_than_its_kind(made
     assert "secret" not in refused.reason
 
 
-def test_an_aborted_request_is_forgotten_whether_its_job_has_begun_or_not(made: Desk) -> None:
+def test_an_aborted_request_is_forgotten_whether_its_job_has_begun_or_not(made: Made) -> None:
     for number in range(4):
         made.submit(f"a{number}", f"slow {number}", "a")
     made.compiler.await_tests(OWN_THREADS)
-    made.desk.abort("a0")
-    made.desk.abort("a2")
+    made.handler.abort("a0")
+    made.handler.abort("a2")
     for number in (0, 1, 3):
         made.compiler.gate(f"slow {number}").set()
-    made.until(lambda: not made.desk.busy)
+    made.until(lambda: not made.handler.busy)
     assert {event for event in made.events if event.startswith("added")} == {"added a1", "added a3"}
     assert "slow 2" not in made.compiler._tests()

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.messages import ChunksFetched, ChunksFound, FetchChunks
-from holdfast.engine.process.move_desk import Loan, MoveDesk, Room
+from holdfast.engine.messages import ChunksFound
+from holdfast.engine.process.block_moves import Loan, Moves, Room
+from holdfast.engine.process.parts.moves import ChunkFinder
 from holdfast.lm.memory.digests import block_digests
 from tests.invariants import check_scheduler
 from tests.lm.scheduler.test_histories import STEPS, History, check
@@ -25,7 +26,7 @@ class MovingHistory(History):
 
     def __init__(self, seed, **options):
         super().__init__(seed, **options)
-        self.desk = MoveDesk(self.scheduler, lambda: float(self.steps))
+        self.moves = Moves(self.scheduler, lambda: float(self.steps), lambda: None) if self.host_blocks else None
         self.loans = []
         self.rooms = []
 
@@ -44,28 +45,32 @@ class MovingHistory(History):
             for begin in (self.begin_loan, self.begin_room):
                 if self.random.random() < 0.2:
                     begin()
-        list(self.desk.answers())
+        self.answer()
         for loan in list(self.loans):
             self.advance_loan(*loan)
         for room in list(self.rooms):
             self.advance_room(*room)
-        list(self.desk.answers())
+        self.answer()
         super().step()
+
+    def answer(self):
+        if self.host_blocks:
+            list(self.moves.answers())
 
     def begin_loan(self):
         state = self.state_of_some()
         if state:
-            loan = Loan(self.desk, list(state))
+            loan = Loan(self.moves, list(state))
             self.loans.append((loan, state))
-            self.desk.begin(loan)
+            self.moves.begin(loan)
 
     def begin_room(self):
         state = self.state_of_some()
         pairs = [pair for pair in enumerate(state) if self.random.random() < 0.8]
         if pairs:
-            room = Room(self.desk, pairs)
+            room = Room(self.moves, pairs)
             self.rooms.append((room, state))
-            self.desk.begin(room)
+            self.moves.begin(room)
 
     def advance_loan(self, loan, state):
         given = loan.given.done()
@@ -78,27 +83,27 @@ class MovingHistory(History):
         if self.random.random() < 0.4:
             self.loans.remove((loan, state))
             self.seen["given up"] += not given
-            self.desk.call(loan.end)
+            self.moves.call(loan.end)
 
     def advance_room(self, room, state):
         if room.given.done():
             for block, (_, digest) in room.given.result().items():
                 if block in room._places and self.random.random() < 0.3:
                     self.device.host[block] = state[digest]
-                    self.desk.call(lambda block=block: self.seen.update(arrived=room.arrived([block])))
-                    list(self.desk.answers())
+                    self.moves.call(lambda block=block: self.seen.update(arrived=room.arrived([block])))
+                    self.answer()
         elif self.random.random() < 0.9:
             return
         if self.random.random() < 0.3:
             self.rooms.remove((room, state))
-            self.desk.call(room.end)
-            list(self.desk.answers())
+            self.moves.call(room.end)
+            self.answer()
 
     def end_moves(self):
         for move, _ in (*self.loans, *self.rooms):
-            self.desk.call(move.end)
+            self.moves.call(move.end)
         self.loans, self.rooms = [], []
-        list(self.desk.answers())
+        self.answer()
 
 
 def play(seed, **options):
@@ -112,7 +117,7 @@ def play(seed, **options):
     history.end_moves()
     history.host_blocks, tier = 0, history.host_blocks  # no more moves
     history.drain()
-    assert history.desk._filling == 0
+    assert not history.moves or history.moves._filling == 0
     assert not tier or history.scheduler.pool.host.held == 0
     return history
 
@@ -137,93 +142,92 @@ def test_histories_with_moves_exercise_loans_arrivals_and_both_tiers():
 
 
 def idle_engine(host_blocks=16, tokens=20):
-    """A desk over a scheduler that has computed a prompt, and the prompt's digests."""
+    """Moves over a scheduler that has computed a prompt, and the prompt's digests."""
     scheduler, device = create_scheduler(host_blocks=host_blocks), FakeDevice(64, 4, host_blocks)
     (request,) = create_requests(tokens, max_tokens=1)
     device.expect(request)
     scheduler.add(request)
-    desk = MoveDesk(scheduler, lambda: 100.0)
-    run(desk, scheduler, device)
-    return desk, scheduler, device, block_digests(NOBODY.root(), request.prompt, 4)
+    moves = Moves(scheduler, lambda: 100.0, lambda: None)
+    run(moves, scheduler, device)
+    return moves, scheduler, device, block_digests(NOBODY.root(), request.prompt, 4)
 
 
-def run(desk, scheduler, device):
-    """Answer the desk, and do steps, until there is nothing to do. Returns what it tells."""
-    told = list(desk.answers())
-    while scheduler.has_work() or desk.ready:
+def run(moves, scheduler, device):
+    """Advance the moves, and do steps, until there is nothing to do. Returns what it tells."""
+    told = list(moves.answers())
+    while scheduler.has_work() or moves.ready:
         plan = scheduler.schedule(100.0)
         if plan is not None:
             device.submit(plan)
             scheduler.update(plan, device.collect(), 100.0)
-        told += desk.answers()
+        told += moves.answers()
     return told
 
 
 def test_an_idle_engine_copies_to_the_host_what_another_wants_to_read():
-    desk, scheduler, device, chain = idle_engine()
-    assert desk.find(7, chain) == ChunksFound(7, 20, 0, 0)
-    loan = Loan(desk, [*chain, b"x" * 32])
-    desk.begin(loan)
-    run(desk, scheduler, device)
+    moves, scheduler, device, chain = idle_engine()
+    assert ChunkFinder(scheduler.pool).find(7, chain) == ChunksFound(7, 20, 0, 0)
+    loan = Loan(moves, [*chain, b"x" * 32])
+    moves.begin(loan)
+    run(moves, scheduler, device)
     *blocks, other = loan.given.result(0)
     assert other is None and [device.host[block] for block in blocks] == [
         device._contents(block) for block in scheduler.pool.find_all(chain)
     ]
-    assert desk.find(7, chain) == ChunksFound(7, 20, 0, 0), "counted once, by its first tier"
+    assert ChunkFinder(scheduler.pool).find(7, chain) == ChunksFound(7, 20, 0, 0), "counted once, by its first tier"
     scheduler.pool.free(scheduler.pool.allocate(64, 200.0), 200.0)
-    assert desk.find(7, chain) == ChunksFound(7, 0, 20, 0)
+    assert ChunkFinder(scheduler.pool).find(7, chain) == ChunksFound(7, 0, 20, 0)
     assert scheduler.pool.host.held == 5
-    desk.call(loan.end)
-    run(desk, scheduler, device)
+    moves.call(loan.end)
+    run(moves, scheduler, device)
     assert scheduler.pool.host.held == 0
 
 
 def test_blocks_that_a_plan_in_flight_may_read_are_given_out_after_its_result():
-    desk, scheduler, device, _ = idle_engine(host_blocks=2)
+    moves, scheduler, device, _ = idle_engine(host_blocks=2)
     (request,) = create_requests((5,) * 8, max_tokens=3)
     device.expect(request)
     scheduler.add(request)
     plan = scheduler.schedule(100.0)
-    room = Room(desk, [(0, b"a" * 32)])
-    desk.begin(room)
-    list(desk.answers())
+    room = Room(moves, [(0, b"a" * 32)])
+    moves.begin(room)
+    list(moves.answers())
     assert not room.given.done()
     scheduler.update(plan, answer(plan, swapped_in=plan.step - 1), 100.0)
-    list(desk.answers())
+    list(moves.answers())
     assert not room.given.done(), "the copies of that plan go on"
     plan = scheduler.schedule(100.0)
     scheduler.update(plan, answer(plan), 100.0)
-    list(desk.answers())
+    list(moves.answers())
     assert list(room.given.result(0).values()) == [(0, b"a" * 32)]
 
 
 def test_a_move_takes_no_more_than_its_share_of_the_host_tier():
-    desk, scheduler, device, _ = idle_engine(host_blocks=8)
-    rooms = [Room(desk, [(at, bytes([at, number]) * 16) for at in range(3)]) for number in range(2)]
+    moves, scheduler, device, _ = idle_engine(host_blocks=8)
+    rooms = [Room(moves, [(at, bytes([at, number]) * 16) for at in range(3)]) for number in range(2)]
     for room in rooms:
-        desk.begin(room)
-    run(desk, scheduler, device)
+        moves.begin(room)
+    run(moves, scheduler, device)
     assert [len(room.given.result(0)) for room in rooms] == [3, 1]
     for room in rooms:
-        desk.call(room.end)
-    run(desk, scheduler, device)
-    assert desk.room() == 4
+        moves.call(room.end)
+    run(moves, scheduler, device)
+    assert moves.room() == 4
 
 
 def test_what_is_given_up_before_it_is_given_out_is_free_again():
-    desk, scheduler, device, chain = idle_engine()
-    room, loan = Room(desk, [(0, b"a" * 32)]), Loan(desk, chain)
+    moves, scheduler, device, chain = idle_engine()
+    room, loan = Room(moves, [(0, b"a" * 32)]), Loan(moves, chain)
     for job in (room, loan):
-        desk.begin(job)
-        desk.call(job.end)
-    run(desk, scheduler, device)
+        moves.begin(job)
+        moves.call(job.end)
+    run(moves, scheduler, device)
     for job in (room, loan):
         with pytest.raises(CancelledError):
             job.given.result(0)
     check_scheduler(scheduler)
 
 
-def test_an_engine_that_moves_nothing_says_so():
-    desk, scheduler, device, chain = idle_engine(host_blocks=0)
-    desk.fetch(FetchChunks(3, chain, [0, 1, 2, 3, 4], "127.0.0.1:1", 4))
-    assert run(desk, scheduler, device) == [ChunksFetched(3, 0, "this engine moves no state")]
+def test_moves_need_a_host_tier():
+    with pytest.raises(ValueError, match="no host tier"):
+        Moves(create_scheduler(), lambda: 100.0, lambda: None)

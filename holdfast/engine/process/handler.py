@@ -1,0 +1,143 @@
+"""Handler: answers the client's messages about one part of an engine. Router: gives each message to its handler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from holdfast.core.types import Request
+from holdfast.engine import messages
+from holdfast.lm.types import LanguageLoop
+
+Found = TypeVar("Found", bound="Handler")
+
+
+class Handler:
+    """One part's side towards the client. All methods are called in the loop's thread, between two steps.
+
+    A handler overrides what it needs. What its own threads have ready, it announces by the `wake` that it was made
+    with.
+    """
+
+    receives: ClassVar[tuple[type, ...]] = ()
+    """The types of the messages that it receives. No other handler of the engine receives them."""
+
+    def receive(self, message: Any) -> None:
+        """Take a message of one of these types. `answers` gives what comes of it."""
+        raise RuntimeError(f"{type(self).__name__} was given {type(message).__name__}")
+
+    def answers(self) -> Iterable[messages.FromEngine]:
+        """What has come of messages, and of its own work, since the last call."""
+        return ()
+
+    @property
+    def busy(self) -> bool:
+        """Whether `answers` will have something to do without any step of the loop. Then it calls `wake`."""
+        return False
+
+    @property
+    def ready(self) -> bool:
+        """Whether `answers` has something to do now."""
+        return False
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a request of the loop waits for something that this handler's threads do."""
+        return False
+
+    def between_steps(self) -> bool:
+        """Whether the step that has just ended, without any output, leaves a pause in the handler's own work."""
+        return False
+
+    def stats(self) -> Mapping[str, float]:
+        """The fields of SchedulerStats that the handler knows."""
+        return {}
+
+    def flush(self, loop: LanguageLoop, seconds: float) -> None:
+        """The engine is about to end: keep what is worth keeping, for so many seconds at most."""
+
+    def stop(self) -> None:
+        """End what other threads do for the handler. The loop is closed next."""
+
+    def close(self) -> None:
+        """The loop is closed: release the rest."""
+
+
+class Gate:
+    """What a new request may have to pass before it is queued. For the thread of the loop."""
+
+    def take(self, request: Request) -> bool:
+        """Whether the gate takes this request: it queues or refuses it later, by itself."""
+        raise NotImplementedError
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request that the gate has taken, if it has."""
+
+
+def no_answer(message: Any) -> Sequence[messages.FromEngine]:
+    """The answers to a message that needs none."""
+    return ()
+
+
+def refusal(answer: Callable[[int, str], messages.FromEngine], reason: str) -> Callable[[Any], Any]:
+    """Gives the answers to a numbered message that is refused for this reason."""
+    return lambda message: (answer(message.number, reason),)
+
+
+NO_ADAPTERS = "this engine serves no adapters; give it max_adapters"
+NO_JOBS = "this engine takes no tuning jobs; give it tuning"
+
+REFUSALS: Mapping[type, Callable[[Any], Iterable[messages.FromEngine]]] = {
+    messages.LoadAdapter: refusal(messages.AdapterRefused, NO_ADAPTERS),
+    messages.UnloadAdapter: refusal(messages.AdapterRefused, NO_ADAPTERS),
+    messages.StartJob: refusal(messages.JobRefused, NO_JOBS),
+    messages.ChangeJob: refusal(messages.JobRefused, NO_JOBS),
+    messages.FindChunks: lambda message: (messages.ChunksFound(message.number, 0, 0, 0),),
+    messages.FetchChunks: lambda message: (messages.ChunksFetched(message.number, 0, "this engine moves no state"),),
+    messages.StopFetch: no_answer,
+}
+"""By the type of a message whose part is off: its answers."""
+
+FAULTS: Mapping[type, str] = {messages.Start: "the engine was told to start twice"}
+"""By the type of a message that must not come: what is wrong with it."""
+
+
+class Router:
+    """Gives each message to the handler of its type, and sends what the handlers answer."""
+
+    def __init__(self, handlers: Collection[Handler], send: Callable[[messages.FromEngine], None]) -> None:
+        self._send = send
+        self._handlers = {kind: handler for handler in handlers for kind in handler.receives}
+        self._answering = [each for each in handlers if type(each).answers is not Handler.answers]
+
+    def receive(self, arrived: Iterable[messages.ToEngine]) -> bool:
+        """Take these messages, in order. Returns False, and leaves the rest, once one asks the engine to end.
+
+        Raises RuntimeError for a message that an engine of a language model does not know.
+        """
+        for message in arrived:
+            kind = type(message)
+            if kind in self._handlers:
+                self._handlers[kind].receive(message)
+            elif kind in REFUSALS:
+                for answer in REFUSALS[kind](message):
+                    self._send(answer)
+            elif kind is messages.Shutdown:
+                return False
+            else:
+                raise RuntimeError(FAULTS.get(kind, f"the engine of a language model was sent {kind.__name__}"))
+        return True
+
+    def send_answers(self) -> None:
+        """Send what has come of messages."""
+        for handler in self._answering:
+            for answer in handler.answers():
+                self._send(answer)
+
+
+def find(handlers: Iterable[Handler], kind: type[Found]) -> Found:
+    """The handler of a kind. Raises LookupError if the engine has none."""
+    for handler in handlers:
+        if isinstance(handler, kind):
+            return handler
+    raise LookupError(f"the engine has no {kind.__name__}")

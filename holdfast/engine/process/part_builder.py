@@ -1,0 +1,225 @@
+"""PartBuilder: what one part adds to an engine, step by step; and which parts exclude each other."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.cost import CostModel
+from holdfast.core.stages import Stages
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.process.handler import Handler
+from holdfast.engine.ranks.many_device import ManyDevice
+from holdfast.engine.ranks.ranks import AnyRanks
+from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.types import EngineShape, LanguageDevice, StepPlan, StepResult
+from holdfast.loop.contracts import Clock, Observer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """How an engine is to be built and by whom it is served, besides its configuration."""
+
+    stages: Stages
+    """Notes when each stage of the start begins and ends."""
+    measure: bool = False
+    """Measure the cost profile in full."""
+    priced: bool = False
+    """Find the cost profile even if the engine needs none."""
+    on_progress: Callable[[str], None] = lambda stage: None
+    """Gets the name of each stage, for people."""
+    chunk_secret: bytes = b""
+    """What engines show each other before blocks move between them; empty: no other engine knows this one's."""
+    wake: Callable[[], None] = lambda: None
+    """Ends a wait of the loop's thread. Called in any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What all parts of one engine are built over: its configuration, and its model on a device."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    device: LanguageDevice
+    reason: str
+    """Why it is this executor, and what it does with the model, in words that can follow "because"."""
+    ranks: AnyRanks
+    order: Order
+    clock: Clock
+
+    @property
+    def paged(self) -> PagedDevice:
+        """The device as the only one of a paged cache. Raises TypeError for another."""
+        if not isinstance(self.device, PagedDevice):
+            raise TypeError(f"the device is a {type(self.device).__name__}, not a PagedDevice")
+        return self.device
+
+    @property
+    def blocks(self) -> PagedDevice | ManyDevice:
+        """The device as one of a paged cache. Raises TypeError for one of padded rows."""
+        if not isinstance(self.device, PagedDevice | ManyDevice):
+            raise TypeError(f"the device is a {type(self.device).__name__}, which keeps no blocks")
+        return self.device
+
+    @property
+    def architecture(self) -> str:
+        """The model's architecture; empty for one on padded rows."""
+        return self.device.model.spec.architecture if isinstance(self.device, PagedDevice | ManyDevice) else ""
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model as a native decoder. Raises TypeError for another."""
+        if not isinstance(self.paged.model, Decoder):
+            raise TypeError(f"the model is a {type(self.paged.model).__name__}, not a Decoder")
+        return self.paged.model
+
+
+@dataclass(slots=True)
+class Served:
+    """What the parts have made so far for a loop that is about to run."""
+
+    scheduler: Scheduler
+    shape: EngineShape
+    handlers: list[Handler] = field(default_factory=list)
+
+
+class PartBuilder(ABC):
+    """Builds one part of an engine. Its methods are called in the order in which they stand here, once each.
+
+    A builder overrides what its part needs.
+    """
+
+    name: ClassVar[str]
+    """The part's name in EXCLUSIONS."""
+    is_optional: ClassVar[bool] = False
+    """Whether an engine that cannot have the part serves without it."""
+
+    def __init__(self, site: Site) -> None:
+        """The weights are on the device, and there is no cache yet. Raises ValueError."""
+        self.site = site
+
+    @staticmethod
+    def wanted(config: EngineConfig) -> bool:
+        """Whether a configuration asks for the part."""
+        return True
+
+    def workspace_bytes(self) -> int:
+        """Bytes that the part takes on the device beside the cache. Asked while the memory is measured."""
+        return 0
+
+    def allocated(self, shape: EngineShape) -> EngineShape:
+        """The memory is allocated. Returns the engine's shape with what the part adds to it."""
+        return shape
+
+    def is_priced(self, shape: EngineShape) -> bool:
+        """Whether the part needs the device's cost profile."""
+        return False
+
+    def planner(self, shape: EngineShape, costs: Sequence[CostModel]) -> Mapping[str, Any]:
+        """The part's arguments of `make_scheduler`. `costs` holds the cost model, if there is one."""
+        return {}
+
+    def observers(self, served: Served) -> Iterable[Observer[StepPlan, StepResult]]:
+        """What sees every step."""
+        return ()
+
+    def handlers(self, served: Served) -> Iterable[Handler]:
+        """The handlers of the part's messages. Those of earlier parts are in `served`."""
+        return ()
+
+    def refresh(self) -> None:  # noqa: B027
+        """The planner is about to plan."""
+
+    def close(self) -> None:  # noqa: B027
+        """The loop is closed. The executor is released next."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """The part's fields of EngineInfo."""
+        return {}
+
+
+class Exclusion(NamedTuple):
+    """A part of an engine, and what it does not go with."""
+
+    part: str
+    other: str
+    """Another part or a property of the engine, one of those of `properties_of`."""
+    reason: str
+    """In words for people. `{model}` stands for the model's architecture."""
+
+
+EXCLUSIONS = (
+    Exclusion(
+        "tuning",
+        "no native decoder on one device",
+        "tuning needs a native decoder over a paged cache, and this model has none; leave it out",
+    ),
+    Exclusion(
+        "tuning",
+        "experts",
+        "tuning needs a decoder without experts, and this model is a mixture of experts; leave it out",
+    ),
+    Exclusion("tuning", "own layers", "tuning is for layers like Llama's, and {model} has others; leave it out"),
+    Exclusion(
+        "adapters",
+        "no slots for adapters",
+        "adapters are served on the paged executor only, and this model runs on padded rows",
+    ),
+    Exclusion(
+        "grammars",
+        "padded rows",
+        "structured output runs on the paged executor, and this model runs on padded rows",
+    ),
+    Exclusion("moves", "no address", "chunk_host is not set"),
+    Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
+    Exclusion("moves", "no host tier", "there is no host tier, through which blocks move"),
+    Exclusion(
+        "lower tiers",
+        "no host tier",
+        "a disk or remote cache lies behind the host tier, and there is none; set host_cache_gb",
+    ),
+)
+"""What cannot be together, each with its reason. The first that applies is given.
+
+Options that exclude each other, whatever the model and the device, are refused by `EngineConfig`.
+"""
+
+
+def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
+    """The properties of an engine that parts may exclude. `host_tier`: whether it has one, as far as is known."""
+    device = site.device
+    found = set() if host_tier else {"no host tier"}
+    if not site.config.chunk_host:
+        found.add("no address")
+    if not isinstance(device, PagedDevice | ManyDevice):
+        found.add("padded rows")
+    if not isinstance(device, PagedDevice) or not device.adapter_slots:
+        found.add("no slots for adapters")
+    if not isinstance(device, PagedDevice) or not isinstance(device.model, Decoder):
+        return found | {"no native decoder on one device"}
+    if device.model.decoder.experts:
+        found.add("experts")
+    if not device.model.decoder.takes_adapters:
+        found.add("own layers")
+    return found
+
+
+def excluded(parts: Collection[str], site: Site, *, host_tier: bool = True) -> str:
+    """Why an engine cannot have these parts; empty if it can."""
+    properties = properties_of(site, host_tier=host_tier)
+    for exclusion in EXCLUSIONS:
+        if exclusion.part in parts and exclusion.other in properties:
+            return exclusion.reason.replace("{model}", site.architecture)
+    return ""
+
+
+def refuse_excluded(parts: Iterable[type[PartBuilder]], site: Site, *, host_tier: bool = True) -> None:
+    """Raise ValueError with the reason if an engine cannot have one of these parts."""
+    names = {part.name for part in parts if not part.is_optional}
+    if reason := excluded(names, site, host_tier=host_tier):
+        raise ValueError(reason)

@@ -1,0 +1,149 @@
+"""Moves of KV blocks between engines: where this engine's blocks are, and what brings others to it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from holdfast.core.config import EngineConfig
+from holdfast.engine import messages
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.process.block_moves import Moves
+from holdfast.engine.process.chunk_service import ChunkService
+from holdfast.engine.process.chunk_wire import Terms
+from holdfast.engine.process.handler import Handler
+from holdfast.engine.process.part_builder import PartBuilder, Served, Site, excluded
+from holdfast.engine.process.parts.tiers import layout_of
+from holdfast.files.regular import open_file, read_bytes
+from holdfast.lm.execution.host_memory import HostBlocks, HostPart
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.types import EngineShape
+
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14
+"""Of each file of weights, what tells models of one name apart."""
+
+
+class ChunkFinder(Handler):
+    """Says how much of a sequence is in this engine's memory. It is asked whether or not blocks move."""
+
+    receives = (messages.FindChunks,)
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._found: list[messages.FromEngine] = []
+
+    def receive(self, message: messages.FindChunks) -> None:
+        self._found.append(self.find(message.number, message.chain))
+
+    def answers(self) -> Iterable[messages.FromEngine]:
+        found, self._found = self._found, []
+        return found
+
+    def find(self, number: int, chain: Sequence[bytes]) -> messages.ChunksFound:
+        """Number of tokens of a chain of digests that are here, by tier."""
+        pool = self._pool
+        tiers = pool.tiers(chain)
+        nowhere = [digest for digest, tier in zip(chain, tiers, strict=True) if tier == "-"]
+        on_host = tiers.count("h")
+        lower = sum(map(pool.kept_below, nowhere)) if pool.kept_below else 0
+        counts = len(chain) - on_host - len(nowhere), on_host, lower
+        return messages.ChunksFound(number, *(blocks * pool.block_size for blocks in counts))
+
+
+class MoveHandler(Handler):
+    """Brings blocks from other engines, and gives them this one's."""
+
+    receives = (messages.FetchChunks, messages.StopFetch)
+
+    def __init__(self, moves: Moves, service: ChunkService) -> None:
+        """`service` has the threads that move the bytes; they change this engine's memory by `moves` alone."""
+        self.moves, self._service = moves, service
+
+    @property
+    def busy(self) -> bool:
+        return self._service.busy
+
+    @property
+    def ready(self) -> bool:
+        return self.moves.ready
+
+    @property
+    def address(self) -> str:
+        """Where other engines find this one."""
+        return self._service.address
+
+    def receive(self, message: messages.FetchChunks | messages.StopFetch) -> None:
+        """Begin a fetch, whose answer says how many tokens have come, or give up the rest of one."""
+        if isinstance(message, messages.FetchChunks):
+            self._service.fetch(message)
+        else:
+            self._service.stop(message.number)
+
+    def answers(self) -> Iterable[messages.FromEngine]:
+        return self.moves.answers()
+
+    def stats(self) -> Mapping[str, float]:
+        return self._service.stats()
+
+    def stop(self) -> None:
+        self.moves.close()
+        self._service.close()
+
+
+class MoveBuilder(PartBuilder):
+    """Builds what says where blocks are, and what moves them if the configuration and the device allow it."""
+
+    name = "moves"
+    is_optional = True
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self._address = ""
+        self._reason = ""
+        """Why nothing moves; empty if blocks do."""
+
+    def handlers(self, served: Served) -> Iterable[Handler]:
+        """Raises ValueError for an address that cannot be listened at."""
+        site, pool = self.site, served.scheduler.pool
+        if not isinstance(pool, BlockPool):
+            self._reason = excluded({self.name}, site)
+            return ()
+        self._reason = excluded({self.name}, site, host_tier=served.shape.num_host_blocks > 0)
+        if self._reason:
+            return (ChunkFinder(pool),)
+        parts = site.blocks.host_parts
+        moves = Moves(served.scheduler, site.clock, site.order.wake)
+        try:
+            terms = terms_of(site, served.shape, parts)
+            service = ChunkService(moves, terms, HostBlocks(parts), site.config.chunk_host)
+        except OSError as error:
+            raise ValueError(f"chunk_host is {site.config.chunk_host}: {error.strerror or error}") from None
+        self._address = service.address
+        return ChunkFinder(pool), MoveHandler(moves, service)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"chunk_address": self._address, "chunk_reason": self._reason}
+
+
+def terms_of(site: Site, shape: EngineShape, parts: Sequence[HostPart]) -> Terms:
+    """What engines must agree on before blocks move between them."""
+    block = layout_of(site.config, site.blocks, parts)
+    layout = f"{shape.model}, {shape.precision}, {block}, {digest_of_files(site.config, site.checkpoint)}"
+    return Terms(site.order.chunk_secret or secrets.token_bytes(32), layout, site.blocks.block_bytes)
+
+
+def digest_of_files(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """A digest of a model's configuration, and of samples of its weights' files: cheap, for engines that run now."""
+    found = hashlib.sha256(f"{config.load_format} {config.quantization} {config.max_model_len}".encode())
+    found.update(read_bytes(checkpoint.directory / "config.json"))
+    for path in sorted(checkpoint.directory.iterdir()):
+        if path.suffix in (".safetensors", ".bin", ".pt", ".pth") and config.load_format != "random":
+            size = path.stat().st_size
+            found.update(f"{path.name} {size}".encode())
+            with open_file(path) as file:
+                for part in range(SAMPLES):
+                    file.seek(size * part // SAMPLES)
+                    found.update(file.read(SAMPLE_BYTES))
+    return found.hexdigest()

@@ -1,0 +1,177 @@
+"""The tiers behind the host tier: threads move their blocks, and their jobs are handed over between two steps."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.version import __version__
+from holdfast.engine import messages
+from holdfast.engine.checkpoint import Checkpoint
+from holdfast.engine.process.handler import Handler
+from holdfast.engine.process.part_builder import PartBuilder, Served, Site, refuse_excluded
+from holdfast.engine.ranks.many_device import ManyDevice
+from holdfast.engine.ranks.paged import weights_of
+from holdfast.lm.execution.disk_store import DiskStore
+from holdfast.lm.execution.host_memory import HostBlocks, HostPart
+from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.execution.remote_store import RemoteStore
+from holdfast.lm.execution.tier_threads import TierThreads
+from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob
+from holdfast.lm.types import EngineShape, LanguageLoop
+from holdfast.loop.contracts import Clock
+
+CHECK_SECONDS = 3.0
+"""How long a start waits for the remote tier's first answer."""
+PAUSE = 0.002
+"""Seconds between two looks at the threads while state is flushed."""
+
+
+class Threads(Protocol):
+    """Does jobs beside the loop: `holdfast.lm.execution.tier_threads.TierThreads`."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job has not ended, or has and was not taken."""
+        ...
+
+    def start(self, jobs: Iterable[TierJob]) -> None:
+        """Begin these jobs."""
+        ...
+
+    def take(self) -> list[TierDone]:
+        """The jobs that have ended since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Stop after the jobs that have begun."""
+        ...
+
+
+class TierHandler(Handler):
+    """Between a scheduler, which decides what is moved, and the threads that move it."""
+
+    def __init__(self, scheduler: Scheduler, threads: Threads, clock: Clock) -> None:
+        self._scheduler, self._threads, self._clock = scheduler, threads, clock
+
+    @property
+    def busy(self) -> bool:
+        return self._threads.busy
+
+    @property
+    def awaited(self) -> bool:
+        return self._scheduler.awaits_tiers
+
+    def exchange(self) -> None:
+        """Report to the scheduler what has been moved, and begin what it wants moved."""
+        now, ended = self._clock(), self._threads.take()
+        if ended:
+            self._scheduler.finish_tier_jobs(ended, now)
+        self._threads.start(self._scheduler.tier_jobs(now))
+
+    def answers(self) -> Sequence[messages.FromEngine]:
+        self.exchange()
+        return ()
+
+    def flush(self, loop: LanguageLoop, seconds: float) -> None:
+        """End all requests, and write idle state to the tiers behind the host, for so long at most."""
+        self._scheduler.abort_all()
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.exchange()
+            if loop.has_work():
+                loop.step()
+            elif self.busy:
+                time.sleep(PAUSE)
+            else:
+                return
+
+
+class TierBuilder(PartBuilder):
+    """Builds what moves blocks between the host tier and the tiers behind it."""
+
+    name = "lower tiers"
+
+    @staticmethod
+    def wanted(config: EngineConfig) -> bool:
+        return config.lower_tiers
+
+    def allocated(self, shape: EngineShape) -> EngineShape:
+        """Raises ValueError and OSError."""
+        with self.site.order.stages.stage("tiers"):
+            self._threads, shape = open_tiers(self.site, shape)
+        return shape
+
+    def handlers(self, served: Served) -> Iterable[Handler]:
+        self._handler = TierHandler(served.scheduler, self._threads, self.site.clock)
+        return (self._handler,)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"remote_trouble": self._threads.trouble}
+
+    def refresh(self) -> None:
+        self._handler.exchange()
+
+    def close(self) -> None:
+        """Stop what is being moved. The host's memory may go then."""
+        self._threads.close()
+
+
+def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape]:
+    """The threads of the tiers behind the host tier, and the engine's shape with them.
+
+    State of other weights or another layout is never read. Raises ValueError and OSError.
+    """
+    config, device = site.config, site.blocks
+    refuse_excluded([TierBuilder], site, host_tier=shape.num_host_blocks > 0)
+    parts = device.host_parts
+    identity = {
+        "version": __version__,
+        "weights": device.weights if isinstance(device, ManyDevice) else weights_of(device),
+        "files": versions_of_files(site.checkpoint) if config.quantization != "none" else "",
+        "precision": shape.precision,
+        "layout": layout_of(config, device, parts),
+        "byte order": sys.byteorder,
+    }
+    disk = remote = None
+    lower = LowerShape(device.block_bytes, disk_blocks=0, stored=(), remote=isinstance(config.remote_cache, str))
+    if isinstance(config.remote_cache, str):
+        remote = RemoteStore(config.remote_cache, device.block_bytes, identity)
+        lower = replace(lower, remote_down=not answers_now(remote))
+    if isinstance(config.disk_cache_dir, str):
+        directory = Path(config.disk_cache_dir).expanduser()
+        disk = DiskStore(directory, int(config.disk_cache_gb * 1e9), device.block_bytes, identity)
+        lower = replace(lower, disk_blocks=disk.num_blocks, stored=tuple(disk.stored()))
+    threads = TierThreads(HostBlocks(parts), disk, remote, site.clock, site.order.wake)
+    if lower.remote_down:
+        threads.tell_failure("remote", "does not work")
+    return threads, replace(shape, lower=lower)
+
+
+def answers_now(remote: RemoteStore) -> bool:
+    """Whether the remote tier works, as it says within CHECK_SECONDS. A start does not wait longer for a slow DNS."""
+    found: list[Outcome] = []
+    thread = threading.Thread(target=lambda: found.append(remote.check()), name="holdfast-check", daemon=True)
+    thread.start()
+    thread.join(CHECK_SECONDS)
+    return found not in ([], ["failed"])
+
+
+def layout_of(config: EngineConfig, device: PagedDevice | ManyDevice, parts: Sequence[HostPart]) -> str:
+    """What a block is made of, in words: the bytes of each rank, and what rank 0's are."""
+    data = device.memory.cache.data
+    sizes = "+".join(str(part.block_bytes) for part in parts)
+    return f"tp {config.tp}, pp {config.pp}, {sizes} bytes, {data.dtype} {tuple(data[:, :, 0].shape)}"
+
+
+def versions_of_files(checkpoint: Checkpoint) -> str:
+    """What tells a checkpoint's weights from others that `digest_of_model` does not read."""
+    files = sorted(checkpoint.directory.glob("*.safetensors"))
+    return repr([(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files])

@@ -1,0 +1,100 @@
+"""Tuning: what trains adapters in the gaps of an engine, and takes jobs for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.core.config import EngineConfig
+from holdfast.core.cost import CostModel
+from holdfast.core.training_cost import MICRO_BATCHES
+from holdfast.engine.process.handler import Handler, find
+from holdfast.engine.process.part_builder import PartBuilder, Served, Site
+from holdfast.engine.process.parts.adapters import AdapterHandler, store_of
+from holdfast.engine.process.parts.tuning_handler import Notice, TuningHandler, TuningRules
+from holdfast.lm.choice import make_tuner
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
+from holdfast.lm.types import EngineShape
+from holdfast.training.base import digest_of_model, training_shape
+from holdfast.training.iteration import arena_of, workspace_bytes
+from holdfast.training.state import mirror_directory
+from holdfast.training.trainer import Trainer
+
+HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
+"""Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
+
+
+class TuningBuilder(PartBuilder):
+    """Builds the tuner, which plans slices of training, the trainer, which computes them, and their handler."""
+
+    name = "tuning"
+
+    @staticmethod
+    def wanted(config: EngineConfig) -> bool:
+        return config.tuning
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self._model = site.decoder
+        self._notice = Notice(site.order.wake)
+
+    def workspace_bytes(self) -> int:
+        return training_workspace(self.site.config, self._model)
+
+    def allocated(self, shape: EngineShape) -> EngineShape:
+        """Make the trainer, while nothing has used the executor."""
+        site = self.site
+        with site.order.stages.stage("tuning"):
+            self._digest = digest_of_model(self._model)
+            self._trainer = Trainer(
+                self._model,
+                arena_of(site.paged.memory.cache),
+                base_digest=self._digest,
+                mirror=mirror_directory(site.config.tuning_mirror),
+                pinning=store_of(site).packing,
+                wake=self._notice,
+            )
+        site.paged.train(self._trainer)
+        return shape
+
+    def is_priced(self, shape: EngineShape) -> bool:
+        return True
+
+    def planner(self, shape: EngineShape, costs: Sequence[CostModel]) -> Mapping[str, Any]:
+        config, device = self.site.config, self.site.paged
+        self._tuner = make_tuner(
+            config,
+            shape,
+            costs[0],
+            training_shape(self._model.decoder),
+            memory_fraction=config.tuning_memory_fraction,
+            block_seconds=device.block_bytes / HOST_BYTES_PER_SECOND[device.kind],
+        )
+        return {"tuner": self._tuner, "tuning_progress": config.tuning_progress}
+
+    def handlers(self, served: Served) -> Iterable[Handler]:
+        adapters = find(served.handlers, AdapterHandler)
+        return (TuningHandler(self._tuner, self._trainer, adapters, self._rules, self._notice),)
+
+    @property
+    def _rules(self) -> TuningRules:
+        config, device = self.site.config, self.site.paged
+        return TuningRules(
+            base_model=self.site.checkpoint.name,
+            base_digest=self._digest,
+            micro_batch=None if config.tuning_micro_batch == "auto" else config.tuning_micro_batch,
+            target=None if config.tbt_target is None else config.tbt_target / 1000,
+            bound=DEFAULT_BOUND if config.deferral_bound is None else config.deferral_bound,
+            max_rank=config.max_adapter_rank,
+            threads=torch.get_num_threads() if device.kind == "cpu" else 0,
+        )
+
+
+def training_workspace(config: EngineConfig, model: Decoder) -> int:
+    """Bytes that units of the largest micro-batch take beside the cache. Measured for one sequence."""
+    most = config.tuning_micro_batch if config.tuning_micro_batch != "auto" else MICRO_BATCHES[-1]
+    tokens = min(most, model.decoder.max_positions)
+    return workspace_bytes(model, tokens, config.max_adapter_rank) * most // tokens

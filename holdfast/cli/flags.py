@@ -73,6 +73,13 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+class Named(tuple[str, ...]):
+    """Values of a flag that have a name; it takes any `module:object` besides."""
+
+    def __contains__(self, given: object) -> bool:
+        return super().__contains__(given) or ":" in str(given)
+
+
 def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
@@ -81,6 +88,8 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return given | {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is Literal:
         return given | {"choices": typing.get_args(kind)}
+    if field.metadata["named"]:
+        return given | {"choices": Named(field.metadata["named"])}
     if kind == tuple[float, ...]:
         return given | {"type": numbers, "metavar": "X,X,…"}
     if typing.get_origin(kind) is tuple:

@@ -124,6 +124,8 @@ def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, messa
         (["serve", "--swap-threshold", "-5%"], "argument --swap-threshold: invalid float value: '-5%'"),
         (["serve", "--tbt-target", "--port", "1"], "argument --tbt-target: expected one argument"),
         (["serve", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (["serve", "--scheduler", "fifo"], "--scheduler: invalid choice: 'fifo' (choose from"),
+        (["serve", "--scheduler", "a/b:C"], "scheduler is 'a/b:C'; it must be one of stall-free, request-level"),
         (["serve", "--kv-cache-dtype", "fp4"], "--kv-cache-dtype: invalid choice: 'fp4' (choose from"),
         (["chat", "--kv-cache-dtype", "e5m2"], "--kv-cache-dtype: invalid choice: 'e5m2' (choose from"),
         (["serve", "--block-size", "0"], "block_size is 0; it must lie between 1 and 1024"),

@@ -167,7 +167,7 @@ def test_a_scheduler_may_be_a_class_of_the_users_own(module):
     assert capacity_of(config.scheduler, token_budget=8, max_model_len=64, max_sequences=3, limit=1) == 8
     scheduler = make_scheduler(config, SHAPE, None)
     for request in create_requests(8, 8):
-        scheduler.add(request)
+        scheduler.add(replace(request, prompt=(1,) * len(request.prompt)))
     first = scheduler.schedule(0.0)
     assert [segment.length for segment in first.segments] == [8, 8]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from holdfast.files.own_directory import OwnDirectory
-from holdfast.files.regular import open_file
+from holdfast.files.regular import open_file, sync_directory
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY, data_directory
 from holdfast.server.conversations.store import AsyncStore, Store
@@ -186,7 +186,7 @@ class Files:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
         Path(file.name).rename(self.path(id))
-        _flush_directory(self.directory)
+        sync_directory(self.directory)
         return size
 
     async def clean(self) -> None:
@@ -324,12 +324,3 @@ def drop_abandoned(directory: Path) -> None:
     for path in directory.glob(f"{UNFINISHED}*"):
         if path.stat().st_mtime < oldest:
             path.unlink(missing_ok=True)
-
-
-def _flush_directory(directory: Path) -> None:
-    """Make new names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

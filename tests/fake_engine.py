@@ -151,6 +151,8 @@ class FakeClient:
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     loaded: list[tuple[str, str, bool]] = field(default_factory=list)
     """What `load_adapter` was asked for."""
+    deadly_adapter: str = ""
+    """The end of the path of the adapter that kills the engine when it is loaded."""
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
     closed: bool = False
@@ -183,6 +185,9 @@ class FakeClient:
         if self.refuse is not None:
             raise self.refuse
         self.loaded.append((name, path, replace))
+        if self.deadly_adapter and path.endswith(self.deadly_adapter):
+            self.die("an adapter ended it")
+            raise EngineDead(self.reason)
         self.adapters[name] = AdapterInfo(f"{name}@0123", name, 4, 100, ("q",))
         return self.adapters[name]
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast.files.regular import open_file, read_bytes, read_text, sync_directory
+from holdfast.files.regular import create_file, open_file, read_bytes, read_text, sync_directory
 from holdfast.training.jobs import TrainingJob
 
 MAGIC = b"HFSTATE1"
@@ -99,7 +99,7 @@ class StateFiles:
         for part in parts:
             checksum = zlib.crc32(part, checksum)
         try:
-            with partial.open("wb") as file:
+            with create_file(partial) as file:
                 file.write(MAGIC + struct.pack("<I", checksum))
                 for part in parts:
                     file.write(part)
@@ -193,8 +193,8 @@ def write_job(directory: Path, job: TrainingJob) -> None:
     path, partial = directory / JOB_FILE, directory / f".{JOB_FILE}.partial"
     if path.exists():
         raise FileExistsError(f"{directory.name} holds a job already")
-    with partial.open("w") as file:
-        file.write(job.to_json() + "\n")
+    with create_file(partial) as file:
+        file.write(f"{job.to_json()}\n".encode())
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

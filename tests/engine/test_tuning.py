@@ -381,6 +381,7 @@ def test_a_complete_job_that_is_started_again_ends_at_once_with_the_same_adapter
     again = bench()
     info = again.start(new_job(tmp_path))
     assert (info.step, info.steps) == (9, 9) and info.checkpoint and info.loss is not None
+    assert [step.step for step in info.untold] == [*range(1, 10)]
     again.finish("job")
     assert not again.events("job", JobStep)
     assert again.events("job", JobEnded)[0].adapter == first.events("job", JobEnded)[0].adapter
@@ -649,6 +650,8 @@ def test_a_killed_engine_goes_on_after_the_last_stored_step_with_the_same_losses
         assert [step.step for step in steps] == [*range(info.step + 1, info.step + 1 + len(steps))]
         assert [step.loss for step in steps] == expected[info.step : info.step + len(steps)]
         assert info.loss == (expected[info.step - 1] if info.step else None)
+        assert [step.step for step in info.untold] == [*range(1, info.step + 1)]  # the owner says that it knows none
+        assert [step.loss for step in info.untold] == expected[: info.step]
     assert infos[2].step + len(told[2]) == 36
     assert ended.outcome == "succeeded" and digest_of_adapter(ended.checkpoint) == digest
 

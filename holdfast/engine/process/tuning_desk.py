@@ -288,6 +288,10 @@ class TuningDesk:
             checkpoint=checkpoint,
             epochs=chosen.epochs, batch_size=chosen.batch_size, learning_rate=chosen.learning_rate, rank=chosen.rank,
             alpha=chosen.alpha, modules=chosen.modules, micro_batch=chosen.micro_batch,
+            untold=tuple(
+                JobStep(job, number, steps.count, record.tokens, record.loss, record.validation)
+                for number, record in enumerate(records[start.known :], start=start.known + 1)
+            ),
         ))  # fmt: skip
 
     # Following jobs

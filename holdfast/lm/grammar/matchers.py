@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher
 
 from holdfast.lm.grammar.compiler import GrammarCompiler, mask_threads
+from holdfast.lm.grammar.shares import Shares
 from holdfast.lm.types import PENDING
 from holdfast.lm.types.grammars import Answer, ConstrainedRow, Forced
 
@@ -18,12 +19,13 @@ class _State:
     """A row's matcher, the number of its lexer, the position of the next token that it reads, and whether it may have
     no choice there."""
 
-    __slots__ = ("failed", "forced", "lexer", "matcher", "position")
+    __slots__ = ("failed", "forced", "lexer", "matcher", "position", "slow", "tenant")
 
-    def __init__(self, matcher: LLMatcher, lexer: int, position: int) -> None:
+    def __init__(self, matcher: LLMatcher, lexer: int, position: int, tenant: str) -> None:
         self.matcher, self.lexer, self.position, self.forced = matcher, lexer, position, True
+        self.tenant, self.slow = tenant, 0.0
         self.failed = False
-        """Whether the matcher is known to have given up."""
+        """Whether the matcher is known to have given up, or was too slow."""
 
 
 class Matchers:
@@ -38,6 +40,7 @@ class Matchers:
         self._compiler = compiler
         self._threads = threads or mask_threads()
         self._rows: dict[int, _State] = {}
+        self._shares = Shares(self._threads)
 
     @cached_property
     def _executor(self) -> LLExecutor:
@@ -54,20 +57,22 @@ class Matchers:
         `answers` are those of rows that have a new sequence. The tokens that rows drew in earlier steps have been read.
         """
         grammars = {each.row: each.sampling.grammar for each in rows if each.sampling.grammar is not None}
+        self._shares.begin()
         for answer in answers:
-            state = self._rows[answer.row] = _State(*self._compiler.begin(grammars[answer.row]), answer.start)
+            begun = self._compiler.begin(grammars[answer.row])
+            state = self._rows[answer.row] = _State(*begun, answer.start, answer.tenant)
             self._consume(state, answer.tokens)
         for each in rows:
             state = self._rows[each.row]
             self._consume(state, each.tokens[state.position - each.start :] if state.position < each.stop else ())
             assert state.position == each.stop, f"row {each.row} is at {state.position}, and {each.stop} is drawn"
-        # A thread takes neighbours, so it has a lexer to itself.
-        by_lexer = sorted((self._rows[each.row].lexer, index) for index, each in enumerate(rows))
-        self._executor.unsafe_compute_mask_ptr(
-            [(self._rows[rows[index].row].matcher, index) for _, index in by_lexer],
-            into.ctypes.data,
-            4 * self.words,
-            len(rows),
+        into[:] = 0
+        states = [self._rows[each.row] for each in rows]
+        self._shares.each(
+            states,
+            lambda part: self._executor.unsafe_compute_mask_ptr(
+                [(states[index].matcher, index) for index in part], into.ctypes.data, 4 * self.words, len(rows)
+            ),
         )
         for index, each in enumerate(rows):
             shaping = each.sampling.shaping
@@ -89,10 +94,12 @@ class Matchers:
         for each in rows:
             if (state := self._rows[each.row]).position == each.stop:
                 state.position, state.forced = each.stop + 1, True
-                if not state.matcher.is_stopped():
-                    read.append((state.matcher, tokens[each.at]))
-        if read:
-            self._executor.consume_token_par(read)
+                if not (state.failed or state.matcher.is_stopped()):
+                    read.append((state, tokens[each.at]))
+        self._shares.each(
+            [state for state, _ in read],
+            lambda part: self._executor.consume_token_par([(read[index][0].matcher, read[index][1]) for index in part]),
+        )
 
     def forced(self, rows: Sequence[ConstrainedRow]) -> tuple[Forced, ...]:
         """What must follow the tokens that a step's rows have drawn, where rows may skip draws.
@@ -102,7 +109,7 @@ class Matchers:
         found = []
         for each in rows:
             state = self._rows[each.row]
-            if state.forced and state.position == each.stop + 1 and each.sampling.skips:
+            if state.forced and not state.failed and state.position == each.stop + 1 and each.sampling.skips:
                 follow = tuple(state.matcher.compute_ff_tokens())
                 if follow:
                     found.append(Forced(each.place, follow))
@@ -112,8 +119,8 @@ class Matchers:
         """Advance by tokens. A matcher that has stopped, or has given up, stays as it is."""
         for token in tokens:
             assert token != PENDING
-            if not state.matcher.is_stopped():
-                state.matcher.consume_token(token)
+            if not (state.failed or state.matcher.is_stopped()):
+                self._shares.one(state, partial(state.matcher.consume_token, token))
             state.position += 1
 
     def _forbid(self, mask: npt.NDArray[np.uint32], ends: Sequence[int]) -> None:

@@ -121,6 +121,7 @@ def without_spares(tokenizer: str, vocab_size: int) -> str:
 
 
 def in_brief(reason: object) -> str:
-    """A reason on one line, and not too long."""
-    text = re.sub(r"\s+", " ", str(reason)).strip()
-    return text if len(text) <= REASON_LENGTH else text[:REASON_LENGTH] + " …"
+    """A reason on one line, and not too long: what it quotes of a grammar is cut, so that the limit behind is told."""
+    text = re.sub(r"(\S{40})\S{40,}(\S{10})", r"\1…\2", re.sub(r"\s+", " ", str(reason)).strip())
+    half = REASON_LENGTH // 2
+    return text if len(text) <= REASON_LENGTH else f"{text[:half]} … {text[-half:]}"

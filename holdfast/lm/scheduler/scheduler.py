@@ -228,11 +228,12 @@ class Scheduler:
             record, place = entry.sampling, (entry.row, entry.sequence.preemptions)
             if depends(record) and (self._sends_all or entry.history_in != place):
                 entry.history_in = place
-                tokens, start = entry.sequence.tokens, entry.sequence.request.answer_start
+                tokens, request = entry.sequence.tokens, entry.sequence.request
+                start = request.answer_start
                 if record.counts:
                     histories.append(History(entry.row, tuple(tokens)))
                 if record.grammar is not None:
-                    answers.append(Answer(entry.row, start, tuple(tokens[start:])))
+                    answers.append(Answer(entry.row, start, tuple(tokens[start:]), request.identity.tenant))
         parts: list[PartPlan] = [PenaltyPlan(tuple(histories))] if histories else []
         return [*parts, GrammarPlan(tuple(answers))] if answers else parts
 

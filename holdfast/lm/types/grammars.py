@@ -17,6 +17,8 @@ class Answer(NamedTuple):
     start: int
     """Tokens of its prompt."""
     tokens: tuple[int, ...]
+    tenant: str = ""
+    """Whose it is. The time that its grammar takes counts for this tenant."""
 
 
 class ConstrainedRow(NamedTuple):

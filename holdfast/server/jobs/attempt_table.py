@@ -30,7 +30,8 @@ attempts = Table(
     Column("died", Integer, nullable=False),
     Column("cut", Integer, nullable=False),
 )
-"""`item` is a batch or a tuning job, and `number` a line of the batch. `died` and `cut` are those of `Attempt`."""
+"""`item` is a batch or a tuning job. `number` is a line of the batch, or the step after which the job wrote an adapter
+that is loaded. `died` and `cut` are those of `Attempt`."""
 
 Found = dict[int, Attempt]
 """The attempts at an item, by number."""

@@ -172,13 +172,11 @@ class Files:
     @contextmanager
     def new(self) -> Iterator[IO[bytes]]:
         """A new file in the directory, which only its owner can read. It is deleted unless it is given an id."""
-        descriptor, name = tempfile.mkstemp(dir=self.directory, prefix=UNFINISHED)
-        try:
-            os.close(descriptor)
-            with Path(name).open("wb") as file:
+        with tempfile.NamedTemporaryFile(dir=self.directory, prefix=UNFINISHED, delete=False) as file:
+            try:
                 yield file
-        finally:
-            Path(name).unlink(missing_ok=True)
+            finally:
+                Path(file.name).unlink(missing_ok=True)
 
     def settle(self, file: IO[bytes], id: str) -> int:
         """Make the bytes of a `new` file durable under their id. Returns how many there are. Raises OSError."""

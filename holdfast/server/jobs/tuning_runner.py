@@ -118,6 +118,8 @@ class TuningRunner:
         self._reader = ThreadPoolExecutor(1, "holdfast-tuning")
         self._serving = asyncio.Lock()
         """Held while adapters are loaded and unloaded."""
+        self._loading: tuple[str, int] | None = None
+        """The job whose adapter is being loaded, and the step after which it was written."""
         self._lines_cleared = lines_cleared
         self._suspects: deque[RunningJob] = deque()
         """Jobs that may be what ended an engine. The first one runs; the others wait until it has done a step."""
@@ -154,6 +156,7 @@ class TuningRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
         for running in jobs:
             await self._note_end(running)
+        await self._note_load()
         await asyncio.to_thread(self._reader.shutdown)
 
     # The life of one job
@@ -363,6 +366,7 @@ class TuningRunner:
             modules=tuple(given.get("target_modules", ())),
             micro_batch=given.get("micro_batch"),
             seed=job.seed,
+            known=job.step,
         )
 
     async def _started(self, running: RunningJob, info: JobInfo) -> None:
@@ -381,6 +385,11 @@ class TuningRunner:
             if at > max((each.step for each in job.checkpoints), default=0):
                 fields["checkpoints"] = [*job.checkpoints, self._new_checkpoint(at, info.loss or 0.0, info.validation)]
             events.append(self._event(f"Steps {job.step + 1} to {info.step} were computed before the server ended"))
+            tokens = job.trained_tokens
+            for each in info.untold:
+                tokens += each.tokens
+                if self._told_apart(each):
+                    events.append(self._step_event(each, tokens))
             await self._note_progress(running)
         if info.step:
             events.append(self._event(f"Fine-tuning job goes on after step {info.step}/{info.steps}"))
@@ -545,13 +554,27 @@ class TuningRunner:
                 self._service.loading.add(name)
 
     async def serve(self, job: TuningJob) -> None:
-        """Serve the adapters of a job that are to be served, and no others of it. They are its tenant's alone."""
+        """Serve the adapters of a job that are to be served, and no others of it. They are its tenant's alone.
+
+        One that its engine did not outlive is loaded again once no line of a batch can be what ended it, and after a
+        second time no more.
+        """
         self.announce(job)
+        wanted = {name: step for name, step in job.served.items() if name not in self._client.adapters}
+        if wanted:
+            attempts = await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).found(job.id)))
+            known = {name: attempts.get(step, Attempt()) for name, step in wanted.items()}
+            for name in [name for name, attempt in known.items() if attempt.given_up]:
+                log.error("the adapter %s is not served: %s", name, known[name].reason("adapter"))
+                del wanted[name]
+                self._service.loading.discard(name)
+            if any(known[name].suspect for name in wanted):
+                await self._lines_cleared()
         async with self._serving:
-            for name, step in job.served.items():
+            for name, step in wanted.items():
                 try:
                     if name not in self._client.adapters:
-                        await self._client.load_adapter(name, str(self.checkpoint(job, step)))
+                        await self._load(job, name, step)
                 except AdapterError as error:
                     log.warning("the adapter %s is not served: %s", name, error)
                 finally:
@@ -559,6 +582,30 @@ class TuningRunner:
             for name in [name for name, (_, id) in self._service.tuned.items() if id == job.id]:
                 if name != job.name and name not in job.served:
                     await self._unload(name)
+
+    async def _load(self, job: TuningJob, name: str, step: int) -> None:
+        """Load an adapter, and note it if the engine ends of it. Raises AdapterError and EngineDead."""
+        await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).begin([(job.id, step)])))
+        self._loading = job.id, step
+        try:
+            await self._client.load_adapter(name, str(self.checkpoint(job, step)))
+        except (AdapterError, EngineDead):
+            await self._note_load()
+            raise
+        finally:
+            self._service.loading.discard(name)
+        self._loading = None
+        await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).forget(job.id, [step])))
+
+    async def _note_load(self) -> None:
+        """Store how a load ended that gave no adapter: its engine has died with it, or lives."""
+        if self._loading is not None:
+            job, step = self._loading
+            work: dict[str, list[int]] = {job: [step]}
+            died, safe = (work, {}) if self._client.dead.is_set() else ({}, work)
+            with suppress(ApiError):
+                await self._store.run(lambda store: AttemptTable(store.database).end(died, safe))
+            self._loading = None  # only now: `close` stores it again if this was cancelled
 
     async def give_up(self, job: str) -> None:
         """Serve no adapter of a job any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,11 @@ from tests.lm.grammar.conftest import END, VOCAB
 from tests.tokenizers_made import byte_level
 
 PROMPT = 7
+AMBIGUOUS = (
+    f'start: "{"x" * 120}" a\na: a a | a a a | a a a a | "a" | b | c\nb: a b | b a | "a" | a a a | b a b | c a\n'
+    'c: a b a | b b a | "a" | c c | c a b'
+)
+"""A grammar that is slow behind 120 letters, where its test does not come."""
 
 
 def sampling(grammar: Grammar, **params: object) -> Sampling:
@@ -176,3 +182,22 @@ def test_a_matcher_that_has_given_up_ends_the_answer(compiler: GrammarCompiler) 
     matchers.read([row], [VOCAB - 1])  # not allowed
     following = row._replace(start=PROMPT, stop=PROMPT + 1, tokens=(PENDING,))
     assert allowed(matchers, [following], []) == [[END]]
+
+
+def test_slow_answers_of_a_tenant_end_before_they_hold_up_a_step_and_another_goes_on(
+    compiler: GrammarCompiler, text: Text
+) -> None:
+    slow, quick = sampling(Grammar("lark", AMBIGUOUS)), sampling(Grammar("regex", "[a-z]+"))
+    matchers, longest = Matchers(compiler, 1), 0.0
+    begun = [first(at, slow, at) for at in range(24)] + [first(24, quick, 24)]
+    rows, answers = [row for row, _ in begun], [a._replace(tenant=str(a.row < 24)) for _, a in begun]
+    (x,), (letter,) = compiler.tokenizer().tokenize_str("x"), compiler.tokenizer().tokenize_str("a")
+    for at in range(150):
+        before = time.process_time()
+        choices = allowed(matchers, rows, answers)
+        matchers.read(rows, [x if at < 120 else letter] * len(rows))
+        longest = max(longest, time.process_time() - before)
+        assert letter in choices[24]
+        rows, answers = [row._replace(start=row.stop, stop=row.stop + 1, tokens=(PENDING,)) for row in rows], []
+    assert choices[:24].count([END]) > 12
+    assert longest < 0.4  # and seconds if every mask is written

@@ -429,6 +429,12 @@ async def test_steps_that_a_killed_engine_stored_are_not_computed_again(tmp_path
         assert (job.status, job.step, again.tuner.steps) == ("succeeded", 9, [])
         events, _ = await here.tuning.events("", id, limit=100, after=None)
         assert "Steps 4 to 9 were computed before the server ended" in [each["message"] for each in events]
+        assert await here.steps(id) == [*range(1, 10)] and job.trained_tokens == 90
+        assert job.result_file is not None
+        _, results = await here.tuning.files.open("", job.result_file)
+        with results:
+            rows = results.read().decode().splitlines()
+        assert rows[1:] == [f"{step},{1 / step},,10" for step in range(1, 10)]
         assert {*job.served} <= {*again.adapters}
 
 
@@ -472,6 +478,30 @@ async def test_adapters_of_ended_jobs_are_served_after_a_restart(tmp_path: Path)
     async with server(tmp_path, tuning_client(model="another")) as here:
         await looked_after(here.tuning)
         assert here.client.adapters == {}
+
+
+async def test_an_adapter_that_kills_its_engine_twice_at_a_start_is_loaded_no_more_and_others_are(
+    tmp_path: Path,
+) -> None:
+    async with server(tmp_path) as here:
+        job = await here.ended(await here.submit([chat()]))
+        other = await here.ended(await here.submit([chat()]))
+    deadly = f"{job.id}/checkpoints/{job.served[job.name]}"
+    for _ in range(2):
+        client = tuning_client()
+        client.deadly_adapter = deadly
+        async with server(tmp_path, client):
+            await client.dead.wait()
+    client = tuning_client()
+    client.deadly_adapter = deadly
+    async with server(tmp_path, client) as here:
+        async with asyncio.timeout(20):
+            while not {*other.served} <= {*client.adapters}:
+                await asyncio.sleep(0.01)
+        assert not client.dead.is_set() and job.name not in {name for name, *_ in client.loaded}
+        assert {*job.served} & {*client.adapters}  # its earlier checkpoints harm nobody
+        with pytest.raises(ApiError):
+            here.service.check_model(job.name, "")
 
 
 async def test_what_was_deleted_at_another_server_is_served_no_more(

@@ -122,12 +122,3 @@ def check_regular_below(directory: Path) -> None:
                 continue
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise irregular(mode, entry.path)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,8 +18,8 @@ LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
 
 
 def pages(root: Path) -> list[Path]:
-    """The Markdown pages at the root of the repository and below docs, and the lists of benchmarks and scripts."""
-    lists = [root / "benchmarks" / "README.md", root / "scripts" / "tiny" / "README.md"]
+    """The Markdown pages at the root and below docs, the list of benchmarks, and how the built-in model is made."""
+    lists = [root / "benchmarks" / "README.md", root / "tools" / "tiny" / "README.md"]
     return sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md"), *lists])
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("holdfast", "tests", "scripts", "benchmarks", "docs", "pyproject.toml", "README.md")
+COPIED = ("holdfast", "tests", "scripts", "tools", "benchmarks", "docs", "pyproject.toml", "README.md")
 PROCESSES = 2
 """Runs of the tests at a time, each with a copy of the tree of its own."""
 TEST_SECONDS, RUN_SECONDS = 120, 900

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.lm.execution.transfer import CopyEvent
+from holdfast.lm.copy_streams import CopyEvent
 
 
 class LateArrival:

@@ -112,7 +112,7 @@ def group(arguments: argparse.Namespace) -> None:
     from holdfast.lm.execution.place import Place
     from holdfast.lm.kernels.collectives.protocol import own_rows
     from holdfast.lm.kernels.sampling.sample import sample
-    from holdfast.lm.kernels.sampling.sharded import sample_sharded
+    from holdfast.lm.kernels.sampling.sampler import sample_sharded
 
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)

@@ -46,6 +46,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.engine.llama8b import LLAMA_3_8B, write_shape
+from benchmarks.lib import paper_workloads
 from benchmarks.lib.invocation import add_engine_options, provenance
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.local_spawner import LocalSpawner
@@ -76,7 +77,7 @@ LOOPBACK = Link("loopback", 1e9, 1e-4)
 
 def conversations(args: argparse.Namespace) -> list[Conversation]:
     """The same for each policy."""
-    made = workloads.skewed(args.conversations, args.think, args.seed, long_share=args.long)
+    made = paper_workloads.skewed(args.conversations, args.think, args.seed, long_share=args.long)
 
     def shorter(turn: Turn) -> Turn:
         return Turn(max(args.least, turn.prompt // args.shorter), max(4, turn.output // args.shorter), turn.think)

@@ -23,6 +23,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib import paper_workloads
 from benchmarks.lib.invocation import provenance
 from holdfast.cluster.priced import Pricing
 from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
@@ -46,7 +47,7 @@ def load(name: str, speed: float | None, requests: int | None, seed: int) -> tup
     """The conversations, the tokens of a block, and how fast they arrive: times a trace's pace, or a second."""
     if name == "skewed":
         rate = speed or RATE
-        made = workloads.skewed(requests or COUNT, THINK, seed)
+        made = paper_workloads.skewed(requests or COUNT, THINK, seed)
         return workloads.gamma_arrivals(workloads.fit_context(made, CONTEXT), rate, seed), 16, rate
     kind = Path(name).suffix
     if kind not in SPEEDS:

@@ -14,9 +14,10 @@ import statistics
 import time
 from functools import partial
 
+from holdfast.core.config import PACKED_SCHEDULERS
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
-from holdfast.lm.choice import NAMES, capacity_of, make_policy
+from holdfast.lm.choice import capacity_of, make_policy
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
 from holdfast.lm.scheduler.builder import Policy
@@ -34,6 +35,8 @@ COST = CostModel(
     attention_seconds=((0.000001, 0.0001), (0.001, 0.01)),
 )
 
+POLICIES = (*PACKED_SCHEDULERS, "latency-target")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -43,9 +46,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--steps-in-flight", type=int, default=2)
-    parser.add_argument(
-        "--schedulers", nargs="+", choices=(*NAMES, "latency-target"), default=(*NAMES, "latency-target")
-    )
+    parser.add_argument("--schedulers", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--conversations", type=int, default=100_000, help="of evictions: idle ones")
     parser.add_argument("--chunks", type=int, default=100, help="of evictions: chunks of one choice")
     parser.add_argument("--choices", type=int, default=100, help="of evictions")

@@ -31,10 +31,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib import paper_workloads
 from benchmarks.lib.papers import RESULTS, origin, save
 from holdfast.core.config import EngineConfig, SchedulerName
 from holdfast.core.version import __version__
-from holdfast.lab import workloads
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.simulator.devices import DEVICES
@@ -174,8 +174,8 @@ class Watched:
 def workload_of(target: str, batch: int, scale: float = 1.0, seed: int = SEED) -> Workload:
     """The paper's queries. At a batch of 4, all lengths of Target-1 are doubled."""
     if target == "target-1":
-        return workloads.baton_target_1(seed, scale=scale * (2 if batch == 4 else 1))
-    return workloads.baton_target_2(seed, scale=scale)
+        return paper_workloads.baton_target_1(seed, scale=scale * (2 if batch == 4 else 1))
+    return paper_workloads.baton_target_2(seed, scale=scale)
 
 
 def longest_row(work: Workload) -> int:

@@ -3,7 +3,7 @@
 Run: python -m benchmarks.papers.cells_papers measure --only lstm  # some figures; again for the others
      python -m benchmarks.papers.cells_papers show                 # table and plot from all runs so far
 
-Device times and what they rest on are in `holdfast/lab/cells/simulation.py`. Scheduling and gather cost the cellular
+Device times and what they rest on are in `benchmarks/lib/cells/simulation.py`. Scheduling and gather cost the cellular
 planner 34 us a task and 0.243 us for each State input of each node. Two of the paper's figures fix both: a step of 64
 takes 250 us with them and 185 without, and 20K sentences a second with a mean length of 24 are 1,067 us for each step
 of 512, of which 784 are the cell's. Padding and the ideal run fixed graphs: bare cells. DyNet gathers too, and builds
@@ -28,6 +28,10 @@ from typing import Any, Literal
 import matplotlib
 import numpy as np
 
+from benchmarks.lib.cells import models
+from benchmarks.lib.cells.baselines import Merging, Padding
+from benchmarks.lib.cells.simulation import V100, Device, ManyWorkers, Ran, highest, simulate
+from benchmarks.lib.cells.workloads import complete_tree, poisson_arrivals, random_trees, sentence_lengths
 from benchmarks.lib.papers import RESULTS, origin
 from holdfast.cells.cell import Cell
 from holdfast.cells.graph import CellGraph
@@ -35,10 +39,6 @@ from holdfast.cells.plan import CellRequest
 from holdfast.cells.planner import CellPlanner
 from holdfast.core.cell_cost import CellCost
 from holdfast.core.version import __version__
-from holdfast.lab.cells import models
-from holdfast.lab.cells.baselines import Merging, Padding
-from holdfast.lab.cells.simulation import V100, Device, ManyWorkers, Ran, highest, simulate
-from holdfast.lab.cells.workloads import complete_tree, poisson_arrivals, random_trees, sentence_lengths
 
 STEM = RESULTS / "cells-simulated"
 CELLULAR = replace(V100, task_seconds=34e-6, gather_seconds=0.243e-6, move_seconds=0.33e-6, _cache={})

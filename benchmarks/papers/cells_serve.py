@@ -6,7 +6,7 @@ Run: python -m benchmarks.papers.cells_serve measure --device cuda:0 --out DIR  
      python -m benchmarks.papers.cells_serve measure --device cuda:0 cuda:1 --only seq2seq --out DIR
      python -m benchmarks.papers.cells_serve show --out DIR  # the table and DIR/cells-serve.png
 
-Weights are random. Sentences have WMT-like lengths and trees TreeBank-like ones (holdfast/lab/cells/workloads.py);
+Weights are random. Sentences have WMT-like lengths and trees TreeBank-like ones (benchmarks/lib/cells/workloads.py);
 Seq2Seq decodes as many words as its sentence has. `equal-lstm` and `equal-tree` have sentences of 24 and complete trees
 of 16 leaves, where padding to the exact length is the ideal: a fixed graph. One thread for each device unfolds, plans,
 submits and collects; only graphs of operators are built before, as a system made for them builds them faster. `cuDNN`
@@ -40,6 +40,18 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from benchmarks.lib.cells import models
+from benchmarks.lib.cells.baselines import Merging, Padding
+from benchmarks.lib.cells.models import Operators
+from benchmarks.lib.cells.simulation import ManyWorkers, Served
+from benchmarks.lib.cells.workloads import (
+    Tree,
+    complete_tree,
+    poisson_arrivals,
+    random_trees,
+    sentence_lengths,
+    tokens_for,
+)
 from benchmarks.lib.invocation import provenance
 from holdfast.cells import nn
 from holdfast.cells.cell import Cell, Output, State, Value
@@ -48,18 +60,6 @@ from holdfast.cells.graph import CellGraph
 from holdfast.cells.plan import CellOutput, CellRequest
 from holdfast.cells.planner import MAX_TASKS, CellPlanner
 from holdfast.cells.workers import ROUNDS, tasks_of_a_round
-from holdfast.lab.cells import models
-from holdfast.lab.cells.baselines import Merging, Padding
-from holdfast.lab.cells.models import Operators
-from holdfast.lab.cells.simulation import ManyWorkers, Served
-from holdfast.lab.cells.workloads import (
-    Tree,
-    complete_tree,
-    poisson_arrivals,
-    random_trees,
-    sentence_lengths,
-    tokens_for,
-)
 from holdfast.loop.loop import Loop
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)

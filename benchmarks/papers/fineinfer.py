@@ -40,17 +40,17 @@ from benchmarks.lib.papers import RESULTS, save
 from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record
+from holdfast.lab.row_schedulers import PaddedBatches, PredictedLength
+from holdfast.lab.schedulers import Orca, Reservation
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.simulator.devices import DEVICES
 from holdfast.lab.simulator.padded import RowSoftware
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Conversation, Lengths, Turn
-from holdfast.lm.scheduler.baselines import Orca, Reservation
 from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.row_builder import RowBuilder
-from holdfast.lm.scheduler.row_policies import PaddedBatches, PredictedLength
 
 MODEL, DEVICE = "llama-3-8b", "rtx-3090"
 FORWARD = 0.021

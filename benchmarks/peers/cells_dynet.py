@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.lib.cells.simulation import Served, highest
+from benchmarks.lib.cells.workloads import poisson_arrivals
 from benchmarks.lib.invocation import provenance
 from benchmarks.papers.cells_serve import Bench, Sample, System, serve
-from holdfast.lab.cells.simulation import Served, highest
-from holdfast.lab.cells.workloads import poisson_arrivals
 
 FILLING = 0.25
 Serve = Callable[[Sequence[Sample], np.ndarray, float], tuple[Served, list[Any]]]

@@ -73,6 +73,13 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+class Named(tuple[str, ...]):
+    """Values of a flag that have a name; it takes any `module:object` besides."""
+
+    def __contains__(self, given: object) -> bool:
+        return super().__contains__(given) or ":" in str(given)
+
+
 def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": _help(field)}
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
@@ -81,6 +88,8 @@ def _argument(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         return given | {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is Literal:
         return given | {"choices": typing.get_args(kind)}
+    if field.metadata["named"]:
+        return given | {"choices": Named(field.metadata["named"])}
     if kind == tuple[float, ...]:
         return given | {"type": numbers, "metavar": "X,X,…"}
     if typing.get_origin(kind) is tuple:
@@ -195,10 +204,10 @@ def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
         raise UsageError(f"{path}: {error}") from None
 
 
-def checked(data: Mapping[Any, Any], configs: Sequence[type], *, from_text: bool = False) -> dict[str, Any]:
+def checked(data: Mapping[Any, Any], configs: Sequence[type]) -> dict[str, Any]:
     """Options by name, checked against the fields of `configs`, of which the last with a name counts.
 
-    With `from_text`, a value may be text that reads as one, as in `replicas: "2"`. Raises UsageError.
+    Raises UsageError.
     """
     import msgspec
 
@@ -212,32 +221,14 @@ def checked(data: Mapping[Any, Any], configs: Sequence[type], *, from_text: bool
             raise UsageError(f"unknown option {key}; the nearest is {near[0]}")
         try:
             timed = milliseconds(value) if name in times and isinstance(value, str) else value
-            try:
-                options[name] = msgspec.convert(timed, hints[name])
-            except msgspec.ValidationError:
-                if not from_text or not isinstance(timed, str):
-                    raise
-                options[name] = msgspec.convert(from_words(timed, hints[name]), hints[name])
+            options[name] = msgspec.convert(timed, hints[name])
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"{key}: {error}") from None
         except msgspec.ValidationError as error:
             words = typing.get_args(hints[name]) if typing.get_origin(hints[name]) is Literal else ()
             choices = f"; choose from {', '.join(words)}" if words else ""
-            given = f" is {value!r}" if from_text else ""
-            raise UsageError(f"{key}{given}: {str(error).partition(' - at ')[0]}{choices}") from None
+            raise UsageError(f"{key}: {str(error).partition(' - at ')[0]}{choices}") from None
     return options
-
-
-def from_words(text: str, hint: Any) -> Any:
-    """What a text stands for in YAML; where a list is meant, a single item may stand for it. Raises ValidationError."""
-    import msgspec
-    import yaml
-
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise msgspec.ValidationError("it can be read neither as text nor as YAML") from None
-    return [value] if typing.get_origin(hint) is tuple and not isinstance(value, list) else value
 
 
 def build(config: type[ConfigT], *sources: Mapping[str, Any]) -> ConfigT:

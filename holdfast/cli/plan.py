@@ -18,7 +18,7 @@ from holdfast.cli.output import changed_options, check_outputs, progress_bar
 from holdfast.cluster.config import MOST_REPLICAS, ClusterConfig
 from holdfast.cluster.local_spawner import cores
 from holdfast.cluster.routing import POLICIES, RouterName
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig, SchedulerName, option
+from holdfast.core.config import BUILTIN_MODEL, PACKED_SCHEDULERS, EngineConfig, SchedulerName, option
 from holdfast.engine.checkpoint import Checkpoint, read_json
 from holdfast.engine.hub import is_id
 from holdfast.engine.profiles import CostProfile
@@ -38,7 +38,6 @@ from holdfast.lab.simulator.deployment import configured_shape
 from holdfast.lab.simulator.devices import DEVICES, LINKS, look_up
 from holdfast.lab.simulator.shapes import MODELS, ModelShape, shape_from_config
 from holdfast.lab.workloads import WorkloadConfig
-from holdfast.lm.choice import NAMES
 from holdfast.lm.types import precision_of
 
 DEVICE = "h200"
@@ -102,8 +101,8 @@ class PlanConfig:
         for size in self.host_gb:
             if not 0 <= size < float("inf"):
                 raise ValueError(f"host_gb holds {size:g}; each must be at least 0 and finite")
-        if unknown := self.scheduler_names - {*NAMES, "all"}:
-            raise ValueError(f"scheduler {min(unknown)!r} is unknown; there are {', '.join(NAMES)}, or all")
+        if unknown := self.scheduler_names - {*PACKED_SCHEDULERS, "all"}:
+            raise ValueError(f"scheduler {min(unknown)!r} is unknown; there are {', '.join(PACKED_SCHEDULERS)}, or all")
         look_up("device", DEVICES, self.device or DEVICE)
         if self.profile is not None and self.device is not None:
             raise ValueError(f"device is {self.device}, and a profile has its own device; drop it, or name a MODEL")
@@ -141,9 +140,9 @@ class PlanConfig:
 
     @property
     def policies(self) -> tuple[SchedulerName, ...]:
-        """The schedulers to compare, in the order of NAMES."""
+        """The schedulers to compare, in the order of PACKED_SCHEDULERS."""
         named = self.scheduler_names
-        return tuple(name for name in NAMES if name in named or named == {"all"})
+        return tuple(name for name in PACKED_SCHEDULERS if name in named or named == {"all"})
 
     @property
     def scheduler_names(self) -> set[str]:

@@ -1,7 +1,7 @@
 """RaySpawner: engines on the nodes of a Ray cluster, in an actor each. Ray finds the room; all else is Replicas' work.
 
-The API process is a driver of the cluster, or the one replica of a deployment of Ray Serve (`ray_serve`). Its router
-must see every request, and chooses the engine by what each holds; so there is one API process in any case.
+The API process is a driver of the cluster. Its router must see every request, and chooses the engine by what each
+holds; so there is one API process.
 """
 
 from __future__ import annotations

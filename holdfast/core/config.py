@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from holdfast.core.layout import Layout
 
@@ -34,10 +34,14 @@ ExecutorName = Literal["paged", "padded"]
 SpeculationName = Literal["auto", "off", "ngram", "suffix"]
 DrafterName = Literal["ngram", "suffix"]
 
+SCHEDULERS: tuple[SchedulerName, ...] = get_args(SchedulerName)
+"""Schedulers that have a name; each plans padded rows."""
 ROW_SCHEDULERS: tuple[SchedulerName, ...] = (
     "run-to-completion", "prefill-apart", "shaping", "embedding", "padded-batches",
 )  # fmt: skip
 """Schedulers that plan padded rows only."""
+PACKED_SCHEDULERS: tuple[SchedulerName, ...] = tuple(name for name in SCHEDULERS if name not in ROW_SCHEDULERS)
+"""Schedulers that plan packed steps on a paged cache too."""
 AHEAD_SCHEDULERS: tuple[SchedulerName, ...] = ("prefill-apart", "embedding")
 """Schedulers that prefill prompts before there is a row for them in the batch."""
 PADDED_OPTIONS = ("trust_remote_code", "prefill_ahead", "shrink_threshold")
@@ -63,12 +67,15 @@ OPERATOR_VARIABLE = "HOLDFAST_OPERATOR_KEY"
 """The same for operators' keys."""
 
 
-def option(default: Any, help: str, unit: Literal["", "ms"] = "", bare: str | None = None) -> Any:
+def option(
+    default: Any, help: str, unit: Literal["", "ms"] = "", bare: str | None = None, named: tuple[str, ...] = ()
+) -> Any:
     """A config field with its help text. A field in the unit "ms" accepts 50, "50ms" and "0.05s".
 
-    `bare` is the value of a flag that is given without one, where that is allowed.
+    `bare` is the value of a flag that is given without one, where that is allowed. A field with values that are `named`
+    takes these, or any `module:object`.
     """
-    return field(default=default, metadata={"help": help, "unit": unit, "bare": bare})
+    return field(default=default, metadata={"help": help, "unit": unit, "bare": bare, "named": named})
 
 
 def check_adapter_name(name: str) -> None:
@@ -210,8 +217,10 @@ class EngineConfig:
         "directory in the host's memory where the state of jobs is stored after each step; auto is one in /dev/shm, if "
         "there is one; off: on the disk only, at least once a minute",
     )
-    scheduler: SchedulerName = option(  # noqa: RUF009  a string
-        "stall-free", "scheduling policy; all but the default are baselines for comparison"
+    scheduler: str = option(
+        "stall-free",
+        "scheduling policy; all but the default are baselines for comparison; or a class of your own, as module:Class",
+        named=SCHEDULERS,
     )
     order: OrderName = option(  # noqa: RUF009  a string
         "priority",
@@ -363,6 +372,11 @@ class EngineConfig:
         """Raises ValueError for targets and numbers that exclude each other, or that the scheduler or order ignores."""
         if self.ttft_target is not None and self.order != "deadline":
             raise ValueError(f"ttft_target is for the deadline order, and order is {self.order}; drop one")
+        if self.scheduler not in SCHEDULERS and not re.fullmatch(r"[\w.]+:\w+", self.scheduler):
+            raise ValueError(
+                f"scheduler is {self.scheduler!r}; it must be one of {', '.join(SCHEDULERS)}, or a class, "
+                "as module:Class"
+            )
         if self.scheduler in AHEAD_SCHEDULERS:
             if self.prefill_ahead == 0:
                 raise ValueError(f"prefill_ahead is 0, and scheduler is {self.scheduler}, which needs at least 1")

@@ -22,7 +22,7 @@ from holdfast.lab.simulator.devices import LINKS, look_up
 from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.shapes import ModelShape
 from holdfast.lab.workloads import Workload
-from holdfast.lm.choice import CHUNKED
+from holdfast.lm.choice import find_policy
 
 MAX_QUEUED_MS = 2000.0
 """Longest median wait for the first step under a sustained load (Sarathi-Serve §5)."""
@@ -468,7 +468,7 @@ def make_policies(schedulers: Sequence[SchedulerName], budgets: Sequence[float],
     for name in schedulers:
         if name == "stall-free":
             found.append((name, None, round(TARGET_MARGIN * tbt_ms, 3)))
-        if name in CHUNKED:
+        if find_policy(name).chunks:
             found += [(name, int(budget), None) for budget in budgets]
         else:
             found.append((name, None, None))

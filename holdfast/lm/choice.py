@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf
-from typing import Any, get_args
+from typing import Any
 
-from holdfast.core.config import ROW_SCHEDULERS, EngineConfig, ExecutorName, SchedulerName
+from holdfast.core.config import EngineConfig, ExecutorName
 from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.core.types import Identity
+from holdfast.files.imported import imported
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.prices import Prices
@@ -17,29 +18,20 @@ from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
-from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
 from holdfast.lm.scheduler.drafts import Drafter, NgramDrafter, SuffixDrafter
 from holdfast.lm.scheduler.order import make_order
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import (
+    FixedBudget,
     LatencyTarget,
     StallFree,
     compute_token_budget,
     reference_step,
     whole_tiles,
 )
-from holdfast.lm.scheduler.row_policies import (
-    Embedding,
-    PaddedBatches,
-    PaddedOrca,
-    PaddedRequestLevel,
-    PrefillApart,
-    RowPolicy,
-    RunToCompletion,
-    Shaping,
-)
+from holdfast.lm.scheduler.row_policies import RowPolicy
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.scheduler.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
@@ -48,24 +40,50 @@ from holdfast.lm.scheduler.training_room import TrainingRoom
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import EngineShape, RowShape
 
-EVERY_NAME: tuple[SchedulerName, ...] = get_args(SchedulerName)
-"""All policies; each plans padded rows."""
-NAMES: tuple[SchedulerName, ...] = tuple(name for name in EVERY_NAME if name not in ROW_SCHEDULERS)
-"""Policies that plan packed steps on a paged cache too."""
-CHUNKED = ("stall-free", "chunked-only")
-"""Policies that cut prompts into chunks."""
-RESERVING = ("request-level", "orca", "padded-batches")
-"""Policies that reserve room for a request's longest length. They need no headroom."""
+POLICIES: dict[str, str] = {
+    "stall-free": "holdfast.lm.scheduler.policies:StallFree",
+    "request-level": "holdfast.lab.schedulers:RequestLevel",
+    "orca": "holdfast.lab.schedulers:Orca",
+    "prefill-first": "holdfast.lab.schedulers:PrefillFirst",
+    "chunked-only": "holdfast.lab.schedulers:ChunkedOnly",
+    "hybrid-only": "holdfast.lab.schedulers:HybridOnly",
+    "unified": "holdfast.lab.schedulers:Unified",
+    "run-to-completion": "holdfast.lab.row_schedulers:RunToCompletion",
+    "prefill-apart": "holdfast.lab.row_schedulers:PrefillApart",
+    "shaping": "holdfast.lm.scheduler.row_policies:Shaping",
+    "embedding": "holdfast.lm.scheduler.row_policies:Embedding",
+    "padded-batches": "holdfast.lab.row_schedulers:PaddedBatches",
+}
+"""The class of each scheduler that has a name. A class outside `lm` is imported only for an engine that asks for it."""
+ROW_POLICIES = POLICIES | {
+    "request-level": "holdfast.lab.row_schedulers:PaddedRequestLevel",
+    "orca": "holdfast.lab.row_schedulers:PaddedOrca",
+}
+"""The classes on padded rows."""
+
+
+def find_policy(name: str, executor: ExecutorName = "paged") -> type[FixedBudget]:
+    """The class of a scheduler's name, or the class that `module:Class` names.
+
+    Raises ValueError if there is none, if it is no `FixedBudget`, and for a class of padded rows on the paged executor.
+    """
+    found = imported("scheduler", (ROW_POLICIES if executor == "padded" else POLICIES).get(name, name))
+    if not (isinstance(found, type) and issubclass(found, FixedBudget)):
+        raise ValueError(f"scheduler {name}: it must be a subclass of {FixedBudget.__module__}.{FixedBudget.__name__}")
+    if issubclass(found, RowPolicy) and executor == "paged":
+        raise ValueError(f"scheduler is {name}, which plans padded rows, and the model runs on the paged executor")
+    return found
 
 
 def capacity_of(
-    name: SchedulerName,
+    name: str,
     *,
     token_budget: int,
     max_model_len: int,
     max_sequences: int,
     limit: int,
     chunks: bool = True,
+    executor: ExecutorName = "paged",
 ) -> int:
     """The most tokens of one step.
 
@@ -75,48 +93,19 @@ def capacity_of(
     for these `limit` bounds the capacity above that room. On a device it should bound the activation memory, which
     grows with the capacity; in a simulation the size of the cache is one.
     """
-    if name in CHUNKED and chunks:
+    kind = find_policy(name, executor)
+    if kind.chunks and chunks:
         return token_budget
     least = max(token_budget, max_model_len + max_sequences)
-    return max(least, min(limit, max_model_len * max_sequences)) if name in (*RESERVING, "run-to-completion") else least
+    return max(least, min(limit, max_model_len * max_sequences)) if kind.unbounded else least
 
 
-def make_policy(name: SchedulerName, *, token_budget: int, capacity: int, executor: ExecutorName = "paged") -> Policy:
+def make_policy(name: str, *, token_budget: int, capacity: int, executor: ExecutorName = "paged") -> Policy:
     """The policy of this name. Steps are filled up to `token_budget`; `capacity` is that of `capacity_of`.
 
-    Raises ValueError for a policy of padded rows on the paged executor.
+    Raises ValueError as `find_policy`.
     """
-    if name in ROW_SCHEDULERS and executor == "paged":
-        raise ValueError(f"scheduler is {name}, which plans padded rows, and the model runs on the paged executor")
-    match name:
-        case "request-level" if executor == "padded":
-            return PaddedRequestLevel(capacity)
-        case "orca" if executor == "padded":
-            return PaddedOrca(capacity)
-        case "run-to-completion":
-            return RunToCompletion(capacity)
-        case "prefill-apart":
-            return PrefillApart(capacity)
-        case "shaping":
-            return Shaping(capacity)
-        case "embedding":
-            return Embedding(capacity)
-        case "padded-batches":
-            return PaddedBatches(capacity)
-        case "stall-free":
-            return StallFree(token_budget)
-        case "chunked-only":
-            return ChunkedOnly(token_budget)
-        case "request-level":
-            return RequestLevel(capacity)
-        case "orca":
-            return Orca(capacity)
-        case "prefill-first":
-            return PrefillFirst(capacity)
-        case "hybrid-only":
-            return HybridOnly(capacity)
-        case "unified":
-            return Unified(token_budget, capacity)
+    return find_policy(name, executor).sized(token_budget, capacity)
 
 
 def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | None, *, stages: int = 1) -> Policy:
@@ -133,9 +122,8 @@ def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | No
         check_rows(config, shape, shape.rows)
         cost = None if cost is None else PaddedCost.of(cost)
     if config.tbt_target is None:
-        if config.scheduler in CHUNKED:
-            budget = whole_tiles(budget, shape.tile)
-        return make_policy(config.scheduler, token_budget=budget, capacity=capacity, executor=shape.executor)
+        kind = find_policy(config.scheduler, shape.executor)
+        return kind.sized(whole_tiles(budget, shape.tile) if kind.chunks else budget, capacity)
     if cost is None:
         raise ValueError(f"tbt_target is {config.tbt_target}, which takes a profile of the device")
     target, tile, ceiling = config.tbt_target / 1000, min(shape.tile, capacity), whole_tiles(capacity, shape.tile)
@@ -264,7 +252,7 @@ def make_scheduler(
         max_model_len=shape.max_model_len,
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,
-        headroom=0.0 if config.scheduler in RESERVING else config.headroom,
+        headroom=0.0 if policy.reserves else config.headroom,
         sharing=config.prefix_sharing,
         served=Identity(shape.model, dtype=shape.precision),
         order=make_order(config),

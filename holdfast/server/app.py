@@ -39,9 +39,8 @@ from holdfast.server.routes.adapters import add_adapter_routes
 from holdfast.server.routes.batches import add_batch_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.edge import Edge
-from holdfast.server.routes.embeddings import add_embedding_route
 from holdfast.server.routes.files import UPLOAD, add_file_routes
-from holdfast.server.routes.generation import add_completion_routes, add_response_routes
+from holdfast.server.routes.generation import add_completion_routes, add_embedding_route, add_response_routes
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
 from holdfast.server.routes.messages import add_message_routes

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, 2019) over flat vectors in pieces, with the gradient's norm clipped."""
+"""AdamW (Loshchilov and Hutter, 2019) over flat vectors in pieces, with clipped gradients, and its learning rate."""
 
 from __future__ import annotations
 
@@ -39,3 +39,16 @@ def adamw_step(
         lr=learning_rate, beta1=first, beta2=second, eps=EPS, weight_decay=weight_decay,
         amsgrad=False, maximize=False,
     )  # fmt: skip
+
+
+def learning_rate(step: int, *, steps: int, peak: float, warmup: float) -> float:
+    """The rate of a step, from 0 to steps - 1: a linear warm-up, then linear decay to zero.
+
+    `warmup` is the share of all steps until `peak` is reached.
+
+    No step has rate 0: the first has a part of the peak, and the last one step's part of the decay.
+    """
+    rising = round(steps * warmup)
+    if step < rising:
+        return peak * ((step + 1) / rising)
+    return peak * ((steps - step) / (steps - rising))

@@ -22,8 +22,7 @@ from holdfast.lm.types.tuning import TrainingReport, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.iteration import Arena, Iteration, Places, kept_places
 from holdfast.training.jobs import Hyperparameters, JobSteps, MicroBatch, TrainingJob
-from holdfast.training.optimizer import adamw_step
-from holdfast.training.schedule import learning_rate
+from holdfast.training.optimizer import adamw_step, learning_rate
 from holdfast.training.state import StepRecord, read_job, records_of
 from holdfast.training.storage import STORED, JobFailure, StepReport, Storage, StoredJob, Vectors, copy_all, pinned
 

@@ -15,7 +15,7 @@ import torch
 import holdfast.cli
 from holdfast.cli.chat import ChatConfig
 from holdfast.cli.command import main, make_parser
-from holdfast.cli.flags import UsageError, build, check_url, checked, flag_of, read_file
+from holdfast.cli.flags import UsageError, build, check_url, flag_of, read_file
 from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.server.config import ServerConfig
 
@@ -51,22 +51,6 @@ def test_a_flag_may_take_a_number_or_a_word(tmp_path: Path) -> None:
     for value, meant in (("auto", "auto"), ("64", 64)):
         path.write_text(f"token_budget: {value}\ntbt_target: {'50ms' if meant == 'auto' else 'null'}\n")
         assert engine(file=str(path)).token_budget == meant
-
-
-def test_options_may_be_given_as_text() -> None:
-    kinds = (EngineConfig, AppConfig, ServerConfig)
-    text = {
-        "model": "7", "max-model-len": "128", "prefix_sharing": "false", "cache_gb": "0.5", "token_budget": "auto",
-        "tbt_target": "0.05s", "app": "dates", "api_key": "[one, two]", "store": "null",
-    }  # fmt: skip
-    assert checked(text, kinds, from_text=True) == {
-        "model": "7", "max_model_len": 128, "prefix_sharing": False, "cache_gb": 0.5, "token_budget": "auto",
-        "tbt_target": 50.0, "app": ("dates",), "api_key": ("one", "two"), "store": "null",
-    }  # fmt: skip
-    with pytest.raises(UsageError, match="max_model_len is 'long': Expected `int"):
-        checked({"max_model_len": "long"}, kinds, from_text=True)
-    with pytest.raises(UsageError, match="max_model_len: Expected `int"):
-        checked({"max_model_len": "128"}, kinds)
 
 
 @pytest.mark.parametrize("given", ["50", "50ms", "0.05s"])
@@ -140,6 +124,8 @@ def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, messa
         (["serve", "--swap-threshold", "-5%"], "argument --swap-threshold: invalid float value: '-5%'"),
         (["serve", "--tbt-target", "--port", "1"], "argument --tbt-target: expected one argument"),
         (["serve", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (["serve", "--scheduler", "fifo"], "--scheduler: invalid choice: 'fifo' (choose from"),
+        (["serve", "--scheduler", "a/b:C"], "scheduler is 'a/b:C'; it must be one of stall-free, request-level"),
         (["serve", "--kv-cache-dtype", "fp4"], "--kv-cache-dtype: invalid choice: 'fp4' (choose from"),
         (["chat", "--kv-cache-dtype", "e5m2"], "--kv-cache-dtype: invalid choice: 'e5m2' (choose from"),
         (["serve", "--block-size", "0"], "block_size is 0; it must lie between 1 and 1024"),

@@ -50,7 +50,7 @@ REASONS = {
     ("lm.execution.peer_link", "memory.open"): NO_FILE,
     ("lm.grammar.trial", "Path('/proc/self/statm').read_text"): KERNEL,
     ("lm.kernels.collectives.copied_sum", "memory.open"): NO_FILE,
-    ("lm.kernels.collectives.peer_exchange", "memory.open"): NO_FILE,
+    ("lm.kernels.collectives.symmetric", "memory.open"): NO_FILE,
     ("lm.kernels.collectives.symmetric", "sums.open"): NO_FILE,
     ("lm.kernels.compilation", "note.touch"): "it writes nothing, in Triton's own cache",
     ("lm.memory.block_pool", "(self.copies if block in self.copies.swapping_out else self._idle).touch"): NO_FILE,

@@ -1,16 +1,14 @@
 """From a scheduler's name to its policy and the size of its steps."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import ROW_SCHEDULERS, EngineConfig
+from holdfast.core.config import PACKED_SCHEDULERS, ROW_SCHEDULERS, SCHEDULERS, EngineConfig
 from holdfast.core.cost import PaddedCost
+from holdfast.lab.schedulers import Unified
 from holdfast.lm.choice import (
-    CHUNKED,
-    EVERY_NAME,
-    NAMES,
-    RESERVING,
     capacity_of,
     choose_policy,
     make_policy,
@@ -18,7 +16,6 @@ from holdfast.lm.choice import (
     make_tuner,
     steps_in_flight,
 )
-from holdfast.lm.scheduler.baselines import Unified
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
@@ -31,8 +28,10 @@ from tests.scheduling import create_requests, create_scheduler
 from tests.training_plans import SHAPE as SIZES
 from tests.training_plans import blocks_of, make_steps
 
+CHUNKED, RESERVING = ("stall-free", "chunked-only"), ("request-level", "orca")
 
-@pytest.mark.parametrize("name", NAMES)
+
+@pytest.mark.parametrize("name", PACKED_SCHEDULERS)
 def test_every_policy_fills_a_step_up_to_its_capacity(name):
     capacity = capacity_of(name, token_budget=8, max_model_len=64, max_sequences=3, limit=1000)
     assert capacity == (8 if name in CHUNKED else 192 if name in RESERVING else 67)
@@ -97,7 +96,9 @@ def test_a_target_without_a_fixed_budget_computes_one_each_step():
 
 
 def test_each_name_is_a_policy_class_of_its_own():
-    assert len({type(make_policy(name, token_budget=8, capacity=67)) for name in NAMES}) == len(NAMES)
+    assert len({type(make_policy(name, token_budget=8, capacity=67)) for name in PACKED_SCHEDULERS}) == len(
+        PACKED_SCHEDULERS
+    )
 
 
 def test_a_latency_target_requires_the_stall_free_scheduler():
@@ -113,7 +114,7 @@ def padded(**options):
     return EngineConfig(executor="padded", max_sequences=4, **options)
 
 
-@pytest.mark.parametrize("name", EVERY_NAME)
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_name_plans_padded_rows(name):
     scheduler = make_scheduler(padded(scheduler=name, prefix_sharing=False), ROWS, None)
     assert isinstance(scheduler, RowScheduler)
@@ -124,12 +125,66 @@ def test_every_name_plans_padded_rows(name):
 
 
 def test_each_name_is_a_policy_class_of_its_own_on_padded_rows():
-    assert len({type(choose_policy(padded(scheduler=name), ROWS, None)) for name in EVERY_NAME}) == len(EVERY_NAME)
+    assert len({type(choose_policy(padded(scheduler=name), ROWS, None)) for name in SCHEDULERS}) == len(SCHEDULERS)
 
 
 @pytest.mark.parametrize("name", ROW_SCHEDULERS)
 def test_a_model_that_runs_on_the_paged_executor_refuses_policies_of_rows(name):
     with pytest.raises(ValueError, match=f"scheduler is {name}, which plans padded rows, and the model runs on the"):
+        make_scheduler(EngineConfig(scheduler=name), SHAPE, None)
+
+
+MINE = """
+from holdfast.lm.scheduler.policies import FixedBudget
+
+class PrefillsFirst(FixedBudget):
+    chunks = True
+
+    def plan(self, step):
+        step.budget = self.token_budget
+        step.prefill()
+        step.admit()
+        step.decode()
+
+no_class = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The module `mine` in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text(MINE)
+    yield
+    sys.modules.pop("mine", None)
+
+
+def test_a_scheduler_may_be_a_class_of_the_users_own(module):
+    config = EngineConfig(scheduler="mine:PrefillsFirst")
+    policy = choose_policy(config, SHAPE, None)
+    assert type(policy).__name__ == "PrefillsFirst" and policy.token_budget == 96, "a whole number of tiles"
+    assert capacity_of(config.scheduler, token_budget=8, max_model_len=64, max_sequences=3, limit=1) == 8
+    scheduler = make_scheduler(config, SHAPE, None)
+    for request in create_requests(8, 8):
+        scheduler.add(replace(request, prompt=(1,) * len(request.prompt)))
+    first = scheduler.schedule(0.0)
+    assert [segment.length for segment in first.segments] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mine:Missing", "scheduler mine:Missing: 'Missing' is not in mine"),
+        (
+            "mine:no_class",
+            "scheduler mine:no_class: it must be a subclass of holdfast.lm.scheduler.policies",
+        ),
+        ("not_there:X", "scheduler not_there:X: there is no module not_there"),
+    ],
+)
+def test_a_scheduler_that_cannot_be_found_is_refused_with_its_name(name, said, module):
+    with pytest.raises(ValueError, match=said):
         make_scheduler(EngineConfig(scheduler=name), SHAPE, None)
 
 

@@ -66,9 +66,7 @@ def test_a_window_bounds_the_bytes_of_a_long_row():
 
 
 def test_rows_count_their_memory_in_positions():
-    rows = RowShape(memory=1000, bytes=RowBytes(growing=((8, None),)), abilities=ABILITIES)
-    assert EngineShape(**SIZES, executor="padded", rows=rows).row_positions == 125
-    assert EngineShape(**SIZES).row_positions == 0
+    assert RowShape(memory=1000, bytes=RowBytes(growing=((8, None),)), abilities=ABILITIES).positions == 125
 
 
 @pytest.mark.parametrize("executor", ["paged", "padded"])

@@ -18,7 +18,7 @@ def make_repository(root: Path) -> Path:
         "benchmarks/lib/results/a.md": "[raw](a.json)",
         "benchmarks/lib/results/a.json": "{}",
         "benchmarks/lib/results/b.json": "{}",
-        "scripts/tiny/README.md": "Model",
+        "tools/tiny/README.md": "Model",
         "holdfast/README.md": "not a page",
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def test_pages_and_all_that_they_link_to_are_copied(tmp_path: Path) -> None:
     copied = {file.relative_to(target).as_posix() for file in target.rglob("*") if file.is_file()}
     assert copied == {
         "README.md", "docs/README.md", "docs/notes/2026-11-21-a.md", "docs/a.png", "benchmarks/README.md",
-        "benchmarks/lib/results/a.md", "benchmarks/lib/results/a.json", "scripts/tiny/README.md",
+        "benchmarks/lib/results/a.md", "benchmarks/lib/results/a.json", "tools/tiny/README.md",
     }  # fmt: skip
     assert (target / "docs/a.png").read_text() == "picture"
 

@@ -12,8 +12,8 @@ from holdfast.lm.models.halves import AdapterLayout, Halves
 from holdfast.lm.models.peft_files import MODULES
 from holdfast.training.iteration import Iteration, Places
 from holdfast.training.jobs import units_of
+from holdfast.training.optimizer import learning_rate
 from holdfast.training.order import Order
-from holdfast.training.schedule import learning_rate
 from tests.tuning import act, arena_for, drawn_examples, finish, native, new_job, trainer_for
 
 peft = pytest.importorskip("peft")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.training.schedule import learning_rate
+from holdfast.training.optimizer import learning_rate
 
 
 def test_the_rate_rises_to_its_peak_and_falls_in_equal_parts() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 from holdfast.cells.application import Application
 from holdfast.cells.cell import Cell, Field
+from holdfast.files.imported import imported
 
 BUILT_IN = ("tagger", "dates", "listops")
 """Each is a module here, whose `load` gives the application."""
@@ -33,34 +31,13 @@ def find(name: str) -> Application:
         module, path = f"{__name__}.{name}", "load"
     if not module or not path:
         raise ValueError(f"application is {name!r}; give one of {', '.join(BUILT_IN)}, or module:object")
-    found = _imported(name, module)
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"application {name}: {part!r} is not in {module}")
-        found = getattr(found, part)
+    found = imported("application", f"{module}:{path}")
     if isinstance(found, type) or (callable(found) and not _is_application(found)):
         try:
             found = found()
         except Exception as error:
             raise ValueError(f"application {name}: {path}() failed: {type(error).__name__}: {error}") from error
     return _checked(name, found)
-
-
-def _imported(name: str, module: str) -> Any:
-    if module.startswith(".") or not all(part.isidentifier() for part in module.split(".")):
-        raise ValueError(f"application {name}: {module!r} is no name of a module; give one such as package.module")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or module
-        raise ValueError(f"application {name}: there is no module {missing}") from error
-    except Exception as error:
-        raise ValueError(
-            f"application {name}: module {module} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _is_application(found: object) -> bool:

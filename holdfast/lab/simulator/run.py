@@ -280,6 +280,7 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
             max_sequences=config.max_sequences,
             limit=config.fixed_token_budget or profile.cache_tokens,
             chunks=rows is None or rows.abilities.chunks,
+            executor="padded" if rows else "paged",
         ),
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.core.types import AdapterInfo
-from holdfast.lm.execution.transfer import CopyEvent, CopyStream
+from holdfast.lm.copy_streams import CopyEvent, CopyStream
 from holdfast.lm.models.adapters import AdapterSlots, PackedAdapter
 from holdfast.lm.models.peft_files import DecoderSizes, UnsupportedAdapter, check_effect, read_peft
 from holdfast.lm.types import StepPlan

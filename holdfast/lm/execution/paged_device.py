@@ -16,6 +16,7 @@ import torch
 from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.core.version import __version__
+from holdfast.lm.copy_streams import CopyStream, stream_for
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.execution.adapter_transfer import AdapterStore, AdapterTransfers
 from holdfast.lm.execution.batch import Batch
@@ -25,7 +26,7 @@ from holdfast.lm.execution.host_memory import HostMemory, HostPart, cuda_pin, sh
 from holdfast.lm.execution.link_times import LinkTimes, time_links
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
-from holdfast.lm.execution.transfer import CopyStream, Transfers, stream_for
+from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.kernels.attention.backends import attention_for

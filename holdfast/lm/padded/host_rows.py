@@ -2,117 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from holdfast.lm.copy_streams import CopyEvent, CopyStream, stream_for
 from holdfast.lm.padded.state_layout import State, StateLayout
 from holdfast.lm.types import CopyTime, RowBytes, TierCopied
-
-
-class CopyEnd(Protocol):
-    """The end of a copy."""
-
-    def wait(self) -> None:
-        """Make computation started from now on, on the current stream, wait for the copy. Does not block the caller."""
-
-    def finish(self) -> None:
-        """Block the caller until the copy is done."""
-
-    def done(self) -> bool:
-        """Whether the copy is done."""
-
-    def seconds(self) -> float:
-        """Seconds that the copy took, once it is done."""
-
-
-class CopyQueue(Protocol):
-    """Runs copies in order, beside the computation."""
-
-    def follow(self) -> None:
-        """Make later copies wait for the computation started so far on the current stream."""
-
-    def copy(self, work: Callable[[], None], after: CopyEnd | None = None) -> CopyEnd:
-        """Run `work` once `after` is done; its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class DoneAtOnce:
-    """The end of a copy that a CPU has made at once."""
-
-    took: float
-
-    def wait(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def done(self) -> bool:
-        return True
-
-    def seconds(self) -> float:
-        return self.took
-
-
-class AtOnce:
-    """The copies of a CPU: they run in the thread that computes."""
-
-    def follow(self) -> None:
-        pass
-
-    def copy(self, work: Callable[[], None], after: CopyEnd | None = None) -> CopyEnd:
-        began = time.perf_counter()
-        work()
-        return DoneAtOnce(time.perf_counter() - began)
-
-
-class StreamEnd:
-    """The end of a copy on a CUDA stream."""
-
-    def __init__(self) -> None:
-        self.began, self.event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
-
-    def finish(self) -> None:
-        self.event.synchronize()
-
-    def done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
-
-    def seconds(self) -> float:
-        return float(self.began.elapsed_time(self.event)) / 1000
-
-
-class OnStream:
-    """Copies on a CUDA stream of their own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def follow(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
-
-    def copy(self, work: Callable[[], None], after: CopyEnd | None = None) -> CopyEnd:
-        end = StreamEnd()
-        with torch.cuda.stream(self._stream):
-            if after is not None:
-                after.wait()
-            end.began.record()
-            work()
-            end.event.record()
-        return end
-
-
-def copies_on(device: torch.device) -> CopyQueue:
-    """What runs copies beside the computation of this device."""
-    return OnStream(device) if device.type == "cuda" else AtOnce()
 
 
 class LoadingState:
@@ -121,7 +19,7 @@ class LoadingState:
     def __init__(self, layout: StateLayout) -> None:
         self._layout = layout
         self.state: State | None = None
-        self.end: CopyEnd
+        self.end: CopyEvent
 
     def take(self) -> State:
         """The state. Computation started from now on, on the current stream, waits for the copy. Call it once."""
@@ -139,7 +37,7 @@ class _Slot:
 
     length: int
     bytes: int
-    stored: CopyEnd | None = None
+    stored: CopyEvent | None = None
     state: State | None = None
 
 
@@ -149,7 +47,7 @@ class _Copy:
 
     step: int
     bytes: int
-    end: CopyEnd
+    end: CopyEvent
     source: State
     """Held until the copy has read it."""
 
@@ -168,11 +66,11 @@ class HostRows:
         device: torch.device,
         *,
         row_bytes: RowBytes | None = None,
-        make_queue: Callable[[], CopyQueue] | None = None,
+        make_stream: Callable[[], CopyStream] | None = None,
     ) -> None:
         """`capacity` in bytes. States come from `device` and go back there.
 
-        `row_bytes` is by default the layout's. `make_queue` makes what copies run on, one for each direction.
+        `row_bytes` is by default the layout's. `make_stream` makes what copies run on, one for each direction.
         """
         self.layout = layout
         self.capacity = capacity
@@ -180,7 +78,7 @@ class HostRows:
         """Bytes of the states that are stored."""
         self._device = device
         self._row_bytes = row_bytes or layout.row_bytes()
-        make = make_queue or (lambda: copies_on(device))
+        make = make_stream or (lambda: stream_for(device))
         self._out, self._in = make(), make()
         self._slots: dict[int, _Slot] = {}
         self._going_out: deque[_Copy] = deque()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.lm.kernels.upload import upload
-from holdfast.lm.padded import embedding, shaping
+from holdfast.lm.padded import shaping
 from holdfast.lm.padded.driver import Inputs
 from holdfast.lm.padded.state_layout import State, StateLayout
 
@@ -70,7 +70,7 @@ class RunningRows:
         else:
             self.state = self.layout.embed(self.state, self.width, place, state, length)
         if not self.compact:
-            self._mask = embedding.embedded_mask(self._mask, place, length)
+            self._mask = embedded_mask(self._mask, place, length)
             wider = self._mask.shape[1] - self.width
             self._starts = [start + wider for start in self._starts]
         self.width = max(self.width, length)
@@ -129,7 +129,7 @@ class RunningRows:
 
     def decode_inputs(self) -> Inputs:
         """One token for each place: ids [B, 1] from `last_token`, mask [B, width + 1], positions [B, 1]."""
-        inputs = embedding.decode_inputs(*self._on_device())
+        inputs = decode_inputs(*self._on_device())
         self._next_mask = inputs.mask
         return inputs
 
@@ -209,5 +209,31 @@ class RunningRows:
     def _on_device(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """By place: the last tokens [B], the mask [B, width], the lengths [B]. One upload."""
         rows, lengths = upload([*self.rows, *self.lengths], self.device).view(2, -1)
-        mask = embedding.right_aligned(lengths, self.width) if self.compact else self._mask
+        mask = right_aligned(lengths, self.width) if self.compact else self._mask
         return self.last_token.index_select(0, rows), mask, lengths
+
+
+def right_aligned(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """The mask [B, width] int64 of rows of these lengths [B]: placeholders in front, then the tokens."""
+    columns = torch.arange(width, device=lengths.device)
+    return (columns >= (width - lengths)[:, None]).to(torch.int64)
+
+
+def embedded_mask(mask: torch.Tensor, row: int, length: int) -> torch.Tensor:
+    """The mask after a state of `length` tokens was embedded in `row`: one of the B rows, or the next one (BA-13).
+
+    mask [B, L] becomes [B or B + 1, max(L, length)]. A state that is shorter than L is aligned at the end of its row
+    (case 1). For a longer one all rows are extended in front by placeholders (case 2).
+    """
+    rows, width = mask.shape
+    wide = max(width, length)
+    embedded = mask.new_zeros(max(rows, row + 1), wide)
+    embedded[:rows, wide - width :] = mask
+    embedded[row, : wide - length] = 0
+    embedded[row, wide - length :] = 1
+    return embedded
+
+
+def decode_inputs(last: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor) -> Inputs:
+    """One token for each of B rows: ids [B, 1] from last [B], mask [B, L] and a column of ones, positions [B, 1]."""
+    return Inputs(last[:, None], torch.cat((mask, mask.new_ones(len(mask), 1)), 1), lengths[:, None])

@@ -35,6 +35,8 @@ ROUNDING = 1e-9
 class Policy(ABC):
     """Chooses what runs in a step: sets the builder's budget, then calls its verbs in an order of its own."""
 
+    reserves = False
+    """Whether it starts a request only if its longest length has room. Then the cache needs no headroom."""
     deferred_seconds = 0.0
     """How long requests have waited so far because training goes first, summed."""
     tokens_drafted = drafts_accepted = 0

@@ -16,11 +16,21 @@ REFERENCE_DECODES, REFERENCE_CONTEXT = 32, 4096
 
 
 class FixedBudget(Policy):
-    """A policy whose steps all have the same token budget."""
+    """A policy whose steps all have the same token budget. A configuration can name any such class."""
+
+    chunks = False
+    """Whether it cuts prompts into chunks, so that no step needs more than the token budget."""
+    unbounded = False
+    """Whether it puts any number of whole prompts into a step."""
 
     def __init__(self, token_budget: int) -> None:
         """A policy that computes prompts whole needs a budget for the longest prompt beside all decodes."""
         self.token_budget = checked("token_budget", token_budget)
+
+    @classmethod
+    def sized(cls, token_budget: int, capacity: int) -> FixedBudget:
+        """The policy for steps of `token_budget`, or of up to `capacity` tokens where it computes prompts whole."""
+        return cls(token_budget if cls.chunks else capacity)
 
 
 class StallFree(FixedBudget):
@@ -28,6 +38,8 @@ class StallFree(FixedBudget):
 
     Running decodes come first, then started prefills, then new requests, up to the budget.
     """
+
+    chunks = True
 
     def plan(self, step: StepBuilder) -> None:
         step.budget = self.token_budget

@@ -83,7 +83,7 @@ class EngineShape:
     precision: str
     """The type of weights, activations and cache, for people and as part of the identity of cached state."""
     num_blocks: int
-    """Blocks of the KV cache on the device; positions of padded rows (`row_positions`)."""
+    """Blocks of the KV cache on the device; positions of padded rows (`RowShape.positions`)."""
     num_host_blocks: int = 0
     """Blocks of the host tier."""
     host_blocks_ready: int | None = None
@@ -119,11 +119,6 @@ class EngineShape:
     def __post_init__(self) -> None:
         if (self.rows is not None) != (self.executor == "padded"):
             raise ValueError(f"executor is {self.executor} and rows are {self.rows}; give rows for the padded one only")
-
-    @property
-    def row_positions(self) -> int:
-        """Positions that the states of padded rows may hold in all; 0 for the paged executor."""
-        return 0 if self.rows is None else self.rows.positions
 
 
 LanguageLoop = Loop[Request, StepPlan, StepResult, Columns[SequenceOutput], SchedulerStats]

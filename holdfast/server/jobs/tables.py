@@ -200,11 +200,40 @@ class FileTable:
             return list(db.execute(gone).scalars())
 
 
-class BatchTable:
-    """The batches. Raises NotFound for one that does not exist or belongs to another tenant."""
+class _OwnedTable:
+    """Work that belongs to servers: each row has an `owner`, and is `open` until it has ended."""
+
+    table: Table
 
     def __init__(self, database: Database) -> None:
         self._database = database
+
+    def owners(self) -> set[str]:
+        """The servers whose work has not ended."""
+        with self._database.read() as db:
+            return set(db.execute(select(self.table.c.owner).where(self.table.c.open).distinct()).scalars())
+
+    def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> dict[str, Found]:
+        """Give this work to `owner`, as far as it still belongs to one of `owners`, whose servers have ended.
+
+        Returns what it got by id, each with the attempts at it.
+        """
+        with self._database.write() as db:
+            theirs = update(self.table).where(self.table.c.id.in_(ids), self.table.c.owner.in_(owners))
+            taken = set(db.execute(theirs.values(owner=owner).returning(self.table.c.id)).scalars())
+            return {id: {} for id in taken} | cut_off(db, taken)
+
+    def _orphans(self, owners: Collection[str]) -> Sequence[Row[Any]]:
+        """The open rows of these servers, the oldest first."""
+        with self._database.read() as db:
+            theirs = select(self.table).where(self.table.c.open, self.table.c.owner.in_(owners))
+            return db.execute(theirs.order_by(self.table.c.created, self.table.c.id)).all()
+
+
+class BatchTable(_OwnedTable):
+    """The batches. Raises NotFound for one that does not exist or belongs to another tenant."""
+
+    table = batches
 
     def add(self, batch: Batch, owner: str, *, purpose: str, limit: int, tenant_limit: int) -> None:
         """Begin a batch. Raises NotFound for its input file, WrongPurpose for another kind of file, TooMany."""
@@ -226,12 +255,12 @@ class BatchTable:
     def get(self, tenant: str, id: str) -> Batch:
         """One batch."""
         with self._database.read() as db:
-            return _as_batch(_batch(db, tenant, id))
+            return _as_batch(_row(db, batches, id, tenant))
 
     def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[Batch], bool]:
         """Up to `limit` batches, the newest first, behind the batch `after`, and whether there are more."""
         with self._database.read() as db:
-            known = None if after is None else _batch(db, tenant, after, "after")
+            known = None if after is None else _row(db, batches, after, tenant, "after")
             place = None if known is None else (known.created, known.id)
             rows = _page(db, select(batches).where(batches.c.tenant == tenant), batches, limit, True, place)
             return [_as_batch(row) for row in rows[:limit]], len(rows) > limit
@@ -245,35 +274,17 @@ class BatchTable:
     def ask_cancel(self, tenant: str, id: str, now: float) -> Batch:
         """Ask a batch's owner to stop it. Raises Conflict if it has ended, or is about to."""
         with self._database.write() as db:
-            row = _batch(db, tenant, id)
+            row = _row(db, batches, id, tenant)
             batch = _as_batch(row)
             if batch.ended or batch.status == "finalizing":
                 raise Conflict(f"the batch is {batch.status}; only one in progress can be cancelled")
             if row.cancelling is None:
                 db.execute(update(batches).where(batches.c.id == id).values(cancelling=now))
-            return _as_batch(_batch(db, tenant, id))
-
-    def owners(self) -> set[str]:
-        """The servers whose batches have not ended."""
-        with self._database.read() as db:
-            return set(db.execute(select(batches.c.owner).where(batches.c.open).distinct()).scalars())
+            return _as_batch(_row(db, batches, id, tenant))
 
     def orphans(self, owners: Collection[str]) -> list[tuple[Batch, bool]]:
         """The open batches of these servers, the oldest first, and whether somebody asked to cancel each."""
-        with self._database.read() as db:
-            theirs = select(batches).where(batches.c.open, batches.c.owner.in_(owners))
-            rows = db.execute(theirs.order_by(batches.c.created, batches.c.id))
-            return [(_read_batch(row.batch), row.cancelling is not None) for row in rows]
-
-    def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> dict[str, Found]:
-        """Give these batches to `owner`, if they still belong to one of `owners`, whose servers have ended.
-
-        Returns those that it got, each with the attempts at its lines.
-        """
-        with self._database.write() as db:
-            theirs = update(batches).where(batches.c.id.in_(ids), batches.c.owner.in_(owners))
-            taken = set(db.execute(theirs.values(owner=owner).returning(batches.c.id)).scalars())
-            return {id: {} for id in taken} | cut_off(db, taken)
+        return [(_read_batch(row.batch), row.cancelling is not None) for row in self._orphans(owners)]
 
     def cancelled(self, ids: Iterable[str]) -> list[str]:
         """Those of these batches that somebody asked to cancel."""
@@ -287,7 +298,7 @@ class BatchTable:
             for file in made:
                 db.execute(delete(files).where(files.c.id == file.id))
                 _insert_file(db, file)
-            batch = _write(db, replace(_stored(db, id), **fields))
+            batch = _write(db, replace(_read_batch(_row(db, batches, id).batch), **fields))
             if batch.ended:
                 forget(db, id)
             return batch
@@ -295,7 +306,7 @@ class BatchTable:
     def answer(self, id: str, answers: Sequence[AnsweredLine]) -> tuple[Batch, list[AnsweredLine]]:
         """Store answers, but none to a line that has one already. Returns the batch, and what was stored."""
         with self._database.write() as db:
-            batch, numbers = _stored(db, id), [each.number for each in answers]
+            batch, numbers = _read_batch(_row(db, batches, id).batch), [each.number for each in answers]
             there = select(lines.c.number).where(lines.c.batch == id, lines.c.number.in_(numbers))
             answered = set(db.execute(there).scalars())
             new = list({each.number: each for each in answers if each.number not in answered}.values())
@@ -341,11 +352,10 @@ class BatchTable:
             db.execute(delete(batches).where(~batches.c.open, batches.c.created < before))
 
 
-class JobTable:
+class JobTable(_OwnedTable):
     """The tuning jobs. Raises NotFound for one that does not exist or belongs to another tenant."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    table = tuning_jobs
 
     def add(self, job: TuningJob, owner: str, *, limit: int, tenant_limit: int, kept: int) -> None:
         """Begin a job. Raises NotFound for its files, WrongPurpose for other kinds of files, TooMany.
@@ -381,7 +391,7 @@ class JobTable:
     def get(self, tenant: str, id: str) -> TuningJob:
         """One job."""
         with self._database.read() as db:
-            return _as_job(_job(db, tenant, id))
+            return _as_job(_row(db, tuning_jobs, id, tenant))
 
     def page(
         self, tenant: str, *, limit: int, after: str | None, metadata: Mapping[str, str]
@@ -391,7 +401,7 @@ class JobTable:
         Only those that have all of `metadata`.
         """
         with self._database.read() as db:
-            known = None if after is None else _job(db, tenant, after, "after")
+            known = None if after is None else _row(db, tuning_jobs, after, tenant, "after")
             place = None if known is None else (known.created, known.id)
             found: list[TuningJob] = []
             while True:
@@ -411,7 +421,7 @@ class JobTable:
         Returns the job, what is wanted of it now, and how often somebody has asked.
         """
         with self._database.write() as db:
-            row = _job(db, tenant, id)
+            row = _row(db, tuning_jobs, id, tenant)
             job, asks = _as_job(row), row.asks + 1
             wanted: Wanted
             match verb:
@@ -425,29 +435,11 @@ class JobTable:
                 raise Conflict(f"the job is {job.status}; only {which} can be {PAST[verb]}")
             changed = update(tuning_jobs).where(tuning_jobs.c.id == id)
             db.execute(changed.values(wanted=wanted, asks=asks, asked_at=now))
-            return _as_job(_job(db, tenant, id)), wanted, asks
-
-    def owners(self) -> set[str]:
-        """The servers whose jobs have not ended."""
-        with self._database.read() as db:
-            return set(db.execute(select(tuning_jobs.c.owner).where(tuning_jobs.c.open).distinct()).scalars())
+            return _as_job(_row(db, tuning_jobs, id, tenant)), wanted, asks
 
     def orphans(self, owners: Collection[str]) -> list[tuple[TuningJob, Wanted]]:
         """The open jobs of these servers, the oldest first, and what is wanted of each."""
-        with self._database.read() as db:
-            theirs = select(tuning_jobs).where(tuning_jobs.c.open, tuning_jobs.c.owner.in_(owners))
-            rows = db.execute(theirs.order_by(tuning_jobs.c.created, tuning_jobs.c.id))
-            return [(_read_job(row.job), row.wanted) for row in rows]
-
-    def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> dict[str, Found]:
-        """Give these jobs to `owner`, if they still belong to one of `owners`, whose servers have ended.
-
-        Returns those that it got, each with the attempts at it.
-        """
-        with self._database.write() as db:
-            theirs = update(tuning_jobs).where(tuning_jobs.c.id.in_(ids), tuning_jobs.c.owner.in_(owners))
-            taken = set(db.execute(theirs.values(owner=owner).returning(tuning_jobs.c.id)).scalars())
-            return {id: {} for id in taken} | cut_off(db, taken)
+        return [(_read_job(row.job), row.wanted) for row in self._orphans(owners)]
 
     def wanted(self, ids: Iterable[str]) -> dict[str, tuple[Wanted, int]]:
         """What is wanted of each of these jobs, and how often somebody has asked."""
@@ -463,7 +455,7 @@ class JobTable:
             for file in made:
                 db.execute(delete(files).where(files.c.id == file.id))
                 _insert_file(db, file)
-            job = replace(_stored_job(db, id), **fields)
+            job = replace(_read_job(_row(db, tuning_jobs, id).job), **fields)
             values: dict[str, Any] = {"job": encode(job), "open": not job.ended}
             values["reading"] = job.status == "validating_files"
             if "checkpoints" in fields:
@@ -479,7 +471,7 @@ class JobTable:
     ) -> tuple[list[tuple[int, JobEvent]], bool]:
         """Up to `limit` events with their numbers, the newest first, before that one; and whether there are more."""
         with self._database.read() as db:
-            _job(db, tenant, id)
+            _row(db, tuning_jobs, id, tenant)
             wanted = select(tuning_events).where(tuning_events.c.job == id)
             if before is not None:
                 wanted = wanted.where(tuning_events.c.number < before)
@@ -504,7 +496,7 @@ class JobTable:
     def withdraw(self, tenant: str, id: str) -> None:
         """Have no adapters of a job any more. Raises Conflict while it has not ended."""
         with self._database.write() as db:
-            if not (job := _as_job(_job(db, tenant, id))).ended or _job(db, tenant, id).open:
+            if not (job := _as_job(_row(db, tuning_jobs, id, tenant))).ended or _row(db, tuning_jobs, id, tenant).open:
                 raise Conflict(f"the tuning job of this model is {job.status}; cancel it first")
             db.execute(update(tuning_jobs).where(tuning_jobs.c.id == id).values(serving=False))
 
@@ -558,19 +550,17 @@ def _insert_file(db: Connection, file: StoredFile) -> None:
     db.execute(insert(files).values({name: getattr(file, name) for name in file.__struct_fields__}))
 
 
-def _batch(db: Connection, tenant: str, id: str, param: str | None = None) -> Row[Any]:
-    row = db.execute(select(batches).where(batches.c.id == id, batches.c.tenant == tenant)).one_or_none()
+KINDS = {batches: "batch", tuning_jobs: "fine_tuning_job"}
+"""What errors call a row of each table."""
+
+
+def _row(db: Connection, table: Table, id: str, tenant: str | None = None, param: str | None = None) -> Row[Any]:
+    """A row as its owner stored it; with a `tenant`, only that one's. Raises NotFound."""
+    wanted = select(table).where(table.c.id == id)
+    row = db.execute(wanted if tenant is None else wanted.where(table.c.tenant == tenant)).one_or_none()
     if row is None:
-        raise NotFound("batch", id, param)
+        raise NotFound(KINDS[table], id, param)
     return row
-
-
-def _stored(db: Connection, id: str) -> Batch:
-    """A batch's state as its owner stored it. The counts come from here, so they always fit the answers."""
-    found = db.execute(select(batches.c.batch).where(batches.c.id == id)).scalar()
-    if found is None:
-        raise NotFound("batch", id)
-    return _read_batch(found)
 
 
 def _write(db: Connection, batch: Batch) -> Batch:
@@ -585,21 +575,6 @@ def _as_batch(row: Row[Any]) -> Batch:
         return batch
     status = "cancelling" if batch.status in ("validating", "in_progress") else batch.status
     return replace(batch, status=status, times={**batch.times, "cancelling": row.cancelling})
-
-
-def _job(db: Connection, tenant: str, id: str, param: str | None = None) -> Row[Any]:
-    row = db.execute(select(tuning_jobs).where(tuning_jobs.c.id == id, tuning_jobs.c.tenant == tenant)).one_or_none()
-    if row is None:
-        raise NotFound("fine_tuning_job", id, param)
-    return row
-
-
-def _stored_job(db: Connection, id: str) -> TuningJob:
-    """A job's state as its owner stored it."""
-    found = db.execute(select(tuning_jobs.c.job).where(tuning_jobs.c.id == id)).scalar()
-    if found is None:
-        raise NotFound("fine_tuning_job", id)
-    return _read_job(found)
 
 
 def _as_job(row: Row[Any]) -> TuningJob:

@@ -1,4 +1,4 @@
-"""Routes that generate: chat completions, completions, and responses, where a turn sends only its new input."""
+"""Routes of models: chat completions, completions, embeddings, and responses, where a turn sends only its new input."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from holdfast.server.conversations.protocol import (
     event_bytes,
 )
 from holdfast.server.conversations.service import Responses
+from holdfast.server.embeddings import EmbeddingRequest, embed
 from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, SampledRequest, parse
-from holdfast.server.replies import DONE, ChatShape, Shape, TextShape, event
+from holdfast.server.replies import DONE, ChatShape, RequestUsage, Shape, TextShape, event
 from holdfast.server.routes.http import (
     JSON,
     described,
@@ -174,3 +175,14 @@ async def stream(
         return event_bytes(failed(error if isinstance(error, ApiError) else internal(error)))
 
     return await start_stream(request, encoded(), last)
+
+
+def add_embedding_route(app: FastAPI, service: Service) -> None:
+    """POST /v1/embeddings."""
+
+    @app.post("/v1/embeddings", openapi_extra=described(EmbeddingRequest))
+    async def embeddings(request: Request) -> Response:
+        """A vector for each input, of a model that is made for embeddings."""
+        wanted = await read_request(request, service, EmbeddingRequest)
+        request.state.usage = usage = RequestUsage()
+        return JSON(await while_connected(request.receive, embed(service, wanted, tenant_of(request), usage)))

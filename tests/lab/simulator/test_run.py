@@ -5,14 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import PACKED_SCHEDULERS, EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.simulator.run import engine_shape
 from holdfast.lab.workloads import Conversation, Turn
-from holdfast.lm.choice import NAMES
 from holdfast.loop.loop import Loop
 from tests.built import SCHEDULING, check, settings_of
 from tests.lab.simulator.simulation import COST, PROFILE, run
@@ -59,8 +58,8 @@ def test_every_option_of_the_scheduler_reaches_the_simulated_one(name, monkeypat
     loops = []
 
     class Noted(Loop):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
             loops.append(self)
 
     monkeypatch.setattr("holdfast.lab.simulator.run.Loop", Noted)
@@ -127,7 +126,7 @@ def test_a_closed_loop_keeps_the_given_number_of_conversations_open():
         assert sum(start <= arrival < end for start, end in spans) == 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PACKED_SCHEDULERS)
 def test_the_same_arguments_give_the_same_outcome(name):
     workload = workloads.gamma_arrivals(
         workloads.fit_context(workloads.multi_turn(8, think=0.5, seed=1), 1500), 20.0, seed=1
@@ -223,7 +222,7 @@ STAGED = Pipeline((COST, COST), Link("wire", 1e9, 1e-4), token_bytes=100)
 BOTH = replace(PROFILE, cost=STAGED.whole(), pp=2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PACKED_SCHEDULERS)
 def test_every_policy_serves_on_a_pipeline(name):
     workload = workloads.gamma_arrivals(workloads.fixed(24, 200, 12), 30.0, seed=2)
     first, second = (run(workload, profile=BOTH, pipeline=STAGED, config={"scheduler": name}) for _ in range(2))

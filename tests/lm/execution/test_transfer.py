@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from holdfast.lm.execution.transfer import CopyStream, HostStream, Transfers, stream_for
+from holdfast.lm.copy_streams import CopyStream, HostStream, stream_for
+from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.types import BlockCopy, CopyTime, StepPlan, TierCopies
 from tests.late_streams import ForgottenStream, LateStream

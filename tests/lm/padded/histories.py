@@ -65,12 +65,12 @@ class Made:
         rows: int = 8,
         host_bytes: int = 1 << 30,
         compact: bool = True,
-        make_queue: Callable[[], Any] | None = None,
+        make_stream: Callable[[], Any] | None = None,
         driver: Any = None,
         second_stream: bool = True,
     ) -> PaddedExecutor:
         device = self.driver.model.device
-        host = HostRows(self.layout, host_bytes, device, make_queue=make_queue) if host_bytes else None
+        host = HostRows(self.layout, host_bytes, device, make_stream=make_stream) if host_bytes else None
         running = RunningRows(self.layout, rows, device, compact=compact)
         return PaddedExecutor(driver or self.driver, abilities, running, host, second_stream=second_stream)
 

@@ -24,11 +24,11 @@ def segment(row, start, tokens, *, sampling=GREEDY, name=None):
 class Steps:
     """An executor over the echo model, which answers a token with the next one, and the plans given to it."""
 
-    def __init__(self, abilities=ALL, *, host_bytes=1000, make_queue=None, rows=6):
+    def __init__(self, abilities=ALL, *, host_bytes=1000, make_stream=None, rows=6):
         self.echo, self.rows = echo_rows(rows)
         self.failing = FailingDriver(self.echo, lambda: bool(self.fails and self.fails.pop(0)))
         self.fails = []
-        host = HostRows(self.rows.layout, host_bytes, CPU, make_queue=make_queue) if host_bytes else None
+        host = HostRows(self.rows.layout, host_bytes, CPU, make_stream=make_stream) if host_bytes else None
         self.executor = PaddedExecutor(self.failing, abilities, self.rows, host)
         self.step = 0
 
@@ -126,7 +126,7 @@ def test_rows_whose_sequences_have_ended_are_computed_with_the_others(steps):
 
 
 def test_states_go_to_slots_on_the_device_and_the_host_and_come_back(steps):
-    run = steps(make_queue=LateStream)
+    run = steps(make_stream=LateStream)
     run.start(1, 2, 3)
     moves = [
         RowMove(0, "keep", 1, slot=7, length=2),
@@ -147,7 +147,7 @@ def test_states_go_to_slots_on_the_device_and_the_host_and_come_back(steps):
 
 
 def test_results_say_which_copies_to_and_from_the_host_are_complete(steps):
-    run = steps(make_queue=lambda: LateStream(patience=0))
+    run = steps(make_stream=lambda: LateStream(patience=0))
     run.start(1)
     result = run([segment(2, 0, [20])], [Forward(1, apart=True)], [RowMove(0, "store", 1, slot=8, length=2)])
     assert (result.copied.swapped_out, [(copy.step, copy.inward) for copy in result.copied.times]) == (1, [(1, False)])
@@ -155,7 +155,7 @@ def test_results_say_which_copies_to_and_from_the_host_are_complete(steps):
 
 
 def test_a_step_of_copies_alone_is_complete_when_they_are(steps):
-    run = steps(make_queue=lambda: LateStream(patience=100))
+    run = steps(make_stream=lambda: LateStream(patience=100))
     run.start(1)
     assert run(moves=[RowMove(0, "store", 1, slot=8, length=2)]).copied.swapped_out == 1
 

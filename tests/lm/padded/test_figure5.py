@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.lm.padded import embedding
+from holdfast.lm.padded import running_rows
 from tests.lm.padded.echo import decode, echo_rows, keys_of, shape
 
 
@@ -44,11 +44,11 @@ def test_for_a_longer_state_all_rows_are_extended_in_front(compact):
 
 def test_the_mask_says_where_an_embedded_state_lies():
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
-    assert embedding.embedded_mask(mask, 2, 2).tolist() == [[1, 1, 1], [0, 1, 1], [0, 1, 1]]
-    assert embedding.embedded_mask(mask, 0, 1).tolist() == [[0, 0, 1], [0, 1, 1]]
-    assert embedding.embedded_mask(mask, 1, 4).tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    assert running_rows.embedded_mask(mask, 2, 2).tolist() == [[1, 1, 1], [0, 1, 1], [0, 1, 1]]
+    assert running_rows.embedded_mask(mask, 0, 1).tolist() == [[0, 0, 1], [0, 1, 1]]
+    assert running_rows.embedded_mask(mask, 1, 4).tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
     assert mask.tolist() == [[1, 1, 1], [0, 1, 1]]
 
 
 def test_the_mask_of_a_compact_batch_follows_from_the_lengths():
-    assert embedding.right_aligned(torch.tensor([3, 1, 2]), 3).tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
+    assert running_rows.right_aligned(torch.tensor([3, 1, 2]), 3).tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]

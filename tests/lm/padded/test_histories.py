@@ -57,7 +57,7 @@ def run(family: str, seeds: range, device: str = "cpu", **options: object) -> Co
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba2", "jamba", "rwkv"])
 def test_each_row_gets_what_it_gets_alone(family: str) -> None:
-    seen = run(family, range(10, 10 + 2 * HISTORIES), make_queue=LateStream)
+    seen = run(family, range(10, 10 + 2 * HISTORIES), make_stream=LateStream)
     assert {"embed", "shape", "chunk", "group", "preempt", "abort", "run_on", "keep", "store", "load", "reuse"} <= {
         *seen
     }
@@ -144,7 +144,7 @@ def run_many(histories: int, first: int) -> int:
     for number, family in enumerate(FAMILIES):
         start, seen = time.process_time(), Counter[str]()
         for seed in range(first + number * share, first + (number + 1) * share):
-            options = {"make_queue": LateStream} if seed // 4 % 2 else {}
+            options = {"make_stream": LateStream} if seed // 4 % 2 else {}
             try:
                 seen += run(family, range(seed, seed + 1), fails=0.0 if seed % 4 else 0.05, **options)
                 seen["history"] += 1

@@ -16,7 +16,7 @@ def state_of(*tokens):
 
 
 def host_rows(capacity=1000, stream=None):
-    return HostRows(LAYOUT, capacity, CPU, make_queue=stream)
+    return HostRows(LAYOUT, capacity, CPU, make_stream=stream)
 
 
 def test_a_stored_state_comes_back_as_it_was_as_often_as_it_is_loaded():

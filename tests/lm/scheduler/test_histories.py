@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Identity, Request, SamplingParams
-from holdfast.lm.choice import RESERVING, capacity_of, make_policy
+from holdfast.lm.choice import capacity_of, make_policy
 from holdfast.lm.memory.retention import EVICTIONS
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.drafts import Drafter, Matcher
@@ -134,7 +134,7 @@ class History:
         self.growth = random.Random(seed)
         self.host_ready = self.growth.choice((0, self.host_blocks // 2, self.host_blocks))
         self.any_order = name == "stall-free" and choose.random() < 0.25
-        self.never_preempts = name in RESERVING
+        self.never_preempts = name in ("request-level", "orca")
         self.order = order or Priority(aging=choose.choice((0.5, 20.0, 1e6)))
         self.stages = stages
         self.scheduler = create_scheduler(

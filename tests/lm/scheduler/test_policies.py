@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.lm.scheduler.baselines import Orca, PrefillFirst, RequestLevel
+from holdfast.lab.schedulers import Orca, PrefillFirst, RequestLevel
 from holdfast.lm.scheduler.policies import StallFree
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.config import SCHEDULERS
 from holdfast.core.cost import PaddedCost
 from holdfast.core.types import Identity, Request, SamplingParams
-from holdfast.lm.choice import EVERY_NAME, capacity_of, make_policy
+from holdfast.lm.choice import capacity_of, make_policy
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.types import RowBytes, RowPlan, idle_tokens
@@ -27,7 +28,7 @@ from tests.scheduling import EOS, VOCABULARY, run_alone, sampled
 
 MAX_MODEL_LEN = 48
 STEPS = 100
-POLICIES = (*EVERY_NAME, "latency-target")
+POLICIES = (*SCHEDULERS, "latency-target")
 NEVER_PREEMPT = ("request-level", "orca")
 SIZES = (POSITION, RowBytes(fixed=20), RowBytes(fixed=7, growing=((2, None),)), RowBytes(growing=((1, None), (3, 8))))
 
@@ -92,6 +93,7 @@ class RowHistory:
             max_model_len=MAX_MODEL_LEN,
             max_sequences=self.max_sequences,
             limit=self.random.choice((1, 200)),
+            executor="padded",
         )
         return make_policy(name, token_budget=budget, capacity=capacity, executor="padded")
 

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.lab.row_schedulers import PaddedBatches, PrefillApart, RunToCompletion
 from holdfast.lm.choice import make_policy
 from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
-from holdfast.lm.scheduler.row_policies import Embedding, PaddedBatches, PrefillApart, RunToCompletion, Shaping
+from holdfast.lm.scheduler.row_policies import Embedding, Shaping
 from holdfast.lm.types import StepResult, idle_tokens
 from tests.core.test_cost import PADDED
 from tests.padded_rows import ABLE, create_row_scheduler, forwards_of, moves_of, shape_of_rows

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.types import FinishReason
+from holdfast.lab.row_schedulers import RunToCompletion
 from holdfast.lm.scheduler.policies import StallFree
-from holdfast.lm.scheduler.row_policies import Embedding, RunToCompletion
+from holdfast.lm.scheduler.row_policies import Embedding
 from holdfast.lm.scheduler.row_scheduler import TRIES
 from holdfast.lm.types import RowPlan, RowResult, StepResult, TierCopied
 from tests.padded_rows import FakeRows, check_rows, create_row_scheduler, forwards_of, moves_of, shape_of_rows

@@ -16,9 +16,8 @@ from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.collectives.protocol import Group, own_rows
 from holdfast.lm.kernels.sampling.logprobs import NUMBERS_AT_ONCE, Logprobs, log_probabilities
 from holdfast.lm.kernels.sampling.masks import forbid
-from holdfast.lm.kernels.sampling.sample import sample
+from holdfast.lm.kernels.sampling.sample import best_tokens, sample
 from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
-from holdfast.lm.kernels.sampling.sharded import sample_sharded
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.types import History, Sampling
 from holdfast.lm.types.prompts import Telling
@@ -243,3 +242,41 @@ class Sampler:
         numbers = group.gather(numbers.flatten()).view(-1, 1 + most)[:count]
         ids = group.gather(ids.flatten()).view(-1, most)[:count] if most else ids.new_zeros(count, 0)
         return Logprobs(numbers[:, 0], numbers[:, 1:], ids)
+
+
+def sample_sharded(
+    logits: torch.Tensor,
+    group: Group,
+    vocab_size: int,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    any_random: bool,
+    any_filtered: bool,
+) -> torch.Tensor:
+    """`sample` for logits [B, V_own] of this device's tokens, as in `Group.exchange_rows`: the same [B] everywhere.
+
+    Without filters a row's token is the best of the devices' best ones. Top-k and top-p need whole rows, so in a step
+    in which any row has one, each device takes a share of the rows, whole.
+    """
+    count, size = len(logits), group.size
+    if not any_filtered:
+        first = group.rank * -(-vocab_size // size)
+        return group.best(*best_tokens(logits, temperature, seed, position, any_random=any_random, first=first))
+    rows = own_rows(count, size, group.rank)
+    own = slice(rows.start, rows.stop)
+    tokens = torch.zeros(-(-count // size), dtype=torch.int64, device=logits.device)
+    tokens[: len(rows)] = sample(
+        group.exchange_rows(logits, vocab_size),
+        temperature[own],
+        top_k[own],
+        top_p[own],
+        seed[own],
+        position[own],
+        any_random=any_random,
+        any_filtered=any_filtered,
+    )
+    return group.gather(tokens).flatten()[:count]

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 from holdfast.lm.kernels.sampling.sample import best_tokens, sample
-from holdfast.lm.kernels.sampling.sharded import sample_sharded
+from holdfast.lm.kernels.sampling.sampler import sample_sharded
 from tests.ranks import in_group
 
 KINDS = {

@@ -3,7 +3,7 @@
 Everything is drawn from one seeded generator. Names, sums and combinations of the held-out split never
 occur in training.
 
-    python -m scripts.tiny.dialogues --split heldout --count 3
+    python -m tools.tiny.dialogues --split heldout --count 3
 """
 
 import argparse

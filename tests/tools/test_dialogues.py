@@ -6,13 +6,13 @@ from random import Random
 import pytest
 
 from holdfast.engine.client.text import Text
-from scripts.tiny.dialogues import Dialogue, write_dialogue, write_text, write_tool_dialogue
-from scripts.tiny.facts import ME, attributes_of
-from scripts.tiny.language import Sentence, Style, expand
-from scripts.tiny.sums import draw_sum
-from scripts.tiny.tokens import dialogue_texts, encode_dialogue, save_tokenizer, train_tokenizer
-from scripts.tiny.words import NAMES, Split, belongs, proper
-from scripts.tiny.writer import Check, Writer
+from tools.tiny.dialogues import Dialogue, write_dialogue, write_text, write_tool_dialogue
+from tools.tiny.facts import ME, attributes_of
+from tools.tiny.language import Sentence, Style, expand
+from tools.tiny.sums import draw_sum
+from tools.tiny.tokens import dialogue_texts, encode_dialogue, save_tokenizer, train_tokenizer
+from tools.tiny.words import NAMES, Split, belongs, proper
+from tools.tiny.writer import Check, Writer
 
 
 def written(split: Split, count: int = 150, seed: int = 3) -> list[Dialogue]:

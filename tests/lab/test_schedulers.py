@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
+from holdfast.lab.schedulers import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.lib.cells.baselines import Merging, Padding
+from benchmarks.lib.cells.models import parse_tree, sentence, sentence_of_operators, sentence_pair, tree_of_operators
+from benchmarks.lib.cells.simulation import ManyWorkers
+from benchmarks.lib.cells.workloads import complete_tree, random_trees, sentence_lengths, tokens_for
 from holdfast.cells.cell import Cell
 from holdfast.cells.graph import CellGraph
 from holdfast.cells.plan import CellRequest
 from holdfast.cells.planner import CellPlanner
-from holdfast.lab.cells.baselines import Merging, Padding
-from holdfast.lab.cells.models import parse_tree, sentence, sentence_of_operators, sentence_pair, tree_of_operators
-from holdfast.lab.cells.simulation import ManyWorkers
-from holdfast.lab.cells.workloads import complete_tree, random_trees, sentence_lengths, tokens_for
 from holdfast.loop.loop import Loop
-from tests.lab.cells.in_numpy import (
+from tests.benchmarks.cells.in_numpy import (
     VOCABULARY,
     NumpyExecutor,
     encoder_and_decoder,

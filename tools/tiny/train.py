@@ -1,7 +1,7 @@
 """Trains holdfast-tiny from nothing, on dialogues that are written while it trains, and saves it.
 
-python -m scripts.tiny.train --out holdfast/builtin/holdfast-tiny        # a GPU, minutes
-python -m scripts.tiny.train --out /tmp/tiny --steps 20 --batch-tokens 4096 --writers 1     # a CPU, to try it
+python -m tools.tiny.train --out holdfast/builtin/holdfast-tiny        # a GPU, minutes
+python -m tools.tiny.train --out /tmp/tiny --steps 20 --batch-tokens 4096 --writers 1     # a CPU, to try it
 """
 
 import argparse

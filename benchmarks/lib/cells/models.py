@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.cells.workloads import Tree
 from holdfast.cells.cell import Cell, Output, State, Value
 from holdfast.cells.graph import CellGraph
-from holdfast.lab.cells.workloads import Tree
 
 Run = Callable[..., Any]
 Inputs = dict[str, State | Value]

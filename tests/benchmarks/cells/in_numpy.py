@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lib.cells import models
+from benchmarks.lib.cells.models import Operators
 from holdfast.cells.cell import Cell, Spec, State
 from holdfast.cells.plan import Layout, Returned, Round
-from holdfast.lab.cells import models
-from holdfast.lab.cells.models import Operators
 
 HIDDEN, VOCABULARY = 6, 11
 Weights = Mapping[str, np.ndarray]

@@ -3,7 +3,7 @@
 Two measures on held-out dialogues. First, at each token of the scripted answers, after the scripted text before it: how
 often the argmax is the same. Second, the dialogues held live, as in `evaluate`: how many answers are right.
 
-    python -m scripts.tiny.precision --set kv_cache_dtype=fp8 --dialogues 40
+    python -m tools.tiny.precision --set kv_cache_dtype=fp8 --dialogues 40
 """
 
 import argparse

@@ -3,7 +3,7 @@
 Each dialogue is held live: the model's own answers are its history, except where the next message takes up a
 scripted answer.
 
-    python -m scripts.tiny.evaluate --model holdfast/builtin/holdfast-tiny --dialogues 200
+    python -m tools.tiny.evaluate --model holdfast/builtin/holdfast-tiny --dialogues 200
 """
 
 import argparse

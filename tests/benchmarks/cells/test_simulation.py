@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.lib.cells.baselines import Merging, Padding
+from benchmarks.lib.cells.models import decoder_cell, encoder_cell, lstm_cell, sentence, sentence_pair
+from benchmarks.lib.cells.simulation import LSTM_V100, V100, Device, ManyWorkers, Ran, Served, highest, simulate
 from holdfast.cells.plan import CellRequest
 from holdfast.cells.planner import CellPlanner
 from holdfast.core.cell_cost import CellCost
-from holdfast.lab.cells.baselines import Merging, Padding
-from holdfast.lab.cells.models import decoder_cell, encoder_cell, lstm_cell, sentence, sentence_pair
-from holdfast.lab.cells.simulation import LSTM_V100, V100, Device, ManyWorkers, Ran, Served, highest, simulate
 
 UNIT = Device({"lstm": CellCost((64,), (1.0,)), "encoder": CellCost((64,), (1.0,)), "decoder": CellCost((64,), (1.0,))})
 """A cell takes one unit of time, at any batch size."""

@@ -1,4 +1,4 @@
-"""Policies of the literature to measure against, over the same queues, memory and kernels."""
+"""Schedulers of other systems to measure against, over the same queues, memory and kernels. `lm.choice` names them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class RequestLevel(FixedBudget):
     its longest length. Its prompts are prefilled in as many steps as they take, and requests that arrive later wait.
     """
 
+    reserves = unbounded = True
+
     def plan(self, step: StepBuilder) -> None:
         step.budget = self.token_budget
         if not step.running:
@@ -25,6 +27,8 @@ class RequestLevel(FixedBudget):
 
 class Orca(FixedBudget):
     """Orca: requests join and leave at every step. Prompts are whole, and blocks reserved for the longest length."""
+
+    reserves = unbounded = True
 
     def plan(self, step: StepBuilder) -> None:
         step.budget = self.token_budget
@@ -63,6 +67,11 @@ class Unified(FixedBudget):
         super().__init__(token_budget)
         self.threshold = checked("threshold", threshold)
 
+    @classmethod
+    def sized(cls, token_budget: int, capacity: int) -> Unified:
+        """As `FixedBudget.sized`, with the token budget as the threshold."""
+        return cls(token_budget, capacity)
+
     def plan(self, step: StepBuilder) -> None:
         step.budget = self.token_budget
         step.displace()
@@ -72,6 +81,8 @@ class Unified(FixedBudget):
 
 class ChunkedOnly(FixedBudget):
     """Sarathi-Serve, Table 4, ablation without hybrid batches: steps of chunks and steps of decodes take turns."""
+
+    chunks = True
 
     def __init__(self, token_budget: int) -> None:
         super().__init__(token_budget)

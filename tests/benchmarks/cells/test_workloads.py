@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast.lab.cells.workloads import (
+from benchmarks.lib.cells.workloads import (
     Tree,
     complete_tree,
     poisson_arrivals,

@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from holdfast import LLM
-from scripts.tiny.dialogues import Dialogue, write_dialogue
-from scripts.tiny.precision import argmax_tokens, right, share_same
+from tools.tiny.dialogues import Dialogue, write_dialogue
+from tools.tiny.precision import argmax_tokens, right, share_same
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,0 @@
-"""Cells measured: workloads, a virtual executor, and the planners that cellular batching is compared with."""

@@ -27,11 +27,11 @@ def check_pool(pool, tables, reserved=()):
     idle = [*pool._idle.retained.blocks, *pool._idle.reclaimable]
     idle += [block for block in swapping_out if not owners[block]]
     unowned = [block for block, count in enumerate(owners) if not count]
-    lent = range(pool.num_blocks - pool.training, pool.num_blocks)
+    lent = range(pool.num_blocks - pool.lent, pool.num_blocks)
     if sorted((*pool._free, *idle, *lent)) != unowned or len(idle) != pool.cached:
         raise RuntimeError("a block is lost, or is in two of the states free, cached, owned and lent")
-    if len(pool._free) + pool.cached + pool.used + pool.training != pool.num_blocks:
-        raise RuntimeError("free + cached + used + training is not the total")
+    if len(pool._free) + pool.cached + pool.used + pool.lent != pool.num_blocks:
+        raise RuntimeError("free + cached + used + lent is not the total")
     cached = [block for block, digest in enumerate(digests) if digest is not None]
     if not {*idle, *swapping_out} <= {*cached} or not {*cached}.isdisjoint(pool._free):
         raise RuntimeError("a block is idle or being copied but is not cached, or is free and cached at once")

@@ -17,11 +17,16 @@ from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND, Deferred
+from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
+from holdfast.lm.parts.tuning.training_room import TrainingRoom
+from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
 from holdfast.lm.scheduler.drafts import Drafter, NgramDrafter, SuffixDrafter
 from holdfast.lm.scheduler.order import make_order
+from holdfast.lm.scheduler.part import Part
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import (
     LatencyTarget,
@@ -42,10 +47,7 @@ from holdfast.lm.scheduler.row_policies import (
 )
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
 from holdfast.lm.scheduler.speculation import Speculation
-from holdfast.lm.scheduler.training_room import TrainingRoom
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import EngineShape, RowShape
 
 EVERY_NAME: tuple[SchedulerName, ...] = get_args(SchedulerName)
@@ -245,15 +247,18 @@ def make_scheduler(
 
     `policy` replaces the one that the configuration asks for. `stages` is the number of pipeline stages. With a
     `tuner` (`make_tuner`) it plans training too: in slices beside streams if there is a target between tokens, else by
-    the deferral rule with `deferral_bound` seconds (None: DEFAULT_BOUND). `Scheduler.tuner` is that tuner. With
+    the deferral rule with `deferral_bound` seconds (None: DEFAULT_BOUND). With
     `tuning_progress`, slices go on however full the steps are. With a `drafter` (`make_drafter`), decodes verify drafts
     where `cost` says that it pays. `now` is when it was looked at what the disk tier holds (`EngineShape.lower`).
     Raises ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on padded rows, in a pipeline or
     under a scheduler that is not stall-free, and for a bound with a target or without a tuner.
     """
     policy = policy or choose_policy(config, shape, cost, stages=stages)
+    parts: list[Part] = [AdapterPart(AdapterPool(shape.adapter_slots))] if shape.adapter_slots else []
     if tuner is not None:
-        policy = _with_training(config, shape, cost, policy, tuner, stages, deferral_bound, tuning_progress)
+        tuning = TuningPart(tuner)
+        policy = _with_training(config, shape, cost, policy, tuning, stages, deferral_bound, tuning_progress)
+        parts.append(tuning)
     elif deferral_bound is not None:
         raise ValueError(f"deferral_bound is {deferral_bound}, and no training is taken; drop it")
     if drafter is not None and cost is not None:
@@ -304,8 +309,7 @@ def make_scheduler(
     if shape.lower is not None:
         prices = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
         lower = LowerTiers(pool, shape.lower, prices, now)
-    parts = [AdapterPart(AdapterPool(shape.adapter_slots))] if shape.adapter_slots else []
-    return Scheduler(policy, pool, parts, **settings, tuner=tuner, lower=lower, stages=stages)
+    return Scheduler(policy, pool, parts, **settings, lower=lower, stages=stages)
 
 
 def make_drafter(config: EngineConfig, shape: EngineShape, kind: str) -> Drafter | None:
@@ -329,7 +333,7 @@ def _with_training(
     shape: EngineShape,
     cost: CostModel | None,
     policy: Policy,
-    tuner: Tuner,
+    part: TuningPart,
     stages: int,
     deferral_bound: float | None,
     progress: bool,
@@ -342,10 +346,10 @@ def _with_training(
     if config.scheduler != "stall-free":
         raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {config.scheduler}; drop one")
     if config.tbt_target is None:
-        return Deferred(policy, tuner, DEFAULT_BOUND if deferral_bound is None else deferral_bound)
+        return Deferred(policy, part, DEFAULT_BOUND if deferral_bound is None else deferral_bound)
     if deferral_bound is not None:
         raise ValueError(
             f"deferral_bound is {deferral_bound} and tbt_target is {config.tbt_target}: training goes by one of them"
         )
     assert cost is not None  # a target needs it in any case
-    return TrainingSlices(policy, tuner, cost, config.tbt_target / 1000, progress=progress)
+    return TrainingSlices(policy, part, cost, config.tbt_target / 1000, progress=progress)

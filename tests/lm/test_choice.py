@@ -18,12 +18,12 @@ from holdfast.lm.choice import (
     make_tuner,
     steps_in_flight,
 )
+from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND, Deferred
+from holdfast.lm.parts.tuning.slices import RESERVE, TrainingSlices
 from holdfast.lm.scheduler.baselines import Unified
-from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
-from holdfast.lm.scheduler.slices import RESERVE, TrainingSlices
 from holdfast.lm.types import EngineShape, RowPlan
 from tests.lm.scheduler.test_latency_target import COST
 from tests.padded_rows import ABLE, shape_of_rows

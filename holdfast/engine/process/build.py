@@ -43,10 +43,10 @@ from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
 from holdfast.lm.parts.adapters.planner import AdapterPart
-from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
+from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
+from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import (
     DEFAULT_TOKEN_BUDGET,
     EngineShape,

@@ -20,9 +20,9 @@ from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.choice import capacity_of, make_scheduler, make_tuner, steps_in_flight
+from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types import (
     COPIES_AHEAD_BYTES,

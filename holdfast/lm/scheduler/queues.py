@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.protocol import AnyMemory, Found
 from holdfast.lm.scheduler.entries import NO_ROW, Entry, RankedQueue
 from holdfast.lm.scheduler.fetch_queue import NOTHING, FetchQueue
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.part import Hooks, Part
-from holdfast.lm.scheduler.slabs import Slabs
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.tiers import TierName
 from holdfast.lm.types import BlockCopy
 
@@ -36,8 +33,6 @@ class Queues:
         """The waiting sequences, if the order lets them displace running ones."""
         self.held: dict[Entry, Part] = {}
         """The sequences that wait for something of a part, each with the part. They are not in `waiting`."""
-        self.slabs: Slabs | None = None
-        """The memory of training; None where none is planned."""
         self.fetches: FetchQueue | None = None
         """The waiting sequences whose blocks come from tiers behind the host; None where there are none."""
         self.running = RankedQueue()
@@ -63,21 +58,14 @@ class Queues:
         """Let sequences wait for blocks of these tiers. To be called before there are any."""
         self.fetches = FetchQueue(lower)
 
-    def serve_training(self, tuner: Tuner) -> None:
-        """Lend blocks to training. Raises ValueError where state is not paged."""
-        if not isinstance(self.pool, BlockPool):
-            raise ValueError("training needs a paged cache")
-        self.slabs = Slabs(self.pool, tuner, self.headroom)
-
     @property
     def num_waiting(self) -> int:
         """Sequences that wait, also those that parts hold, or that wait for their blocks."""
         return len(self.waiting) + len(self.held) + (len(self.fetches) if self.fetches is not None else 0)
 
-    @property
-    def lent(self) -> int:
-        """Blocks that training has."""
-        return self.slabs.lent if self.slabs is not None else 0
+    def make_room(self, blocks: int, now: float) -> bool:
+        """Let the first part that can make this many more blocks available do it. Returns whether one did."""
+        return any(part.make_room(blocks, now) for part in self.hooks.make_room)
 
     def add(self, entry: Entry) -> None:
         """Let a sequence wait."""

@@ -22,13 +22,11 @@ from holdfast.lm.scheduler.entries import NO_ROW, Entry
 from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.part import Hooks, Part
 from holdfast.lm.scheduler.queues import Queues
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.tiers import TierDone, TierJob
 from holdfast.lm.types import History, PartPlan, Sampling, SchedulerStats, Sequence, StepPlan, StepResult
 from holdfast.lm.types.grammars import Answer, Forced, GrammarPlan, GrammarResult
 from holdfast.lm.types.penalties import PenaltyPlan
 from holdfast.lm.types.prompts import PromptResult
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 from holdfast.lm.types.vectors import VectorResult
 
 P = TypeVar("P", bound=Part)
@@ -60,7 +58,6 @@ class Scheduler:
         headroom: float = 0.1,
         sharing: bool = False,
         served: Identity | None = None,
-        tuner: Tuner | None = None,
         lower: LowerTiers | None = None,
         order: Order | None = None,
         seed: int = 0,
@@ -71,8 +68,7 @@ class Scheduler:
     ) -> None:
         """`parts` are called in their order. `sharing` lets requests of one identity share the state of equal prefixes.
         `served` names the model, adapter and dtype of the executor; `add` refuses any other, unless a part serves it.
-        None refuses nothing. `tuner` has jobs of training; the
-        policy says when they run. `lower` are the tiers behind the host tier of `pool`.
+        None refuses nothing. `lower` are the tiers behind the host tier of `pool`.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
         default by priority class. `seed` makes seeds for requests that bring none. `stages` is the number of stages of
@@ -94,10 +90,6 @@ class Scheduler:
         self._queues = make_queues(pool, max_sequences, headroom, self._order, stages, self._hooks)
         for part in parts:
             part.attach(self._queues)
-        self.tuner = tuner
-        """The jobs of training; None where none are taken."""
-        if tuner is not None:
-            self._queues.serve_training(tuner)
         self._lower = lower
         if lower is not None:
             self._queues.serve_lower_tiers(lower)
@@ -124,7 +116,6 @@ class Scheduler:
         self._now = 0.0
         """The latest time that any call gave; `abort` gives none."""
         self._tokens_computed = 0
-        self._training_tokens, self._training_seconds = 0, 0.0
 
     @property
     def memory(self) -> AnyMemory:
@@ -244,9 +235,6 @@ class Scheduler:
         """
         number, sampling, ended, telling = self._in_flight.popleft()
         ragged = plan.samples is not None or result.counts is not None
-        slice_, report = plan.part(TrainingPlan).slice, result.part(TrainingReport)
-        if bool(slice_) != bool(report):
-            raise RuntimeError(f"step {number} has slice {slice_ or None}; got {report or None}")
         if not plan.step == result.step == number or not (
             valid_counts(plan, result, sampling) if ragged else len(result.tokens) == len(sampling)
         ):
@@ -275,11 +263,6 @@ class Scheduler:
         for part in self._hooks.apply:
             for entry in part.apply(plan, result, now):
                 self._end(entry, FinishReason.ABORT)
-        if self.tuner is not None and self._queues.slabs is not None and report:
-            self.tuner.observe(report)
-            self._training_tokens += report.tokens
-            self._training_seconds += report.seconds
-            self._queues.slabs.settle()
         self._policy.observe(plan, result)
         if (stages := self._queues.stages) > 1:
             for entry in sampling:
@@ -454,15 +437,14 @@ class Scheduler:
         return self._entries
 
     def has_work(self) -> bool:
-        """Whether any request has not ended, any training is left to plan, others wait for copies, or any state is left
+        """Whether any request has not ended, a part has work without any, others wait for copies, or any state is left
         to copy down in a pause."""
         return (
             bool(self._entries)
-            or (self.tuner is not None and self.tuner.has_work)
+            or any(part.has_work for part in self._hooks.has_work)
             or bool(self._queues.pool.copies.wanted)
             or self._settled < self._barrier
             or self._flushes
-            or any(part.has_work for part in self._hooks.has_work)
         )
 
     @property
@@ -502,10 +484,6 @@ class Scheduler:
             prefix_hits_on_host=queues.prefix_hits_on_host,
             suspensions=queues.preemptions if pool.host else 0,
             tokens_dropped=pool.dropped * pool.block_size,
-            blocks_training=queues.lent,
-            training_tokens=self._training_tokens,
-            training_seconds=self._training_seconds,
-            deferred_seconds=self._policy.deferred_seconds,
             tokens_drafted=self._policy.tokens_drafted,
             drafts_accepted=self._policy.drafts_accepted,
             prefix_hits_on_disk=queues.prefix_hits_below["disk"],

@@ -11,12 +11,13 @@ from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
+from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND, Deferred
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
@@ -305,11 +306,10 @@ def make_scheduler(
     again = partial(cost.recompute, config.block_size) if cost is not None else None
     if shape.block_bytes and shape.num_host_blocks and again is not None:
         pool.prices = Prices(again, block_size=config.block_size, block_bytes=shape.block_bytes)
-    lower = None
     if shape.lower is not None:
         prices = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
-        lower = LowerTiers(pool, shape.lower, prices, now)
-    return Scheduler(policy, pool, parts, **settings, lower=lower, stages=stages)
+        parts.append(TierPart(LowerTiers(pool, shape.lower, prices, now)))
+    return Scheduler(policy, pool, parts, **settings, stages=stages)
 
 
 def make_drafter(config: EngineConfig, shape: EngineShape, kind: str) -> Drafter | None:

@@ -272,14 +272,14 @@ class StepBuilder:
             for ready in [entry for entry in queues.waiting if self.due(entry)]:
                 if not queues.free_rows or not (self.budget > 0 or beyond_budget):
                     return
-                if (allow is None or allow(ready)) and not queues.fetch(ready, self.now):
+                if (allow is None or allow(ready)) and not queues.is_held_back(ready, self.now):
                     self._start(ready, most=self.budget if whole else None, at_once=whole or not self._ids)
             return
         while (self.budget > 0 or beyond_budget) and queues.free_rows:
             entry = queues.waiting.first()
             if entry is None or (allow is not None and not allow(entry)):
                 return
-            if queues.fetch(entry, self.now):
+            if queues.is_held_back(entry, self.now):
                 continue
             # Beside other segments its copies run under this step, which would otherwise wait for them.
             at_once = whole or beyond_budget or not self._ids

@@ -14,7 +14,6 @@ from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput, TokenLogprobs
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.protocol import AnyMemory, AnyState
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
@@ -22,7 +21,6 @@ from holdfast.lm.scheduler.entries import NO_ROW, Entry
 from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.part import Hooks, Part
 from holdfast.lm.scheduler.queues import Queues
-from holdfast.lm.tiers import TierDone, TierJob
 from holdfast.lm.types import History, PartPlan, Sampling, SchedulerStats, Sequence, StepPlan, StepResult
 from holdfast.lm.types.grammars import Answer, Forced, GrammarPlan, GrammarResult
 from holdfast.lm.types.penalties import PenaltyPlan
@@ -58,7 +56,6 @@ class Scheduler:
         headroom: float = 0.1,
         sharing: bool = False,
         served: Identity | None = None,
-        lower: LowerTiers | None = None,
         order: Order | None = None,
         seed: int = 0,
         stages: int = 1,
@@ -68,7 +65,7 @@ class Scheduler:
     ) -> None:
         """`parts` are called in their order. `sharing` lets requests of one identity share the state of equal prefixes.
         `served` names the model, adapter and dtype of the executor; `add` refuses any other, unless a part serves it.
-        None refuses nothing. `lower` are the tiers behind the host tier of `pool`.
+        None refuses nothing.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
         default by priority class. `seed` makes seeds for requests that bring none. `stages` is the number of stages of
@@ -90,9 +87,6 @@ class Scheduler:
         self._queues = make_queues(pool, max_sequences, headroom, self._order, stages, self._hooks)
         for part in parts:
             part.attach(self._queues)
-        self._lower = lower
-        if lower is not None:
-            self._queues.serve_lower_tiers(lower)
         self._make_builder = make_builder
         self._entries: dict[str, Entry] = {}
         self._in_flight: deque[tuple[int, list[Entry], int, list[Entry]]] = deque()
@@ -164,7 +158,12 @@ class Scheduler:
         soon = len(self._queues.free_rows) > self._queues.num_waiting
         self._queues.add(entry)
         if soon and entry not in self._queues.held:
-            self._queues.fetch(entry, max(self._now, request.arrival))
+            self._queues.is_held_back(entry, max(self._now, request.arrival))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts in their order."""
+        return self._hooks.parts
 
     def part(self, kind: type[P]) -> P:
         """The part of this class. Raises LookupError where there is none."""
@@ -190,9 +189,6 @@ class Scheduler:
         hooks = self._hooks
         for part in hooks.advance:
             part.advance(now)
-        if (lower := self._lower) is not None:
-            self._queues.resume_fetched(now)
-            lower.flush(not self._entries)
         step = self._make_builder(self._queues, self._steps, now)
         step.in_flight = bool(self._in_flight)
         step.settles = self._settled < self._barrier
@@ -201,8 +197,6 @@ class Scheduler:
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
-            if lower is not None and plan.copies.swap_in:
-                lower.begin_swap_in(plan.step)
             if self._counting and (parts := self._histories(step.sampling)):
                 plan = replace(plan, parts=(*plan.parts, *parts))
             self._in_flight.append((self._steps, step.sampling, self._ended, step.telling))
@@ -254,8 +248,6 @@ class Scheduler:
         self._now = now
         pool.finish_swap_out(result.copied.swapped_out)
         pool.copies.finish_swap_in(result.copied.swapped_in)
-        if self._lower is not None:
-            self._lower.finish_swap_in(result.copied.swapped_in)
         for copy in result.copied.times:
             if copy.inward and isinstance(pool, BlockPool):
                 pool.host_link.observe(copy.bytes, copy.seconds)
@@ -401,25 +393,6 @@ class Scheduler:
             cached_by_tier=[sequence.cached_by_tier for sequence in sequences],
         )
 
-    def tier_jobs(self, now: float) -> abc.Sequence[TierJob]:
-        """The jobs of the tiers behind the host that are to begin now; others do them."""
-        return self._lower.jobs(now) if self._lower is not None else ()
-
-    def finish_tier_jobs(self, ended: abc.Iterable[TierDone], now: float) -> None:
-        """Take note of such jobs that have ended."""
-        if self._lower is not None:
-            self._lower.done(ended, now)
-
-    @property
-    def awaits_tiers(self) -> bool:
-        """Whether a request waits for blocks of the tiers behind the host."""
-        return self._queues.fetches is not None and len(self._queues.fetches) > 0
-
-    @property
-    def _flushes(self) -> bool:
-        """Whether nothing is left to do but to copy idle state down, and the tiers behind the device take it."""
-        return self._lower is not None and not self._entries and self._lower.can_flush
-
     def resize_host_tier(self, ready: int, total: int) -> None:
         """The first `ready` blocks of the host tier can be used from now on; in the end `total` will be."""
         host = self._queues.pool.host
@@ -437,14 +410,12 @@ class Scheduler:
         return self._entries
 
     def has_work(self) -> bool:
-        """Whether any request has not ended, a part has work without any, others wait for copies, or any state is left
-        to copy down in a pause."""
+        """Whether any request has not ended, a part has work without any, or others wait for copies."""
         return (
             bool(self._entries)
             or any(part.has_work for part in self._hooks.has_work)
             or bool(self._queues.pool.copies.wanted)
             or self._settled < self._barrier
-            or self._flushes
         )
 
     @property
@@ -463,7 +434,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Queues and memory now, with plans in flight counted as done."""
-        queues, pool, lower = self._queues, self._queues.pool, self._lower
+        queues, pool = self._queues, self._queues.pool
         return SchedulerStats(
             waiting=queues.num_waiting,
             running=len(queues.running) + len(queues.swapping_in),
@@ -486,9 +457,6 @@ class Scheduler:
             tokens_dropped=pool.dropped * pool.block_size,
             tokens_drafted=self._policy.tokens_drafted,
             drafts_accepted=self._policy.drafts_accepted,
-            prefix_hits_on_disk=queues.prefix_hits_below["disk"],
-            prefix_hits_on_remote=queues.prefix_hits_below["remote"],
-            **(lower.stats() if lower is not None else {}),
             **self._stats_of_parts(),
         )
 

@@ -14,12 +14,6 @@ from holdfast.lm.memory.prices import Link, Prices
 from holdfast.lm.memory.retention import MIN_AGE, Use
 from holdfast.lm.tiers import NO_SLOT, JobKind, LowerShape, TierBlock, TierDone, TierJob, TierName
 
-TIERS = {
-    "f": "being brought back to the host",
-    "k": "on the disk",
-    "r": "in the remote tier, when it was last asked",
-}
-"""Where the state of a block can lie behind the host, by letters that `block_pool.TIERS` does not have."""
 JOB_BYTES = 4 << 20
 """Bytes of a job, roughly: a disk reads large pieces fastest, and handing jobs over takes time, too."""
 READ_BYTES = 2 << 20
@@ -187,7 +181,7 @@ class LowerTiers:
         return self.disk is not None and self.disk.find(digest) is not None
 
     def tiers(self, digests: Iterable[bytes]) -> str:
-        """Where the state of each digest lies behind the host: a letter of TIERS for each, or - for nowhere."""
+        """Where the state of each digest lies behind the host: letters of `block_map.TIERS_BELOW`, or - for nowhere."""
         arriving, remote = self._arriving, self._known
         on_disk: Mapping[bytes, int] = {} if self.disk is None else self.disk.by_digest
         return "".join(

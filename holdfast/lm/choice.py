@@ -16,6 +16,7 @@ from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.moves.planner import MovePart
 from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND, Deferred
@@ -309,6 +310,8 @@ def make_scheduler(
     if shape.lower is not None:
         prices = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
         parts.append(TierPart(LowerTiers(pool, shape.lower, prices, now)))
+    if config.chunk_host and shape.num_host_blocks:
+        parts.append(MovePart())
     return Scheduler(policy, pool, parts, **settings, stages=stages)
 
 

@@ -391,8 +391,9 @@ def on_rows(config: EngineConfig, device: PaddedDevice) -> str:
 
 
 def grow_host_tier(scheduler: Scheduler, host: HostTier) -> None:
-    """Tell the scheduler how much of the host tier can be used by now."""
-    scheduler.resize_host_tier(host.ready, host.blocks)
+    """Let the scheduler's memory use as much of the host tier as can be used by now."""
+    if scheduler.pool.host is not None:
+        scheduler.pool.host.resize(host.ready, host.blocks)
 
 
 class Choice(NamedTuple):

@@ -77,8 +77,6 @@ class StepBuilder:
         """Time of planning in seconds."""
         self.in_flight = False
         """Whether the result of a plan is still to come."""
-        self.settles = False
-        """Whether somebody waits for a result, of a plan that need not do anything (`Scheduler.barrier`)."""
         self.running = queues.running
         """The running sequences, to look at."""
         self.swapping_in = queues.swapping_in
@@ -314,7 +312,7 @@ class StepBuilder:
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
             awaited = self._kept or any(part.wants_step for part in hooks.wants_step)
             idle = not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in
-            if idle and not (awaited or self.settles):
+            if idle and not awaited:
                 return None
         segments = Columns(
             Segment,

@@ -102,10 +102,6 @@ class Scheduler:
         self._known_before = 0
         """The largest `Entry.known_before`."""
         self._steps = 0
-        self._settled = -1
-        """The last plan of which it is known that its copies from the host, and all before, are complete."""
-        self._barrier = -1
-        """The last plan for which somebody waits so."""
         self._ended = 0
         self._now = 0.0
         """The latest time that any call gave; `abort` gives none."""
@@ -191,7 +187,6 @@ class Scheduler:
             part.advance(now)
         step = self._make_builder(self._queues, self._steps, now)
         step.in_flight = bool(self._in_flight)
-        step.settles = self._settled < self._barrier
         for part in hooks.begin:
             part.begin(step)
         self._policy.plan(step)
@@ -251,7 +246,6 @@ class Scheduler:
         for copy in result.copied.times:
             if copy.inward and isinstance(pool, BlockPool):
                 pool.host_link.observe(copy.bytes, copy.seconds)
-        self._settled = max(self._settled, result.copied.swapped_in)
         for part in self._hooks.apply:
             for entry in part.apply(plan, result, now):
                 self._end(entry, FinishReason.ABORT)
@@ -393,12 +387,6 @@ class Scheduler:
             cached_by_tier=[sequence.cached_by_tier for sequence in sequences],
         )
 
-    def resize_host_tier(self, ready: int, total: int) -> None:
-        """The first `ready` blocks of the host tier can be used from now on; in the end `total` will be."""
-        host = self._queues.pool.host
-        if host is not None:
-            host.resize(ready, total)
-
     @property
     def queues(self) -> Queues:
         """The waiting and the running sequences, to look at."""
@@ -415,22 +403,12 @@ class Scheduler:
             bool(self._entries)
             or any(part.has_work for part in self._hooks.has_work)
             or bool(self._queues.pool.copies.wanted)
-            or self._settled < self._barrier
         )
 
     @property
     def pool(self) -> AnyMemory:
         """The memory. Between two plans, others may hold, reserve and fill blocks of its host tier."""
         return self._queues.pool
-
-    def barrier(self) -> int:
-        """A mark of what is planned so far, for `passed`. The host tier must be able to swap in."""
-        self._barrier = self._steps - 1
-        return self._barrier
-
-    def passed(self, barrier: int) -> bool:
-        """Whether no plan that was made before this mark reads the host any more."""
-        return self._settled >= barrier
 
     def stats(self) -> SchedulerStats:
         """Queues and memory now, with plans in flight counted as done."""

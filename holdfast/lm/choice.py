@@ -294,6 +294,10 @@ def make_scheduler(
             prefill_ahead=config.states_ahead,
             to_completion=isinstance(policy, RowPolicy) and policy.to_completion,
         )
+    again = partial(cost.recompute, config.block_size) if cost is not None else None
+    prices = None
+    if shape.block_bytes and shape.num_host_blocks and again is not None:
+        prices = Prices(again, block_size=config.block_size, block_bytes=shape.block_bytes)
     pool = BlockPool(
         shape.num_blocks,
         config.block_size,
@@ -303,13 +307,11 @@ def make_scheduler(
         low_water=config.swap_threshold,
         copies_ahead=shape.copies_ahead,
         copies_for_others=shape.copies_for_others,
+        prices=prices,
     )
-    again = partial(cost.recompute, config.block_size) if cost is not None else None
-    if shape.block_bytes and shape.num_host_blocks and again is not None:
-        pool.prices = Prices(again, block_size=config.block_size, block_bytes=shape.block_bytes)
     if shape.lower is not None:
-        prices = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
-        parts.append(TierPart(LowerTiers(pool, shape.lower, prices, now)))
+        below = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
+        parts.append(TierPart(LowerTiers(pool, shape.lower, below, now)))
     if config.chunk_host and shape.num_host_blocks:
         parts.append(MovePart())
     return Scheduler(policy, pool, parts, **settings, stages=stages)

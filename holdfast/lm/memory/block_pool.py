@@ -64,12 +64,14 @@ class BlockPool:
         low_water: float = 0.25,
         copies_ahead: int | None = None,
         copies_for_others: int | None = None,
+        prices: Prices | None = None,
     ) -> None:
         """Swapping out begins when the share of blocks that are free or reclaimable falls below `low_water`.
 
         Of `host_blocks`, `host_ready` can be used from the start (None: all), others once `host.resize` says so. A
         plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more. A plan that
-        computes anything copies `copies_for_others` of the blocks that others want.
+        computes anything copies `copies_for_others` of the blocks that others want. `prices` say whether a block of the
+        host is worth its copy; None: each is.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
@@ -103,12 +105,20 @@ class BlockPool:
         """Blocks that are lent to a part, the highest ones."""
         self.kept_below: Callable[[bytes], bool] | None = None
         """Whether a tier behind the host has the block of this digest. None: there is no such tier."""
-        self.prices: Prices | None = None
+        self.prices = prices
         """What says whether a block of the host is worth its copy. None: each is."""
         self.host_link = Link(latency=0.0, rate=FASTEST)
         """Copies from the host to the device, as measured."""
-        self.flushing = False
+        self._flushing = False
         """Whether the next plan copies idle blocks to the host however many are free: nobody needs the device."""
+
+    def serve_below(self, has: Callable[[bytes], bool]) -> None:
+        """There are tiers behind the host from now on: `has` says whether they have the block of a digest."""
+        self.kept_below = has
+
+    def flush(self, on: bool) -> None:
+        """Let the next plans copy idle blocks to the host however many are free, as nobody needs the device; or not."""
+        self._flushing = on
 
     @property
     def available(self) -> int:
@@ -435,8 +445,8 @@ class BlockPool:
 
         The copies read the device before the plan's segments run, and slow them down. So a plan of `num_tokens` makes
         room for about as many positions as it fills, or an eighth of what is short if that is more. Only blocks that
-        `fits` asked for in vain are copied at once. Blocks are pinned until `finish_swap_out`. While `flushing`, a plan
-        copies as many as it may.
+        `fits` asked for in vain are copied at once. Blocks are pinned until `finish_swap_out`. After `flush(True)` a
+        plan copies as many as it may.
         """
         host, idle = self.host, self._idle
         if host is None:
@@ -446,7 +456,7 @@ class BlockPool:
         ready = self.allocatable + self.copies.idle
         short = self._low_water * (self.num_blocks - self.lent) // self.num_blocks - ready
         ahead = min(short, max(self._copies_ahead, self.blocks_for(num_tokens), short // 8))
-        wanted = self.max_copies if self.flushing else min(max(self._demand - ready, ahead), self.max_copies)
+        wanted = self.max_copies if self._flushing else min(max(self._demand - ready, ahead), self.max_copies)
         self._demand = 0
         if wanted <= 0 or not idle.retained.blocks:
             return asked

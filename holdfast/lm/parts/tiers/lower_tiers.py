@@ -110,8 +110,7 @@ class LowerTiers:
             "remote": Link(latency=3e-3, rate=5e8),
         }
         self._pool, self._host = pool, pool.host
-        self._told: list[tuple[bytes, Use | None]] = []
-        self._host.told = self._told
+        self._host.take_uses()
         self._remote = shape.remote
         self._remote_down = shape.remote_down
         """Whether the remote tier has failed, and no check has found since that it works."""
@@ -143,7 +142,7 @@ class LowerTiers:
         self._written: dict[TierName, int] = {"disk": 0, "remote": 0}
         self._read: dict[TierName, int] = {"disk": 0, "remote": 0}
         self._corrupt = self._failures = self._given_up = 0
-        pool.kept_below = self.has
+        pool.serve_below(self.has)
         self._load(shape, now)
 
     def _load(self, shape: LowerShape, now: float) -> None:
@@ -161,7 +160,7 @@ class LowerTiers:
     @property
     def backlog(self) -> bool:
         """Whether so much is still to be written that the host should not be given more."""
-        return max(map(len, self._dirty.values())) + len(self._told) >= max(1, self._host.ready // 4)
+        return max(map(len, self._dirty.values())) + self._host.unread_uses >= max(1, self._host.ready // 4)
 
     @property
     def can_flush(self) -> bool:
@@ -170,7 +169,7 @@ class LowerTiers:
 
     def flush(self, idle: bool) -> None:
         """Let the next plan copy idle blocks down if there is nothing else to do, `idle`, and these tiers take them."""
-        self._pool.flushing = idle and self.can_flush
+        self._pool.flush(idle and self.can_flush)
 
     def has(self, digest: bytes) -> bool:
         """Whether the disk has this block, or the remote tier was seen to have it."""
@@ -224,10 +223,8 @@ class LowerTiers:
 
     def _note(self) -> None:
         """Look at what the host tells of blocks that it got, or that have been used again."""
-        told, self._told = self._told, []
-        self._host.told = self._told
         disk, used = self.disk, dict[Use, list[bytes]]()
-        for digest, use in told:
+        for digest, use in self._host.take_uses():
             if disk is not None:
                 if disk.find(digest) is None:
                     self._dirty["disk"][digest] = None

@@ -111,7 +111,7 @@ class TieredHistory(History):
 
     def unsettled(self):
         lower = self.scheduler.part(TierPart).lower
-        return lower._books or lower._told or any(lower._dirty.values()) or self.scheduler.has_work()
+        return lower._books or lower._host.unread_uses or any(lower._dirty.values()) or self.scheduler.has_work()
 
     def settle(self):
         """Let all jobs end."""

@@ -79,14 +79,14 @@ def waiting_request(entry: Entry, reason: str) -> WaitingRequest:
 
 def _reasons(queues: Queues) -> Iterable[WaitingRequest]:
     first = queues.waiting.first()
-    at_start = {entry for entry, part in queues.held.items() if part in queues.hooks.starting}
-    for entry in queues.held:
-        if entry in at_start:  # it was about to start, so it stands before those that wait
-            yield waiting_request(entry, queues.held[entry].waits_for)
+    starting = queues.hooks.starting
+    for entry, part in queues.held.items():
+        if part in starting:  # the entry was about to start, so it stands before those that wait
+            yield waiting_request(entry, part.waits_for)
     for entry in queues.waiting:
         yield waiting_request(entry, reason(queues, entry) if entry is first else "order")
     for entry, part in queues.held.items():
-        if entry not in at_start:
+        if part not in starting:
             yield waiting_request(entry, part.waits_for)
 
 

@@ -19,8 +19,9 @@ from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
-from holdfast.lm.choice import capacity_of, make_scheduler, make_tuner, steps_in_flight
+from holdfast.lm.choice import capacity_of, make_scheduler, steps_in_flight
 from holdfast.lm.parts.tiers.planner import TierPart
+from holdfast.lm.parts.tuning.choice import make_tuner
 from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.scheduler import Scheduler

@@ -236,18 +236,12 @@ RECORDS = {
         "what a scheduler keeps of a sequence is a record that all its modules share",
     ),
     "lm.scheduler.*policies": ({"step"}, "a policy gives the step under construction its limits"),
-    "lm.scheduler.baselines": ({"step"}, "a policy gives the step under construction its limits"),
-    "lm.scheduler.deferral": ({"step"}, "a policy gives the step under construction its limits"),
     "lm.scheduler.pipeline_target": ({"step"}, "a policy gives the step under construction its limits"),
     "lm.scheduler.speculation": (
         {"step", "row", "account"}, "drafts of a row are a record, and the policy gives the step what follows decodes",
     ),
     "lm.scheduler.scheduler": ({"step"}, "a step under construction is completed by the scheduler"),
     "lm.scheduler.builder": ({"queues"}, "a step under construction counts in the scheduler's queues"),
-    "lm.scheduler.slabs": ({"self._tuner"}, "the tuner and the lending of blocks count together"),
-    "lm.scheduler.tuner": (
-        {"job", "self._corrections[kind]", "self._jobs[job]"}, "what the tuner keeps of a job is a record of its own",
-    ),
 }  # fmt: skip
 """By module, or a pattern of several: objects whose attributes others may assign, and why."""
 

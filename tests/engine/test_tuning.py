@@ -33,6 +33,7 @@ from holdfast.engine.process.parts.tuning_handler import TuningHandler
 from holdfast.engine.process.requests import RequestHandler
 from holdfast.engine.process.serve import serve
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
+from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.types.tuning import TrainingReport
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
@@ -155,7 +156,7 @@ class Bench:
 
     def reach(self, job: str, step: int) -> None:
         """Run until this optimizer step is planned. A slow disk may tell of the steps before it much later."""
-        self.until(lambda: self.loop.planner.tuner.step_of(job)[0] >= step)
+        self.until(lambda: self.loop.planner.part(TuningPart).tuner.step_of(job)[0] >= step)
 
     def finish(self, *jobs: str) -> None:
         self.until(lambda: all(self.events(job, JobEnded) for job in jobs))

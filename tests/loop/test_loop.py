@@ -104,7 +104,7 @@ def test_the_planner_is_told_what_changed_before_it_plans_and_before_it_is_asked
 
     def refresh():
         calls.append(len(calls) + 1)
-        scheduler.resize_host_tier(calls[-1], 4)
+        scheduler.pool.host.resize(calls[-1], 4)
 
     loop = Loop(scheduler, Recorder(8, 4, 4), 1, itertools.count().__next__, refresh)
     assert loop.stats().host_blocks_ready == 1

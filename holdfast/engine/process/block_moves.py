@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from holdfast.engine import messages
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_pool import HostPool
+from holdfast.lm.parts.moves.planner import MovePart
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.loop.contracts import Clock
 
@@ -51,7 +52,7 @@ class Moves:
         Raises ValueError for a scheduler whose memory has no host tier.
         """
         self.pool, self.host = two_tiers(scheduler)
-        self._scheduler, self._clock, self._wake = scheduler, clock, wake
+        self._part, self._clock, self._wake = scheduler.part(MovePart), clock, wake
         self._closed = False
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._jobs: list[Job] = []
@@ -127,12 +128,12 @@ class Moves:
         self._filling += change
 
     def barrier(self) -> int:
-        """As `Scheduler.barrier`."""
-        return self._scheduler.barrier()
+        """As `MovePart.barrier`."""
+        return self._part.barrier()
 
     def passed(self, barrier: int) -> bool:
-        """As `Scheduler.passed`."""
-        return self._scheduler.passed(barrier)
+        """As `MovePart.passed`."""
+        return self._part.passed(barrier)
 
     def now(self) -> float:
         """The time."""

@@ -43,7 +43,7 @@ class Admission:
         queues, sequence = self._queues, entry.sequence
         pool = queues.pool
         reserved = queues.headroom if queues.running else 0
-        if sequence.in_flight or (pool.available <= reserved and not queues.lent):
+        if sequence.in_flight or (pool.available <= reserved and not pool.lent):
             return False
         # A prompt that is told is computed from its first token on, whatever is kept of it.
         found: Found = entry.cache.match(sequence.tokens if entry.tells is None else sequence.tokens[:1])
@@ -53,7 +53,7 @@ class Admission:
             return False  # copies run one after the other: a step begins no more than one sequence needs
         while not pool.admits(found, sequence.length, reserved):
             short = pool.needed(found, sequence.length) + reserved - pool.available
-            if queues.slabs is None or not queues.slabs.yield_for(short, self._now):
+            if not queues.make_room(short, self._now):
                 return False
         copies = queues.start(entry, found, self._now)
         pool.copies.start_swap_in([copy.target for copy in copies], self._number)

@@ -60,8 +60,6 @@ class Entry:
     """Alternatives to tell with the log probability of each token of its prompt; None: tell nothing."""
     told: int = 0
     """Plans made so far tell the prompt's tokens up to this position."""
-    fetched: bool = False
-    """The tiers behind the host have been asked for its blocks since it last waited."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 

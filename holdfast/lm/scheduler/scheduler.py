@@ -14,7 +14,6 @@ from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import MAX_SEED, FinishReason, Identity, Request, SequenceOutput, TokenLogprobs
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.protocol import AnyMemory, AnyState
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
@@ -22,13 +21,10 @@ from holdfast.lm.scheduler.entries import NO_ROW, Entry
 from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.part import Hooks, Part
 from holdfast.lm.scheduler.queues import Queues
-from holdfast.lm.scheduler.tuner import Tuner
-from holdfast.lm.tiers import TierDone, TierJob
 from holdfast.lm.types import History, PartPlan, Sampling, SchedulerStats, Sequence, StepPlan, StepResult
 from holdfast.lm.types.grammars import Answer, Forced, GrammarPlan, GrammarResult
 from holdfast.lm.types.penalties import PenaltyPlan
 from holdfast.lm.types.prompts import PromptResult
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 from holdfast.lm.types.vectors import VectorResult
 
 P = TypeVar("P", bound=Part)
@@ -60,8 +56,6 @@ class Scheduler:
         headroom: float = 0.1,
         sharing: bool = False,
         served: Identity | None = None,
-        tuner: Tuner | None = None,
-        lower: LowerTiers | None = None,
         order: Order | None = None,
         seed: int = 0,
         stages: int = 1,
@@ -71,8 +65,7 @@ class Scheduler:
     ) -> None:
         """`parts` are called in their order. `sharing` lets requests of one identity share the state of equal prefixes.
         `served` names the model, adapter and dtype of the executor; `add` refuses any other, unless a part serves it.
-        None refuses nothing. `tuner` has jobs of training; the
-        policy says when they run. `lower` are the tiers behind the host tier of `pool`.
+        None refuses nothing.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
         default by priority class. `seed` makes seeds for requests that bring none. `stages` is the number of stages of
@@ -94,13 +87,6 @@ class Scheduler:
         self._queues = make_queues(pool, max_sequences, headroom, self._order, stages, self._hooks)
         for part in parts:
             part.attach(self._queues)
-        self.tuner = tuner
-        """The jobs of training; None where none are taken."""
-        if tuner is not None:
-            self._queues.serve_training(tuner)
-        self._lower = lower
-        if lower is not None:
-            self._queues.serve_lower_tiers(lower)
         self._make_builder = make_builder
         self._entries: dict[str, Entry] = {}
         self._in_flight: deque[tuple[int, list[Entry], int, list[Entry]]] = deque()
@@ -116,15 +102,10 @@ class Scheduler:
         self._known_before = 0
         """The largest `Entry.known_before`."""
         self._steps = 0
-        self._settled = -1
-        """The last plan of which it is known that its copies from the host, and all before, are complete."""
-        self._barrier = -1
-        """The last plan for which somebody waits so."""
         self._ended = 0
         self._now = 0.0
         """The latest time that any call gave; `abort` gives none."""
         self._tokens_computed = 0
-        self._training_tokens, self._training_seconds = 0, 0.0
 
     @property
     def memory(self) -> AnyMemory:
@@ -173,7 +154,12 @@ class Scheduler:
         soon = len(self._queues.free_rows) > self._queues.num_waiting
         self._queues.add(entry)
         if soon and entry not in self._queues.held:
-            self._queues.fetch(entry, max(self._now, request.arrival))
+            self._queues.is_held_back(entry, max(self._now, request.arrival))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts in their order."""
+        return self._hooks.parts
 
     def part(self, kind: type[P]) -> P:
         """The part of this class. Raises LookupError where there is none."""
@@ -199,19 +185,13 @@ class Scheduler:
         hooks = self._hooks
         for part in hooks.advance:
             part.advance(now)
-        if (lower := self._lower) is not None:
-            self._queues.resume_fetched(now)
-            lower.flush(not self._entries)
         step = self._make_builder(self._queues, self._steps, now)
         step.in_flight = bool(self._in_flight)
-        step.settles = self._settled < self._barrier
         for part in hooks.begin:
             part.begin(step)
         self._policy.plan(step)
         plan = step.finish(in_flight=bool(self._in_flight))
         if plan is not None:
-            if lower is not None and plan.copies.swap_in:
-                lower.begin_swap_in(plan.step)
             if self._counting and (parts := self._histories(step.sampling)):
                 plan = replace(plan, parts=(*plan.parts, *parts))
             self._in_flight.append((self._steps, step.sampling, self._ended, step.telling))
@@ -244,9 +224,6 @@ class Scheduler:
         """
         number, sampling, ended, telling = self._in_flight.popleft()
         ragged = plan.samples is not None or result.counts is not None
-        slice_, report = plan.part(TrainingPlan).slice, result.part(TrainingReport)
-        if bool(slice_) != bool(report):
-            raise RuntimeError(f"step {number} has slice {slice_ or None}; got {report or None}")
         if not plan.step == result.step == number or not (
             valid_counts(plan, result, sampling) if ragged else len(result.tokens) == len(sampling)
         ):
@@ -266,20 +243,12 @@ class Scheduler:
         self._now = now
         pool.finish_swap_out(result.copied.swapped_out)
         pool.copies.finish_swap_in(result.copied.swapped_in)
-        if self._lower is not None:
-            self._lower.finish_swap_in(result.copied.swapped_in)
         for copy in result.copied.times:
             if copy.inward and isinstance(pool, BlockPool):
                 pool.host_link.observe(copy.bytes, copy.seconds)
-        self._settled = max(self._settled, result.copied.swapped_in)
         for part in self._hooks.apply:
             for entry in part.apply(plan, result, now):
                 self._end(entry, FinishReason.ABORT)
-        if self.tuner is not None and self._queues.slabs is not None and report:
-            self.tuner.observe(report)
-            self._training_tokens += report.tokens
-            self._training_seconds += report.seconds
-            self._queues.slabs.settle()
         self._policy.observe(plan, result)
         if (stages := self._queues.stages) > 1:
             for entry in sampling:
@@ -418,31 +387,6 @@ class Scheduler:
             cached_by_tier=[sequence.cached_by_tier for sequence in sequences],
         )
 
-    def tier_jobs(self, now: float) -> abc.Sequence[TierJob]:
-        """The jobs of the tiers behind the host that are to begin now; others do them."""
-        return self._lower.jobs(now) if self._lower is not None else ()
-
-    def finish_tier_jobs(self, ended: abc.Iterable[TierDone], now: float) -> None:
-        """Take note of such jobs that have ended."""
-        if self._lower is not None:
-            self._lower.done(ended, now)
-
-    @property
-    def awaits_tiers(self) -> bool:
-        """Whether a request waits for blocks of the tiers behind the host."""
-        return self._queues.fetches is not None and len(self._queues.fetches) > 0
-
-    @property
-    def _flushes(self) -> bool:
-        """Whether nothing is left to do but to copy idle state down, and the tiers behind the device take it."""
-        return self._lower is not None and not self._entries and self._lower.can_flush
-
-    def resize_host_tier(self, ready: int, total: int) -> None:
-        """The first `ready` blocks of the host tier can be used from now on; in the end `total` will be."""
-        host = self._queues.pool.host
-        if host is not None:
-            host.resize(ready, total)
-
     @property
     def queues(self) -> Queues:
         """The waiting and the running sequences, to look at."""
@@ -454,15 +398,11 @@ class Scheduler:
         return self._entries
 
     def has_work(self) -> bool:
-        """Whether any request has not ended, any training is left to plan, others wait for copies, or any state is left
-        to copy down in a pause."""
+        """Whether any request has not ended, a part has work without any, or others wait for copies."""
         return (
             bool(self._entries)
-            or (self.tuner is not None and self.tuner.has_work)
-            or bool(self._queues.pool.copies.wanted)
-            or self._settled < self._barrier
-            or self._flushes
             or any(part.has_work for part in self._hooks.has_work)
+            or bool(self._queues.pool.copies.wanted)
         )
 
     @property
@@ -470,18 +410,9 @@ class Scheduler:
         """The memory. Between two plans, others may hold, reserve and fill blocks of its host tier."""
         return self._queues.pool
 
-    def barrier(self) -> int:
-        """A mark of what is planned so far, for `passed`. The host tier must be able to swap in."""
-        self._barrier = self._steps - 1
-        return self._barrier
-
-    def passed(self, barrier: int) -> bool:
-        """Whether no plan that was made before this mark reads the host any more."""
-        return self._settled >= barrier
-
     def stats(self) -> SchedulerStats:
         """Queues and memory now, with plans in flight counted as done."""
-        queues, pool, lower = self._queues, self._queues.pool, self._lower
+        queues, pool = self._queues, self._queues.pool
         return SchedulerStats(
             waiting=queues.num_waiting,
             running=len(queues.running) + len(queues.swapping_in),
@@ -502,15 +433,8 @@ class Scheduler:
             prefix_hits_on_host=queues.prefix_hits_on_host,
             suspensions=queues.preemptions if pool.host else 0,
             tokens_dropped=pool.dropped * pool.block_size,
-            blocks_training=queues.lent,
-            training_tokens=self._training_tokens,
-            training_seconds=self._training_seconds,
-            deferred_seconds=self._policy.deferred_seconds,
             tokens_drafted=self._policy.tokens_drafted,
             drafts_accepted=self._policy.drafts_accepted,
-            prefix_hits_on_disk=queues.prefix_hits_below["disk"],
-            prefix_hits_on_remote=queues.prefix_hits_below["remote"],
-            **(lower.stats() if lower is not None else {}),
             **self._stats_of_parts(),
         )
 

@@ -120,6 +120,10 @@ class EngineShape:
         if (self.rows is not None) != (self.executor == "padded"):
             raise ValueError(f"executor is {self.executor} and rows are {self.rows}; give rows for the padded one only")
 
+    def cache_positions(self, block_size: int) -> int | None:
+        """Positions that the paged cache holds in blocks of this size; None for padded rows."""
+        return None if self.rows is not None else self.num_blocks * block_size
+
 
 LanguageLoop = Loop[Request, StepPlan, StepResult, Columns[SequenceOutput], SchedulerStats]
 """The loop of language models."""

@@ -16,6 +16,7 @@ from holdfast.engine.messages import ChunksFound
 from holdfast.engine.process.block_moves import Loan, Moves, Room
 from holdfast.engine.process.parts.moves import ChunkFinder
 from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.parts.moves.planner import MovePart
 from tests.invariants import check_scheduler
 from tests.lm.scheduler.test_histories import STEPS, History, check
 from tests.scheduling import NOBODY, FakeDevice, answer, create_requests, create_scheduler, model_state
@@ -29,6 +30,9 @@ class MovingHistory(History):
         self.moves = Moves(self.scheduler, lambda: float(self.steps), lambda: None) if self.host_blocks else None
         self.loans = []
         self.rooms = []
+
+    def more_settings(self):
+        return dict(parts=[MovePart()])
 
     def check_books(self):
         check_scheduler(self.scheduler, [block for room, _ in self.rooms for block in room._places])
@@ -143,7 +147,7 @@ def test_histories_with_moves_exercise_loans_arrivals_and_both_tiers():
 
 def idle_engine(host_blocks=16, tokens=20):
     """Moves over a scheduler that has computed a prompt, and the prompt's digests."""
-    scheduler, device = create_scheduler(host_blocks=host_blocks), FakeDevice(64, 4, host_blocks)
+    scheduler, device = create_scheduler(host_blocks=host_blocks, parts=[MovePart()]), FakeDevice(64, 4, host_blocks)
     (request,) = create_requests(tokens, max_tokens=1)
     device.expect(request)
     scheduler.add(request)

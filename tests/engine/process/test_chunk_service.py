@@ -13,6 +13,7 @@ from holdfast.engine.process import chunk_service
 from holdfast.engine.process.block_moves import Moves
 from holdfast.engine.process.chunk_service import ChunkService
 from holdfast.engine.process.chunk_wire import ChunkPeer, Kind, PeerError, Terms
+from holdfast.lm.parts.moves.planner import MovePart
 from tests.invariants import check_scheduler
 from tests.scheduling import create_scheduler
 
@@ -38,7 +39,7 @@ class Side:
 
     def __init__(self, blocks=64):
         self.memory = [bytearray(SIZE) for _ in range(blocks)]
-        self.scheduler = create_scheduler(host_blocks=blocks)
+        self.scheduler = create_scheduler(host_blocks=blocks, parts=[MovePart()])
         self.told = []
         self.turn = threading.Event()
         self.moves = Moves(self.scheduler, time.monotonic, self.turn.set)

@@ -65,7 +65,8 @@ class HostTierBuilder(PartBuilder):
 
     def refresh(self) -> None:
         for host in self._tiers:
-            self._scheduler.resize_host_tier(host.ready, host.blocks)
+            if self._scheduler.pool.host is not None:
+                self._scheduler.pool.host.resize(host.ready, host.blocks)
 
 
 class RankHandler(Handler):

@@ -23,6 +23,7 @@ from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.tier_threads import TierThreads
+from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob
 from holdfast.lm.types import EngineShape, LanguageLoop
@@ -60,6 +61,7 @@ class TierHandler(Handler):
 
     def __init__(self, scheduler: Scheduler, threads: Threads, clock: Clock) -> None:
         self._scheduler, self._threads, self._clock = scheduler, threads, clock
+        self._part = scheduler.part(TierPart)
 
     @property
     def busy(self) -> bool:
@@ -67,14 +69,14 @@ class TierHandler(Handler):
 
     @property
     def awaited(self) -> bool:
-        return self._scheduler.awaits_tiers
+        return self._part.awaited
 
     def exchange(self) -> None:
         """Report to the scheduler what has been moved, and begin what it wants moved."""
         now, ended = self._clock(), self._threads.take()
         if ended:
-            self._scheduler.finish_tier_jobs(ended, now)
-        self._threads.start(self._scheduler.tier_jobs(now))
+            self._part.done(ended, now)
+        self._threads.start(self._part.jobs(now))
 
     def answers(self) -> Sequence[messages.FromEngine]:
         self.exchange()

@@ -14,9 +14,9 @@ from holdfast.engine.process.handler import Handler, find
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site
 from holdfast.engine.process.parts.adapters import AdapterHandler, store_of
 from holdfast.engine.process.parts.tuning_handler import Notice, TuningHandler, TuningRules
-from holdfast.lm.choice import make_tuner
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
+from holdfast.lm.parts.tuning.choice import make_tuner
+from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
 from holdfast.lm.types import EngineShape
 from holdfast.training.base import digest_of_model, training_shape
 from holdfast.training.iteration import arena_of, workspace_bytes

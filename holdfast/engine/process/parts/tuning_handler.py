@@ -23,8 +23,8 @@ from holdfast.engine import messages
 from holdfast.engine.messages import JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
 from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.parts.adapters import AdapterHandler
-from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
-from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
+from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.jobs import ALL_MODULES, Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
 from holdfast.training.state import JOB_FILE, read_job, write_job

@@ -1,5 +1,6 @@
 """Sequences that wait for blocks of the disk: when they ask, what is held for them, and that they ask again."""
 
+from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.tiers import LowerShape, StoredBlock, TierDone
 from tests.scheduling import answer, create_requests, create_scheduler
 
@@ -18,8 +19,8 @@ def with_disk(request):
 
 def fetch(scheduler, now):
     """Let the jobs that have begun end well."""
-    jobs = scheduler.tier_jobs(now)
-    scheduler.finish_tier_jobs([TierDone(job.number, ("done",) * len(job.blocks), 0.0) for job in jobs], now)
+    jobs = scheduler.part(TierPart).jobs(now)
+    scheduler.part(TierPart).done([TierDone(job.number, ("done",) * len(job.blocks), 0.0) for job in jobs], now)
     return jobs
 
 
@@ -33,9 +34,9 @@ def step(scheduler, now):
 
 def test_a_sequence_waits_for_its_blocks_and_starts_with_them():
     scheduler, kept = with_disk(*create_requests(13))
-    assert step(scheduler, 0.0) is None and scheduler.awaits_tiers
+    assert step(scheduler, 0.0) is None and scheduler.part(TierPart).awaited
     assert [block.digest for job in fetch(scheduler, 0.0) for block in job.blocks] == [*kept]
-    assert step(scheduler, 0.1).segments and not scheduler.awaits_tiers
+    assert step(scheduler, 0.1).segments and not scheduler.part(TierPart).awaited
     assert scheduler.stats().prefix_hits_on_disk == 12
 
 
@@ -54,15 +55,16 @@ def test_a_preempted_sequence_asks_again_for_what_has_left_the_device_and_the_ho
     for digest in kept:
         pool.host.drop(digest)
     step(scheduler, 0.4)
-    assert scheduler.awaits_tiers, "the disk still has them"
+    assert scheduler.part(TierPart).awaited, "the disk still has them"
     assert fetch(scheduler, 0.4)
     assert step(scheduler, 0.5).segments
+    assert scheduler.stats().prefix_hits_on_disk == 12, "they count at its first start alone"
 
 
 def test_what_was_held_for_a_sequence_is_given_back_when_it_is_aborted_while_it_waits():
     scheduler, _ = with_disk(*create_requests(13))
     step(scheduler, 0.0)
     scheduler.abort("0")
-    assert not scheduler.awaits_tiers
+    assert not scheduler.part(TierPart).awaited
     fetch(scheduler, 0.1)
     assert scheduler.queues.pool.host.held == 0 and not scheduler.has_work()

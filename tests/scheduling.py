@@ -8,6 +8,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.parts.standard import parts_of_requests
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import PENDING, StepPlan, StepResult, TierCopied
@@ -47,7 +48,7 @@ def create_scheduler(
     return Scheduler(
         policy or StallFree(budget),
         pool,
-        parts,
+        (*parts, *parts_of_requests()),
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         headroom=headroom,

@@ -17,10 +17,12 @@ from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.speculation.drafts import Drafter, NgramDrafter, SuffixDrafter
+from holdfast.lm.parts.speculation.planner import SpeculationPart
+from holdfast.lm.parts.standard import parts_of_requests, parts_of_rows
 from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
-from holdfast.lm.scheduler.drafts import Drafter, NgramDrafter, SuffixDrafter
 from holdfast.lm.scheduler.order import make_order
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import (
@@ -43,7 +45,6 @@ from holdfast.lm.scheduler.row_policies import (
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.scheduler.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
-from holdfast.lm.scheduler.speculation import Speculation
 from holdfast.lm.scheduler.training_room import TrainingRoom
 from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import EngineShape, RowShape
@@ -256,9 +257,6 @@ def make_scheduler(
         policy = _with_training(config, shape, cost, policy, tuner, stages, deferral_bound, tuning_progress)
     elif deferral_bound is not None:
         raise ValueError(f"deferral_bound is {deferral_bound}, and no training is taken; drop it")
-    if drafter is not None and cost is not None:
-        target = inf if config.tbt_target is None else config.tbt_target / 1000
-        policy = Speculation(policy, drafter, cost, most=config.draft_tokens, rows=config.max_samples, target=target)
     settings: dict[str, Any] = dict(
         max_sequences=config.max_sequences,
         max_model_len=shape.max_model_len,
@@ -283,6 +281,7 @@ def make_scheduler(
                 keeps=config.prefix_sharing,
                 low_water=config.swap_threshold,
             ),
+            parts_of_rows(),
             **settings,
             prefill_ahead=config.states_ahead,
             to_completion=isinstance(policy, RowPolicy) and policy.to_completion,
@@ -304,7 +303,13 @@ def make_scheduler(
     if shape.lower is not None:
         prices = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
         lower = LowerTiers(pool, shape.lower, prices, now)
-    parts = [AdapterPart(AdapterPool(shape.adapter_slots))] if shape.adapter_slots else []
+    parts = list(parts_of_requests())
+    if drafter is not None and cost is not None:
+        target = inf if config.tbt_target is None else config.tbt_target / 1000
+        drafting = SpeculationPart(drafter, cost, most=config.draft_tokens, rows=config.max_samples, target=target)
+        parts.insert(0, drafting)  # drafts have the budget before forced tokens
+    if shape.adapter_slots:
+        parts.append(AdapterPart(AdapterPool(shape.adapter_slots)))
     return Scheduler(policy, pool, parts, **settings, tuner=tuner, lower=lower, stages=stages)
 
 

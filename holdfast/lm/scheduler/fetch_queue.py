@@ -34,7 +34,7 @@ class FetchQueue:
 
     def begin(self, entry: Entry, now: float) -> bool:
         """Ask for what the lower tiers have of a waiting sequence, once. Returns whether it has to wait for that."""
-        if entry.fetched or entry.sequence.in_flight or entry.tells is not None:
+        if entry.fetched or entry.sequence.in_flight or not entry.uses_kept:
             return False
         entry.fetched = True
         assert isinstance(entry.cache, SequenceCache)  # padded rows have no such tiers

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
+from holdfast.lm.scheduler.admission import NO_LIMIT
 from holdfast.lm.scheduler.baselines import Reservation
-from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.scheduler.builder import Policy, StepBuilder, anyone
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.policies import checked
 from holdfast.lm.scheduler.row_builder import RowBuilder
@@ -45,7 +46,7 @@ class RunToCompletion(RowPolicy):
         if step.running:
             step.decode()
         else:
-            step.shape(Reservation(step) if self.reserving else None)
+            step.shape(Reservation(step) if self.reserving else anyone)
 
 
 class PaddedRequestLevel(RunToCompletion):
@@ -81,7 +82,7 @@ class Shaping(RowPolicy):
 
     def plan_rows(self, step: RowBuilder) -> None:
         step.displace()
-        step.shape(most=1 if step.running else None)
+        step.shape(most=1 if step.running else NO_LIMIT)
 
 
 class Embedding(RowPolicy):

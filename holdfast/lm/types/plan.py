@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 from holdfast.core.columns import Columns
@@ -96,6 +97,12 @@ class PartPlan:
 P = TypeVar("P")
 
 
+@cache
+def nothing(kind: type[P]) -> P:
+    """The value of this class that stands for nothing. Made once: it is asked for at every step."""
+    return kind()
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, decided and not yet applied. Plain data: it can be printed, asserted, simulated, replayed."""
@@ -126,7 +133,7 @@ class StepPlan:
         for part in self.parts:
             if isinstance(part, kind):
                 return part
-        return kind()
+        return nothing(kind)
 
     @property
     def columns(self) -> Columns[Segment]:

@@ -217,7 +217,8 @@ class StepBuilder:
         self.num_tokens += len(chosen)
         self.budget -= len(chosen)
         for part in self._queues.hooks.decoded:
-            part.decoded(self)
+            if part.awake:
+                part.decoded(self)
 
     @property
     def decodes(self) -> Iterator[Decode]:
@@ -307,7 +308,7 @@ class StepBuilder:
         self.in_flight = in_flight
         training = queues.slabs.slice if queues.slabs is not None else NO_SLICE
         awaits = queues.awaits
-        parts = [plan for part in hooks.finish if (plan := part.finish(self)) is not None]
+        parts = [plan for part in hooks.finish if part.awake and (plan := part.finish(self)) is not None]
         if self._ids:
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
             pool.copies.finish_swap_in(awaits)

@@ -148,6 +148,10 @@ class Part(ABC):
     waits_for: ClassVar[str] = ""
     """Why a sequence waits that the part holds: one of `look.REASONS`."""
 
+    awake: bool = True
+    """Whether `decoded` and `finish` are to be called. A part sets it to false while no request needs it, so a step
+    does not pass it."""
+
     def attach(self, queues: PartQueues) -> None:  # noqa: B027
         """The part belongs to the scheduler with these queues. Called once, before every other hook."""
 
@@ -232,7 +236,8 @@ class Part(ABC):
     ) -> None:
         """The tokens of a result were appended. `sampling` are the sequences of the plan's sampling segments.
 
-        Sequences among them may have ended, and may do so by these tokens.
+        Sequences among them may have ended, and may do so by these tokens. Called only where the plan or its result
+        carries anything of a part. Raises RuntimeError for a result that is not the plan's.
         """
 
     @property

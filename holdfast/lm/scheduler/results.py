@@ -80,8 +80,9 @@ class Results:
                 if entry.next_step == step + stages:  # no later step has planned it
                     entry.next_step = 0
         outputs = (self._read_ragged if is_ragged(plan, result) else self._read)(submitted, plan, result)
-        for part in queues.hooks.sampled:
-            part.sampled(plan, result, sampling, outputs)
+        if plan.parts or result.parts:
+            for part in queues.hooks.sampled:
+                part.sampled(plan, result, sampling, outputs)
         self._known = {entry: first for entry, first in self._known.items() if first > step + 1} if self._known else {}
         return outputs.columns(some_ended=self._ended > before)
 

@@ -23,6 +23,7 @@ class GrammarPart(Part):
     name = "grammars"
 
     def __init__(self) -> None:
+        self.awake = False
         self._sent = SentTokens()
         self._forced: set[Entry] = set()
         """The running sequences that may lack positions of forced tokens."""
@@ -30,17 +31,17 @@ class GrammarPart(Part):
     def added(self, entry: Entry) -> None:
         if entry.sampling.grammar is not None:
             self._sent.add(entry)
+            self.awake = True
 
     def ended(self, entry: Entry) -> None:
         self._sent.remove(entry)
+        self.awake = bool(self._sent)
 
     def stopped(self, entry: Entry) -> None:
         self._forced.discard(entry)
 
     def decoded(self, step: PartStep) -> None:
         """Plan forced tokens, as far as the budget lasts."""
-        if not self._forced:
-            return
         self._forced = {entry for entry in self._forced if not entry.decoding}
         for entry in sorted(self._forced, key=RANK):
             # One of them may be preempted for another.
@@ -48,14 +49,10 @@ class GrammarPart(Part):
                 step.compute(entry)
 
     def finish(self, step: PartStep) -> PartPlan | None:
-        if not self._sent:
-            return None
         answers = tuple([self._answer(entry) for entry in self._sent.due(step)])
         return GrammarPlan(answers) if answers else None
 
     def sampled(self, plan: StepPlan, result: StepResult, sampling: Sequence[Entry], outputs: PartOutputs) -> None:
-        if not result.parts:
-            return
         for forced in result.part(GrammarResult).forced:
             entry = sampling[forced.at]
             enough = len(forced.tokens) - entry.sequence.in_flight >= LEAST_FORCED

@@ -16,17 +16,18 @@ class PenaltyPart(Part):
 
     def __init__(self, *, every_step: bool = False) -> None:
         """`every_step`: the device counts nothing itself, and needs the tokens with each step that samples."""
+        self.awake = False
         self._sent = SentTokens(every_step=every_step)
 
     def added(self, entry: Entry) -> None:
         if entry.sampling.counts:
             self._sent.add(entry)
+            self.awake = True
 
     def ended(self, entry: Entry) -> None:
         self._sent.remove(entry)
+        self.awake = bool(self._sent)
 
     def finish(self, step: PartStep) -> PartPlan | None:
-        if not self._sent:
-            return None
         histories = tuple([History(entry.row, tuple(entry.sequence.tokens)) for entry in self._sent.due(step)])
         return PenaltyPlan(histories) if histories else None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from holdfast.core.types import Request, TokenLogprobs
+from holdfast.core.types import Request
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartOutputs, PartStep
 from holdfast.lm.types import PartPlan, StepPlan, StepResult
@@ -20,12 +20,11 @@ class PromptPart(Part):
     name = "prompts"
 
     def __init__(self) -> None:
+        self.awake = False
         self._reported: dict[Entry, int] = {}
-        """The position that plans made so far report a prompt up to, for each sequence that asks and has more."""
+        """The position that plans made so far report a prompt up to, for each sequence that asks."""
         self._in_flight: dict[int, list[Entry]] = {}
         """By the number of a plan in flight, the sequence of each of its reports."""
-        self._records: dict[Entry, tuple[TokenLogprobs, ...]] = {}
-        """What the present result reports."""
 
     def uses_kept(self, request: Request) -> bool:
         return request.params.prompt_logprobs is None
@@ -33,13 +32,13 @@ class PromptPart(Part):
     def added(self, entry: Entry) -> None:
         if entry.sequence.request.params.prompt_logprobs is not None:
             self._reported[entry] = 0
+            self.awake = True
 
     def ended(self, entry: Entry) -> None:
         self._reported.pop(entry, None)
+        self.awake = bool(self._reported)
 
     def finish(self, step: PartStep) -> PartPlan | None:
-        if not self._reported:
-            return None
         found = [
             (entry, report)
             for index, (entry, span) in enumerate(zip(step.planned, step.spans, strict=True))
@@ -50,18 +49,13 @@ class PromptPart(Part):
         self._in_flight[step.number] = [entry for entry, _ in found]
         return PromptPlan(tuple([report for _, report in found]))
 
-    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
+    def sampled(self, plan: StepPlan, result: StepResult, sampling: Sequence[Entry], outputs: PartOutputs) -> None:
         entries = self._in_flight.pop(plan.step, [])
         logprobs = result.part(PromptResult).logprobs
         if len(logprobs) != len(entries):
             raise RuntimeError(f"step {plan.step} reports {len(entries)} prompts; got {len(logprobs)}")
-        self._records = dict(zip(entries, logprobs, strict=True))
-        return ()
-
-    def sampled(self, plan: StepPlan, result: StepResult, sampling: Sequence[Entry], outputs: PartOutputs) -> None:
-        if self._records:
-            outputs.add("prompt_logprobs", self._records)
-            self._records = {}
+        if entries:
+            outputs.add("prompt_logprobs", dict(zip(entries, logprobs, strict=True)))
 
     def _report(self, entry: Entry, index: int, start: int, stop: int) -> PromptReport:
         """What this segment, [start, stop), gives of the prompt and no plan before has reported."""

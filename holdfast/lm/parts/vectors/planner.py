@@ -16,7 +16,5 @@ class VectorPart(Part):
     name = "vectors"
 
     def sampled(self, plan: StepPlan, result: StepResult, sampling: Sequence[Entry], outputs: PartOutputs) -> None:
-        if not result.parts:
-            return
         if vectors := result.part(VectorResult).vectors:
             outputs.add("vector", {entry: vector for entry, vector in zip(sampling, vectors, strict=True) if vector})

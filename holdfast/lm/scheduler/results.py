@@ -217,13 +217,14 @@ class StepOutputs:
             scheduled_at=[sequence.scheduled_at for sequence in sequences],
             preemptions=[sequence.preemptions for sequence in sequences],
             logprobs=self._logprobs or [()] * count,
-            prompt_logprobs=[()] * count,
-            vector=[b""] * count,
             cached_by_tier=[sequence.cached_by_tier for sequence in sequences],
         )
-        for field, values in self._columns.items():
-            nothing = SequenceOutput._field_defaults[field]
-            columns[field] = [values.get(entry, nothing) for entry in entries]
+        for field, nothing in SequenceOutput._field_defaults.items():
+            if field in self._columns:
+                values = self._columns[field]
+                columns[field] = [values.get(entry, nothing) for entry in entries]
+            elif field not in columns:
+                columns[field] = [nothing] * count
         return Columns(SequenceOutput, **columns)
 
 

@@ -9,7 +9,7 @@ from math import inf
 from holdfast.engine.activity import Scene, StepRecord, StepRecorder
 from holdfast.engine.messages import Activity
 from holdfast.lm.memory.block_map import ConversationBlocks
-from holdfast.lm.scheduler.look import QueueLook
+from holdfast.lm.scheduler.queue_report import QueueReport
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import LanguageLoop, StepPlan, StepResult
 from holdfast.loop.contracts import Clock
@@ -78,7 +78,7 @@ class Watched:
         self._scene: Scene
         self._until = self._told_at = self._looked_at = self._next_blocks = 0.0
         self._blocks: list[ConversationBlocks] = []
-        self._queues: QueueLook | None = None
+        self._queues: QueueReport | None = None
         """As last told."""
 
     @property

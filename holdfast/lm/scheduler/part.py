@@ -146,7 +146,7 @@ class Part(ABC):
     name: ClassVar[str]
     """The part's name, for people."""
     waits_for: ClassVar[str] = ""
-    """Why a sequence waits that the part holds: one of `look.REASONS`."""
+    """Why a sequence waits that the part holds: one of `queue_report.REASONS`."""
 
     awake: bool = True
     """Whether `decoded` and `finish` are to be called. A part sets it to false while no request needs it, so a step

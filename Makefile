@@ -14,9 +14,12 @@ TRITON := triton==3.7.1
 
 # Exact versions of everything else, for development alone: a release of some package breaks no test. `make lock` renews it.
 LOCK := requirements/dev.txt
+# The same for what builds the site, which has a small environment of its own: it needs no PyTorch.
+DOCS_LOCK := requirements/docs.txt
+DOCS := build/docs-venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit fuzz families mutants gpu-test memcheck rooms package clean
+.PHONY: help setup lock demo demo-padded demo-tuning test test-browser lint types unit fuzz families mutants gpu-test memcheck rooms docs package clean
 
 help:
 	@echo "make demo      serve the built-in model and hold a conversation with it"
@@ -29,13 +32,15 @@ help:
 	@echo "make test-browser  tests of the page, in a headless Chromium (Debian: apt-get install chromium)"
 	@echo "make fuzz      property tests over many fresh examples; SEED=N draws those of an earlier run, TESTS=FILE of one file"
 	@echo "make families  compare families of models on padded rows with Transformers alone, and write docs/families.md"
-	@echo "make mutants   put known bugs in, one at a time, and list which of them the tests catch"
+	@echo "make mutants   put known bugs in, one at a time, and list which of them the tests catch; over an hour"
+	@echo "               ONLY=WORDS: those whose files or text hold one of the words, such as ONLY=lm/memory"
 	@echo "make gpu-test  the tests that need a CUDA device"
 	@echo "make memcheck  every kernel's smallest tests under compute-sanitizer, on a CUDA device"
 	@echo "make rooms     draw docs/rooms.svg, the rooms of the package and the imports between them"
+	@echo "make docs      build the site of the documentation, in build/docs; a broken link or anchor fails"
 	@echo "make package   build the sdist, and the wheel from it, in dist"
 	@echo "make setup     the environment alone, in $(VENV), of the versions in $(LOCK)"
-	@echo "make lock      resolve the newest versions that pyproject.toml allows, and write them to $(LOCK)"
+	@echo "make lock      resolve the newest versions that pyproject.toml allows, and write them to requirements/"
 
 setup: $(READY)
 
@@ -62,6 +67,11 @@ lock:
 	{ echo "# Versions of the development environment, written by 'make lock'. Users' installs follow pyproject.toml."; \
 	  build/lock/bin/python -m pip freeze --exclude-editable | sed 's/+.*//' | grep -vE '^(nvidia|cuda)-'; } > build/lock/dev.txt
 	mv build/lock/dev.txt $(LOCK)
+	$(PYTHON) -m venv --clear build/lock
+	build/lock/bin/python $(PIP_INSTALL) "$$($(PYTHON) -c \
+	  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')"
+	{ echo "# Versions of what builds the site of the documentation, written by 'make lock'."; \
+	  build/lock/bin/python -m pip freeze; } > $(DOCS_LOCK)
 	rm -rf build/lock
 
 demo: $(READY)
@@ -108,7 +118,7 @@ families: $(READY)
 	$(BIN)/python -m tests.lm.padded.test_families
 
 mutants: $(READY)
-	$(BIN)/python scripts/mutants.py
+	$(BIN)/python scripts/mutants.py $(ONLY)
 
 gpu-test: $(READY)
 	$(BIN)/python -m pytest -m gpu
@@ -120,6 +130,17 @@ memcheck: $(READY)
 # Needs Python 3.11 or newer alone. `scripts/rooms.py --sizes` prints files and lines by room.
 rooms:
 	@$(PYTHON) scripts/rooms.py
+
+# The directories are those of mkdocs.yml. Material's notice is about a MkDocs that is not installed here.
+docs: $(DOCS)/.ready
+	$(PYTHON) scripts/gather_pages.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build
+	@echo "read it at http://127.0.0.1:8001 by: python3 -m http.server --bind 127.0.0.1 --directory build/docs 8001"
+
+$(DOCS)/.ready: $(DOCS_LOCK)
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python $(PIP_INSTALL) -r $(DOCS_LOCK)
+	@touch $@
 
 # The wheel is built from the unpacked sdist, so that it shows the sdist to be whole. Nothing is downloaded.
 package: $(READY)

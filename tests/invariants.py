@@ -2,14 +2,16 @@
 
 from collections import Counter
 
+from holdfast.lm.parts.tiers.planner import TierPart
+
 
 def check_scheduler(scheduler, reserved=()):
     """Raise RuntimeError if a block of a scheduler's pool is lost, or owned twice without being shared.
 
     `reserved` is as for `check_pool`; what is filled from lower tiers need not be in it.
     """
-    lower = getattr(scheduler, "_lower", None)
-    filled = [arrival.hosts[digest] for digest, arrival in lower._arriving.items()] if lower is not None else []
+    lowers = [part.lower for part in scheduler.parts if isinstance(part, TierPart)]
+    filled = [arrival.hosts[digest] for lower in lowers for digest, arrival in lower._arriving.items()]
     tables = [entry.cache.blocks for entry in scheduler._entries.values()]
     check_pool(scheduler._queues.pool, tables, [*reserved, *filled])
 
@@ -27,11 +29,11 @@ def check_pool(pool, tables, reserved=()):
     idle = [*pool._idle.retained.blocks, *pool._idle.reclaimable]
     idle += [block for block in swapping_out if not owners[block]]
     unowned = [block for block, count in enumerate(owners) if not count]
-    lent = range(pool.num_blocks - pool.training, pool.num_blocks)
+    lent = range(pool.num_blocks - pool.lent, pool.num_blocks)
     if sorted((*pool._free, *idle, *lent)) != unowned or len(idle) != pool.cached:
         raise RuntimeError("a block is lost, or is in two of the states free, cached, owned and lent")
-    if len(pool._free) + pool.cached + pool.used + pool.training != pool.num_blocks:
-        raise RuntimeError("free + cached + used + training is not the total")
+    if len(pool._free) + pool.cached + pool.used + pool.lent != pool.num_blocks:
+        raise RuntimeError("free + cached + used + lent is not the total")
     cached = [block for block, digest in enumerate(digests) if digest is not None]
     if not {*idle, *swapping_out} <= {*cached} or not {*cached}.isdisjoint(pool._free):
         raise RuntimeError("a block is idle or being copied but is not cached, or is free and cached at once")
@@ -75,7 +77,8 @@ def check_host(host, reserved):
 
 def check_lower(scheduler):
     """Raise RuntimeError unless each block that is held or reserved behind the host tier is so for a job or a fetch."""
-    lower, fetches = scheduler._lower, scheduler._queues.fetches
+    part = scheduler.part(TierPart)
+    lower = part.lower
     jobs = [book.job for book in lower._books.values()]
     blocks = {(job.tier, job.kind): [] for job in jobs}
     for job in jobs:
@@ -88,7 +91,7 @@ def check_lower(scheduler):
     arriving = sorted(arrival.hosts[digest] for digest, arrival in lower._arriving.items())
     if arriving != sorted(block.host for job in jobs if job.kind == "read" for block in job.blocks):
         raise RuntimeError("a block of the host is reserved for no job that fills it")
-    held = [block for fetch in (*fetches._waiting.values(), *fetches._arrived.values()) for block in fetch.held]
+    held = [block for fetch in (*part._waiting.values(), *part._arrived.values()) for block in fetch.held]
     writing = [block.host for job in jobs if job.kind == "write" for block in job.blocks]
     holders = Counter({block: hold.holders for block, hold in lower._host._held.items()})
     if len(held) != lower._held or Counter([*held, *writing]) != holders:

@@ -5,10 +5,11 @@ from itertools import repeat
 
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.parts.standard import parts_of_requests
+from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
+from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import PENDING, StepPlan, StepResult, TierCopied
@@ -41,10 +42,9 @@ def create_scheduler(
 ):
     rule = RetentionRule(EVICTIONS[eviction], cost=float, chunk_blocks=chunk_blocks, block_size=block_size)
     pool = BlockPool(blocks, block_size, rule=rule, host_blocks=host_blocks, host_ready=host_ready, low_water=low_water)
-    tiers = None
     if lower is not None:
         prices = Prices(None, block_size=block_size, block_bytes=lower.block_bytes)
-        tiers = LowerTiers(pool, lower, prices, 0.0)
+        parts = [*parts, TierPart(LowerTiers(pool, lower, prices, 0.0))]
     return Scheduler(
         policy or StallFree(budget),
         pool,
@@ -54,7 +54,6 @@ def create_scheduler(
         headroom=headroom,
         eos_token_ids=eos,
         sharing=sharing,
-        lower=tiers,
         **options,
     )
 

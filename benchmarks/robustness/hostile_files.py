@@ -28,9 +28,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "alpha-1e308": {"lora_alpha": 1e308},
     "alpha-1e40": {"lora_alpha": 1e40},
     "alpha-of-400-digits": {"lora_alpha": 10**400},
+    "alpha-minus-1e308": {"lora_alpha": -1e308},
+    "alpha-infinite": {"lora_alpha": float("inf")},
+    "alpha-text": {"lora_alpha": "16"},
     "alpha-nan": {"lora_alpha": float("nan")},
     "alpha-pattern": {"alpha_pattern": {"q_proj": -1e308}},
+    "alpha-pattern-text": {"alpha_pattern": {"q_proj": "1e308"}},
+    "alpha-rooted": {"lora_alpha": 1e308, "use_rslora": True},
     "rank-0": {"r": 0},
+    "rank-negative": {"r": -4},
+    "rank-huge": {"r": 10**18},
+    "rank-text": {"r": "4"},
+    "rank-pattern-negative": {"rank_pattern": {"q_proj": -1}},
+    "rank-pattern-huge": {"rank_pattern": {"q_proj": 10**18}},
     "rank-of-another": {"rank_pattern": {"q_proj": 64}},
     "rooted-text": {"use_rslora": "false"},
     "dropout-nan": {"lora_dropout": float("nan")},
@@ -53,8 +63,10 @@ def write_adapters(root: Path, model: Path) -> None:
     outputs, inputs = module_shapes(base)["q"]
     a, b = torch.full((4, inputs), 0.01), torch.full((outputs, 4), 0.01)
     right = AdapterWeights({(layer, "q"): LoraPair(a.clone(), b.clone(), 2.0) for layer in range(base.num_layers)})
-    for name in (*CONFIGS, *NUMBERS, *PIPES):
+    for name in ("right", *CONFIGS, *NUMBERS, *PIPES):
         write_peft(root / name, right, base_model="base")
+    changeless = {key: LoraPair(torch.full_like(a, 3e38), torch.zeros_like(b), 1.0) for key in right.pairs}
+    write_peft(root / "nan-answers", AdapterWeights(changeless), base_model="base")
     for name, changes in CONFIGS.items():
         path = root / name / CONFIG_FILE
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

@@ -15,6 +15,7 @@ import msgspec
 from holdfast.lm.memory.block_map import BlockMap, ConversationBlocks
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import SequenceCache
+from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.queue_report import QueueReport, report_queues
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import RowMove, RowPlan, SchedulerStats, StepPlan, StepResult, idle_tokens
@@ -228,8 +229,8 @@ class Scene:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        pool, fetches = scheduler.queues.pool, scheduler.queues.fetches
-        lower = fetches.lower if fetches is not None else None
+        pool = scheduler.queues.pool
+        lower = next((part.lower for part in scheduler.parts if isinstance(part, TierPart)), None)
         self._map = BlockMap(pool, lower) if isinstance(pool, BlockPool) else None
         for name in scheduler.entries:
             self.meet(name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.core.config import BUILTIN_MODEL, EngineConfig
 from holdfast.engine import hub
-from holdfast.files.regular import check_regular_below, open_file
+from holdfast.files.regular import check_regular_below, create_file, open_file
 
 JSON_LIMIT = 16 << 20
 """Most bytes of a configuration file."""
@@ -181,7 +181,8 @@ def tokenizer_file(directory: Path) -> Path:
             _convert(directory, nameless.fileno())
             nameless.seek(0)
             fresh = cache / f"{key}.{os.getpid()}"
-            fresh.write_bytes(nameless.read())
+            with create_file(fresh) as file:
+                file.write(nameless.read())
             fresh.replace(converted)
     return converted
 

@@ -169,6 +169,8 @@ class JobStart:
     seed: int = 0
     paused: bool = False
     """Begin paused: nothing runs before `resume`."""
+    known: int = 0
+    """Steps done that the owner has been told of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +198,8 @@ class JobInfo:
     alpha: float
     modules: tuple[str, ...]
     micro_batch: int
+    untold: tuple[JobStep, ...] = ()
+    """Steps done after those that the owner knows, in order. None of them names a checkpoint."""
 
 
 class JobStep(msgspec.Struct, array_like=True, frozen=True, tag="step"):

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader, FileIO
+from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
 
 KINDS = {
@@ -64,6 +64,31 @@ def irregular(mode: int, path: str | Path) -> OSError:
 def open_file(path: str | Path) -> BufferedReader:
     """A regular file, open to read its bytes. Raises OSError."""
     return BufferedReader(FileIO(open_regular(path), "rb"))
+
+
+def create_file(path: str | Path, *, follow_links: bool = False, mode: int = 0o666) -> BufferedWriter:
+    """A regular file, open to write its bytes anew. What is there is emptied once it is known to be regular.
+
+    `follow_links` is for a path that a user gives, not for a name that this process has made up. Raises OSError.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | (0 if follow_links else os.O_NOFOLLOW)
+    descriptor = open_regular(path, flags, mode=mode)
+    os.ftruncate(descriptor, 0)
+    return BufferedWriter(FileIO(descriptor, "wb"))
+
+
+def open_directory(path: str | Path) -> int:
+    """The descriptor of a directory, which no link leads to. Raises OSError."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def sync_directory(path: str | Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -8,28 +8,31 @@ from typing import Any, get_args
 
 from holdfast.core.config import ROW_SCHEDULERS, EngineConfig, ExecutorName, SchedulerName
 from holdfast.core.cost import CostModel, PaddedCost
-from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.core.types import Identity
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.moves.planner import MovePart
 from holdfast.lm.parts.speculation.drafts import Drafter, NgramDrafter, SuffixDrafter
 from holdfast.lm.parts.speculation.planner import SpeculationPart
 from holdfast.lm.parts.standard import parts_of_requests, parts_of_rows
+from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
+from holdfast.lm.parts.tiers.planner import TierPart
+from holdfast.lm.parts.tuning.choice import with_training
+from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.baselines import ChunkedOnly, HybridOnly, Orca, PrefillFirst, RequestLevel, Unified
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.deferral import DEFAULT_BOUND, Deferred
 from holdfast.lm.scheduler.order import make_order
+from holdfast.lm.scheduler.part import Part
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import (
     LatencyTarget,
     StallFree,
     compute_token_budget,
-    reference_step,
     whole_tiles,
 )
 from holdfast.lm.scheduler.row_policies import (
@@ -44,9 +47,6 @@ from holdfast.lm.scheduler.row_policies import (
 )
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
-from holdfast.lm.scheduler.training_room import TrainingRoom
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import EngineShape, RowShape
 
 EVERY_NAME: tuple[SchedulerName, ...] = get_args(SchedulerName)
@@ -152,7 +152,7 @@ def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | No
         ceiling=ceiling,
         max_sequences=config.max_sequences,
         max_model_len=shape.max_model_len,
-        cache_positions=cache_positions(config, shape),
+        cache_positions=shape.cache_positions(config.block_size),
     )
     if shape.rows is not None:  # no row can be left out of a forward of the batch, so a tile comes on top of all rows
         budget = max(budget, min(ceiling, config.max_sequences + tile))
@@ -182,51 +182,11 @@ def steps_in_flight(config: EngineConfig, stages: int) -> int:
     return config.steps_in_flight + stages - 1
 
 
-def cache_positions(config: EngineConfig, shape: EngineShape) -> int | None:
-    """Positions that the paged cache holds; None for padded rows, which bound them in another way."""
-    return None if shape.rows is not None else shape.num_blocks * config.block_size
-
-
 def retention_cost(config: EngineConfig, shape: EngineShape, cost: CostModel | None) -> Cost:
     """Cost of recomputing a chunk, by position: from the cost model, or without one from the model's sizes."""
     if cost is not None:
         return partial(cost.recompute, config.chunk_size)
     return partial(cost_by_position, balance=shape.attention_balance)
-
-
-def make_tuner(
-    config: EngineConfig,
-    shape: EngineShape,
-    cost: CostModel,
-    sizes: TrainingShape,
-    *,
-    memory_fraction: float = 0.5,
-    block_seconds: float = 0.0,
-    exact: bool = False,
-) -> Tuner:
-    """The tuner of an engine of this shape, for `make_scheduler`.
-
-    At most `memory_fraction` of the cache is lent to training. `block_seconds` is the time of copying a block between
-    host and device, 0 if it is not known. With a target between tokens, a job is refused if one of its units takes
-    longer than what a full step of decodes (`reference_step`) leaves of the target: once measured steps say so, or at
-    once if `cost` is `exact`. Raises ValueError for a fraction that is not above 0 and at most 1.
-    """
-    if not 0 < memory_fraction <= 1:
-        raise ValueError(f"tuning_memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
-    room = None
-    if config.tbt_target is not None:
-        decodes, context = reference_step(config.max_sequences, shape.max_model_len, cache_positions(config, shape))
-        seconds = cost.step([(1, context)] * decodes)
-        room = TrainingRoom(
-            config.tbt_target / 1000, 1 - RESERVE, decodes, seconds, deviation=cost.deviation, exact=exact
-        )
-    training = TrainingCost(cost, sizes, block_seconds=block_seconds)
-    return Tuner(
-        training,
-        max_blocks=int(memory_fraction * shape.num_blocks),
-        room=room,
-        max_launch_seconds=inf if config.tbt_target is None else LAUNCH_SHARE * config.tbt_target / 1000,
-    )
 
 
 def make_scheduler(
@@ -245,16 +205,23 @@ def make_scheduler(
     """The scheduler of an engine of this shape, real or simulated, with its own memory.
 
     `policy` replaces the one that the configuration asks for. `stages` is the number of pipeline stages. With a
-    `tuner` (`make_tuner`) it plans training too: in slices beside streams if there is a target between tokens, else by
-    the deferral rule with `deferral_bound` seconds (None: DEFAULT_BOUND). `Scheduler.tuner` is that tuner. With
-    `tuning_progress`, slices go on however full the steps are. With a `drafter` (`make_drafter`), decodes verify drafts
-    where `cost` says that it pays. `now` is when it was looked at what the disk tier holds (`EngineShape.lower`).
-    Raises ValueError as `choose_policy`, for padded rows in a pipeline, for a tuner on padded rows, in a pipeline or
-    under a scheduler that is not stall-free, and for a bound with a target or without a tuner.
+    `tuner` (`parts.tuning.choice.make_tuner`) it plans training too (`with_training`). With a `drafter`
+    (`make_drafter`), decodes verify drafts where `cost` says that it pays. `now` is when it was looked at what the disk
+    tier holds (`EngineShape.lower`). Raises ValueError as `choose_policy` and `with_training`, for padded rows in a
+    pipeline, and for a bound without a tuner.
     """
     policy = policy or choose_policy(config, shape, cost, stages=stages)
+    parts: list[Part] = []
+    if drafter is not None and cost is not None:
+        target = inf if config.tbt_target is None else config.tbt_target / 1000
+        parts.append(SpeculationPart(drafter, cost, most=config.draft_tokens, rows=config.max_samples, target=target))
+    parts += parts_of_requests()  # after drafts, which have the budget before forced tokens
+    if shape.adapter_slots:
+        parts.append(AdapterPart(AdapterPool(shape.adapter_slots)))
     if tuner is not None:
-        policy = _with_training(config, shape, cost, policy, tuner, stages, deferral_bound, tuning_progress)
+        tuning = TuningPart(tuner)
+        policy = with_training(config, shape, cost, policy, tuning, stages, deferral_bound, tuning_progress)
+        parts.append(tuning)
     elif deferral_bound is not None:
         raise ValueError(f"deferral_bound is {deferral_bound}, and no training is taken; drop it")
     settings: dict[str, Any] = dict(
@@ -286,6 +253,10 @@ def make_scheduler(
             prefill_ahead=config.states_ahead,
             to_completion=isinstance(policy, RowPolicy) and policy.to_completion,
         )
+    again = partial(cost.recompute, config.block_size) if cost is not None else None
+    prices = None
+    if shape.block_bytes and shape.num_host_blocks and again is not None:
+        prices = Prices(again, block_size=config.block_size, block_bytes=shape.block_bytes)
     pool = BlockPool(
         shape.num_blocks,
         config.block_size,
@@ -295,22 +266,14 @@ def make_scheduler(
         low_water=config.swap_threshold,
         copies_ahead=shape.copies_ahead,
         copies_for_others=shape.copies_for_others,
+        prices=prices,
     )
-    again = partial(cost.recompute, config.block_size) if cost is not None else None
-    if shape.block_bytes and shape.num_host_blocks and again is not None:
-        pool.prices = Prices(again, block_size=config.block_size, block_bytes=shape.block_bytes)
-    lower = None
     if shape.lower is not None:
-        prices = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
-        lower = LowerTiers(pool, shape.lower, prices, now)
-    parts = list(parts_of_requests())
-    if drafter is not None and cost is not None:
-        target = inf if config.tbt_target is None else config.tbt_target / 1000
-        drafting = SpeculationPart(drafter, cost, most=config.draft_tokens, rows=config.max_samples, target=target)
-        parts.insert(0, drafting)  # drafts have the budget before forced tokens
-    if shape.adapter_slots:
-        parts.append(AdapterPart(AdapterPool(shape.adapter_slots)))
-    return Scheduler(policy, pool, parts, **settings, tuner=tuner, lower=lower, stages=stages)
+        below = Prices(again, block_size=config.block_size, block_bytes=shape.lower.block_bytes)
+        parts.append(TierPart(LowerTiers(pool, shape.lower, below, now)))
+    if config.chunk_host and shape.num_host_blocks:
+        parts.append(MovePart())
+    return Scheduler(policy, pool, parts, **settings, stages=stages)
 
 
 def make_drafter(config: EngineConfig, shape: EngineShape, kind: str) -> Drafter | None:
@@ -327,30 +290,3 @@ def make_drafter(config: EngineConfig, shape: EngineShape, kind: str) -> Drafter
         case "suffix":
             return SuffixDrafter(sharing=config.prefix_sharing)
     return None
-
-
-def _with_training(
-    config: EngineConfig,
-    shape: EngineShape,
-    cost: CostModel | None,
-    policy: Policy,
-    tuner: Tuner,
-    stages: int,
-    deferral_bound: float | None,
-    progress: bool,
-) -> Policy:
-    """A policy of inference with training beside it. Raises ValueError as `make_scheduler`."""
-    if shape.rows is not None:
-        raise ValueError("tuning needs a paged cache, and the model runs on padded rows")
-    if stages > 1:
-        raise ValueError(f"a pipeline has {stages} stages; tuning runs on one")
-    if config.scheduler != "stall-free":
-        raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {config.scheduler}; drop one")
-    if config.tbt_target is None:
-        return Deferred(policy, tuner, DEFAULT_BOUND if deferral_bound is None else deferral_bound)
-    if deferral_bound is not None:
-        raise ValueError(
-            f"deferral_bound is {deferral_bound} and tbt_target is {config.tbt_target}: training goes by one of them"
-        )
-    assert cost is not None  # a target needs it in any case
-    return TrainingSlices(policy, tuner, cost, config.tbt_target / 1000, progress=progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -21,6 +22,7 @@ from holdfast.core.version import __version__
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.server.config import ServerConfig
+from holdfast.server.connection import connection_limit
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.store import AsyncStore, Store
@@ -100,7 +102,7 @@ def create_app(
     app.state.tracing = None if endpoint is None else Tracing(exporter_to(endpoint))
     app.state.bodies = BodyBudget.of(config)
     if config.api_key:
-        app.add_middleware(KeyCheck, keys=config.api_key, operators=config.operator_key)
+        app.add_middleware(KeyCheck, config=config)
     else:
         app.add_middleware(BrowserCheck, config=config)
     service = Service(client, config) if client is not None else None
@@ -109,7 +111,7 @@ def create_app(
     app.state.jobs = ()
     app.state.admissions = []
     app.state.clients = [*([] if client is None else [client]), *apps]
-    registry = CollectorRegistry()
+    registry, replicated = CollectorRegistry(), None
     if service is not None and store is not None:
         registry = service.metrics.registry
         responses = Responses(service, AsyncStore(store, service.metrics))
@@ -132,7 +134,8 @@ def create_app(
         add_batch_routes(app, batches, config)
         add_tuning_routes(app, tuning, config)
         if isinstance(client, Replicas):
-            registry.register(ReplicaMetrics(client))
+            replicated = CollectorRegistry()
+            replicated.register(ReplicaMetrics(client))
             add_replica_routes(app, client, config)
     applications = Applications(apps, config, registry)
     app.state.admissions += [each.admission for each in applications.apps.values()]
@@ -141,7 +144,7 @@ def create_app(
     add_error_handlers(app, service.metrics.outcome if service is not None else lambda route, outcome: None)
     add_root_routes(app, service, applications)
     add_page_routes(app)
-    add_status_routes(app, service, applications, registry)
+    add_status_routes(app, service, applications, registry, replicated)
     describe = cache(partial(document, app, keyed=bool(config.api_key), open_paths=OPEN_PATHS))
     app.openapi = describe  # type: ignore[method-assign]
     return app
@@ -207,14 +210,23 @@ class Keys:
 
 
 class KeyCheck:
-    """Requires one of the API keys or an operator's, and derives the request's tenant from it."""
+    """Requires one of the API keys or an operator's, and derives the request's tenant from it.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], operators: Sequence[str] = ()) -> None:
-        """`operators` are keys, each a tenant too, that may also see the engine at work."""
+    Where there are several keys, each may have only its share of the connections in use. Otherwise one that sends its
+    requests slowly, or reads its answers slowly, would keep everybody else out.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        """Operators' keys are tenants too. Only they may also see the engine at work."""
         self.app = app
-        keys = (*keys, *operators)
+        keys = (*config.api_key, *config.operator_key)
         self.keys = Keys(keys)
-        self.operators = len(operators)
+        self.operators = len(config.operator_key)
+        share = config.tenant_share if len(config.api_key) > 1 else 1
+        self.most = max(1, int(connection_limit(config) * share))
+        """Most requests in progress of one key."""
+        self.in_progress: Counter[int] = Counter()
+        """Requests in progress by the number of their key."""
         self.tenants = [hashlib.sha256(b"holdfast tenant\0" + key.encode()).hexdigest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -230,7 +242,18 @@ class KeyCheck:
         state = scope.setdefault("state", {})
         state["tenant"] = "" if number is None else self.tenants[number]
         state["operator"] = number is not None and number >= len(self.tenants) - self.operators
-        await self.app(scope, receive, send)
+        if number is None:
+            await self.app(scope, receive, send)
+        elif self.in_progress[number] >= self.most:
+            reason = f"this API key has {self.most} requests in progress, its share of the server's connections"
+            error = ApiError(f"{reason}; try again", status=429, code="rate_limit_exceeded")
+            await JSON(error.body_for(scope["path"]), 429, {"retry-after": "1"})(scope, receive, send)
+        else:
+            self.in_progress[number] += 1
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                self.in_progress[number] -= 1
 
 
 SAFE = ("GET", "HEAD", "OPTIONS")
@@ -297,8 +320,11 @@ class BrowserCheck:
         """
         headers = dict(scope["headers"])
         given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"origin"]
-        if scope["method"] in SAFE or headers.get(b"sec-fetch-site") == b"same-origin":
+        site = headers.get(b"sec-fetch-site", b"none")
+        if scope["method"] in SAFE or site == b"same-origin":
             return None
+        if not given and site != b"none":  # a browser that hides where the request comes from
+            given = [f"of a {site.decode('latin-1')[:32]} request"]
         host = headers.get(b"host", b"").decode("latin-1").lower()
         for origin in given:
             place = origin.partition("://")[2]

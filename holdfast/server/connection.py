@@ -42,9 +42,7 @@ class Connections:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        spare = config.max_connections if files == resource.RLIM_INFINITY else max(1, files - RESERVED_FILES)
-        self.limit = min(config.max_connections, spare)
+        self.limit = connection_limit(config)
         self.open: set[Connection] = set()
         """uvicorn's own set also has those that are closed at the end of the loop's turn."""
         self.waiting: dict[Connection, float] = {}
@@ -74,6 +72,13 @@ class Connections:
         """Count a connection no more."""
         self.open.discard(connection)
         self.waiting.pop(connection, None)
+
+
+def connection_limit(config: ServerConfig) -> int:
+    """Most open connections: as configured, or as many as the limit of open files leaves room for."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    spare = config.max_connections if files == resource.RLIM_INFINITY else max(1, files - RESERVED_FILES)
+    return min(config.max_connections, spare)
 
 
 class Connection(HttpToolsProtocol):

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.files.regular import open_file
+from holdfast.files.regular import create_file, open_file
 
 if TYPE_CHECKING:
     import numpy as np  # where it is needed it is imported: the API process only writes examples
@@ -41,14 +41,14 @@ def write_examples(path: str | Path, examples: Iterable[tuple[Sequence[int], Seq
     partial, weights_path = path.with_name(f".{path.name}.ids"), path.with_name(f".{path.name}.weights")
     offsets = array("Q", [0])
     try:
-        with partial.open("wb") as ids_file, weights_path.open("wb") as weights_file:
+        with create_file(partial) as ids_file, create_file(weights_path) as weights_file:
             for number, (ids, weights) in enumerate(examples):
                 _check(number, ids, weights)
                 _little(array("I", ids)).tofile(ids_file)
                 _little(array("f", weights)).tofile(weights_file)
                 offsets.append(offsets[-1] + len(ids))
         whole = path.with_name(f".{path.name}.partial")
-        with whole.open("wb") as file:
+        with create_file(whole) as file:
             file.write(HEADER.pack(MAGIC, len(offsets) - 1, offsets[-1]))
             _little(offsets).tofile(file)
             for part in (partial, weights_path):

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast.files.regular import open_file, read_bytes, read_text
+from holdfast.files.regular import create_file, open_file, read_bytes, read_text, sync_directory
 from holdfast.training.jobs import TrainingJob
 
 MAGIC = b"HFSTATE1"
@@ -99,7 +99,7 @@ class StateFiles:
         for part in parts:
             checksum = zlib.crc32(part, checksum)
         try:
-            with partial.open("wb") as file:
+            with create_file(partial) as file:
                 file.write(MAGIC + struct.pack("<I", checksum))
                 for part in parts:
                     file.write(part)
@@ -110,7 +110,7 @@ class StateFiles:
         finally:
             partial.unlink(missing_ok=True)
         if self._durable:
-            _sync_directory(self.directory)
+            sync_directory(self.directory)
 
     def read(self) -> State | None:
         """The newest complete state; None if there is none."""
@@ -193,12 +193,12 @@ def write_job(directory: Path, job: TrainingJob) -> None:
     path, partial = directory / JOB_FILE, directory / f".{JOB_FILE}.partial"
     if path.exists():
         raise FileExistsError(f"{directory.name} holds a job already")
-    with partial.open("w") as file:
-        file.write(job.to_json() + "\n")
+    with create_file(partial) as file:
+        file.write(f"{job.to_json()}\n".encode())
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-    _sync_directory(directory)
+    sync_directory(directory)
 
 
 def read_job(directory: Path) -> TrainingJob:
@@ -223,12 +223,3 @@ def records_of(rows: npt.NDArray[np.void]) -> tuple[StepRecord, ...]:
 def _bytes(vector: torch.Tensor) -> memoryview:
     """A float32 vector on the host, as bytes in place."""
     return memoryview(vector.numpy().astype("<f4", copy=False).data).cast("B")
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

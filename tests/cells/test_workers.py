@@ -14,7 +14,7 @@ import torch
 
 from holdfast.cells.cell import Cell, Output, State, Value
 from holdfast.cells.graph import CellGraph
-from holdfast.cells.plan import CellOutput, CellRequest
+from holdfast.cells.plan import FIRST_ROW, CellOutput, CellRequest
 from holdfast.cells.workers import Workers, tasks_of_a_round
 from tests.cells.models import MODELS, Asked, Tagger, differences
 
@@ -178,6 +178,92 @@ def test_a_worker_takes_rows_that_another_computed() -> None:
     with running(model, 2, max_tasks=1) as (workers, outcomes):
         run_all(workers, outcomes, ask(model, 100, seed=6))
         assert sum(copies.moved for copies in workers.copies()) > 0
+
+
+class Gate:
+    """Cells that add a number, each type another. One waits until a test opens the gate, two of the next must meet."""
+
+    name, inputs, outputs = "gate", (), ()
+
+    def __init__(self) -> None:
+        self.begun, self.opened, self.meeting = threading.Event(), threading.Event(), threading.Barrier(2)
+        self.ready = False
+        """The workers are: cells that are tried before that wait for nothing."""
+
+        def wait(weights: Any, n: torch.Tensor) -> dict[str, torch.Tensor]:
+            if self.ready:
+                self.begun.set()
+                assert self.opened.wait(60)
+            return {"n": n + 1}
+
+        def meet(weights: Any, n: torch.Tensor) -> dict[str, torch.Tensor]:
+            if self.ready:
+                self.meeting.wait(20)
+            return {"n": n + 2}
+
+        def run(weights: Any, n: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"n": n + 3}
+
+        state, output = {"n": State((), "int32")}, {"n": Output((), "int32", returned=True)}
+        self.waits, self.meets, self.runs = self.cells = tuple(
+            Cell(work.__name__, work, state, output, sizes=(1,)) for work in (wait, meet, run)
+        )
+
+    def unfold(self, inputs: Any) -> CellGraph:
+        raise NotImplementedError
+
+    finish = unfold
+
+    def request(self, name: str, cell: Cell, count: int) -> CellRequest:
+        """So many nodes of a cell, which need nothing and take a row each."""
+        graph = CellGraph()
+        graph.result("n", graph.add(cell, count), "n")
+        return CellRequest(name, graph)
+
+    @contextmanager
+    def workers(self, request: CellRequest, capacity: int) -> Iterator[tuple[Workers, Outcomes]]:
+        """Two workers: one is at the gate with the only node of this request that is ready, the other sleeps."""
+        with running(self, 2, capacity=capacity, max_tasks=1, steps_in_flight=1) as (workers, outcomes):
+            self.ready = True
+            try:
+                workers.submit(request)
+                assert self.begun.wait(60)
+                self.wait_for_sleep(workers)
+                yield workers, outcomes
+            finally:
+                self.opened.set()
+
+    @staticmethod
+    def wait_for_sleep(workers: Workers) -> None:
+        """Wait until every worker that runs nothing has looked for work since the last change."""
+        deadline = time.monotonic() + 60
+        while any(worker.seen != workers._changes for worker in workers._workers if not worker.loop._plans):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+def test_an_abort_wakes_a_sleeping_worker_for_the_request_that_fits_now() -> None:
+    model = Gate()
+    with model.workers(model.request("first", model.waits, 1), FIRST_ROW + 4) as (workers, outcomes):
+        workers.submit(model.request("large", model.runs, 4))
+        workers.submit(model.request("small", model.runs, 1))
+        model.wait_for_sleep(workers)
+        assert not outcomes.results, "the large one waits for rows, and the small one for its turn"
+        workers.abort("large")
+        outcomes.wait_for(lambda: "small" in outcomes.results)
+        assert {*outcomes.results} == {"small"} and not outcomes.failures
+
+
+def test_a_round_that_ends_wakes_a_sleeping_worker_for_what_is_ready_now() -> None:
+    model, graph = Gate(), CellGraph()
+    gate = graph.add(model.waits)
+    both = graph.add(model.meets, 2, n=([gate[0], gate[0]], "n"))
+    graph.result("n", both, "n")
+    with model.workers(CellRequest("both", graph), FIRST_ROW + 3) as (_, outcomes):
+        model.opened.set()
+        outcomes.wait_for(lambda: "both" in outcomes.results)
+        assert not outcomes.failures, "one worker alone would wait for the other in vain"
+        assert outcomes.results["both"]["n"].tolist() == [3, 3]
 
 
 class TwoTypes:

@@ -310,6 +310,10 @@ async def test_a_server_without_a_store_is_sent_the_whole_conversation(tmp_path:
         assert [message["content"] for message in bodies[-1]["messages"]] == ["be kind", "hello", "Ahoy!", "again"]
         await later.hear("/undo", "/undo")
         assert later.it.head is None
+        assert not any("max_tokens" in body for body in bodies), "the server's own limit holds"
+        short = await connect(http, None, Settings(temperature=0.5, max_tokens=7))
+        await Talk(short, tmp_path).hear("hello")
+        assert (bodies[-1]["max_tokens"], bodies[-1]["temperature"]) == (7, 0.5)
 
 
 @pytest.mark.parametrize(

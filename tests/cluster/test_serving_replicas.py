@@ -88,7 +88,7 @@ def test_a_stream_outlives_its_engine_without_a_difference(served: Serving) -> N
     assert health.status_code == 200 and len(health.json()["replicas"]) == 2
     await_ready(served, "0", "1")
     assert httpx.get(f"{served.url}/health").json()["status"] == "ok"
-    metrics = httpx.get(f"{served.url}/metrics", headers=HEADERS).text
+    metrics = httpx.get(f"{served.url}/metrics", headers=OPERATOR).text
     assert "holdfast_requests_resumed_total 1.0" in metrics and 'holdfast_replica_up{replica="1"} 1.0' in metrics
     assert "holdfast_engine_up 1.0" in metrics
 

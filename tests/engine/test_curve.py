@@ -21,7 +21,7 @@ from holdfast.engine.client import connection
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead, EngineStartError
 from holdfast.engine.link import Child
-from holdfast.engine.messages import Failure, Progress, encode
+from holdfast.engine.messages import Failure, Progress, Submit, encode
 from holdfast.engine.spawn import EngineProcess, Link, Remote
 
 SKEW = 86400.0
@@ -52,17 +52,26 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))
 
 
-async def test_an_engine_with_another_clock_answers_and_its_times_are_ours(small, elsewhere):
+async def test_an_engine_with_another_clock_answers_and_its_times_are_ours(small, elsewhere, monkeypatch):
     began = time.monotonic()
     with Distant() as process:
         client = await EngineClient.start(small(), process=process)
-        assert 0 < client.info.started_in < time.monotonic() - began + 0.5
-        assert client.ahead == pytest.approx(SKEW, abs=1.0)
-        deltas = [delta async for delta in client.stream([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))]
-        timings = deltas[-1].timings
-        assert timings.tokens == 4
-        assert timings.arrival <= timings.scheduled <= timings.first_token <= time.monotonic()
-        await client.close()
+        try:
+            assert 0 < client.info.started_in < time.monotonic() - began + 0.5
+            assert client.ahead == pytest.approx(SKEW, abs=1.0)
+            sent = list[Submit]()
+            send = client._child.send
+            monkeypatch.setattr(client._child, "send", lambda message: (sent.append(message), send(message)))
+            deltas = [delta async for delta in client.stream([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))]
+            timings = deltas[-1].timings
+            (submit,) = (message for message in sent if isinstance(message, Submit))
+            assert submit.request.arrival - timings.arrival == pytest.approx(client.ahead), (
+                "it is told by its own clock"
+            )
+            assert timings.tokens == 4
+            assert timings.arrival <= timings.scheduled <= timings.first_token <= time.monotonic()
+        finally:
+            await client.close()
 
 
 async def test_a_checkpoint_that_the_host_lacks_is_named_with_the_host(small, monkeypatch):

@@ -80,6 +80,21 @@ def test_answers_stay_the_same_after_a_drop_to_the_disk_and_after_a_restart(smal
     engine.loop.close()
 
 
+def test_the_last_flush_ends_what_runs_and_writes_what_it_leaves(tiny):
+    engine = build_engine(tiny())
+    long = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    engine.loop.add(Request("long", PROMPTS[0], long))
+    while not any(output.tokens for output in engine.loop.step() or ()):
+        pass
+    steps, step = [], engine.loop.step
+    engine.loop.step = lambda: (steps.append(1), step())[1]
+    engine.tiers.flush(engine.loop, 30)
+    stats = engine.loop.stats()
+    assert (stats.running, stats.waiting) == (0, 0) and len(steps) < 10
+    assert stats.disk_blocks_cached >= 6
+    engine.loop.close()
+
+
 def test_corrupt_blocks_are_found_and_computed_again(tiny, tmp_path):
     engine = build_engine(tiny())
     expected, _ = answers(engine)

@@ -30,6 +30,7 @@ from holdfast.engine.messages import JobEnded, JobInfo, JobStart, JobStatus, Job
 from holdfast.engine.process.build import build_engine
 from holdfast.engine.process.serve import handle, serve
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
+from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.types.tuning import TrainingReport
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
@@ -152,7 +153,7 @@ class Bench:
 
     def reach(self, job: str, step: int) -> None:
         """Run until this optimizer step is planned. A slow disk may tell of the steps before it much later."""
-        self.until(lambda: self.loop.planner.tuner.step_of(job)[0] >= step)
+        self.until(lambda: self.loop.planner.part(TuningPart).tuner.step_of(job)[0] >= step)
 
     def finish(self, *jobs: str) -> None:
         self.until(lambda: all(self.events(job, JobEnded) for job in jobs))
@@ -381,6 +382,7 @@ def test_a_complete_job_that_is_started_again_ends_at_once_with_the_same_adapter
     again = bench()
     info = again.start(new_job(tmp_path))
     assert (info.step, info.steps) == (9, 9) and info.checkpoint and info.loss is not None
+    assert [step.step for step in info.untold] == [*range(1, 10)]
     again.finish("job")
     assert not again.events("job", JobStep)
     assert again.events("job", JobEnded)[0].adapter == first.events("job", JobEnded)[0].adapter
@@ -649,6 +651,8 @@ def test_a_killed_engine_goes_on_after_the_last_stored_step_with_the_same_losses
         assert [step.step for step in steps] == [*range(info.step + 1, info.step + 1 + len(steps))]
         assert [step.loss for step in steps] == expected[info.step : info.step + len(steps)]
         assert info.loss == (expected[info.step - 1] if info.step else None)
+        assert [step.step for step in info.untold] == [*range(1, info.step + 1)]  # the owner says that it knows none
+        assert [step.loss for step in info.untold] == expected[: info.step]
     assert infos[2].step + len(told[2]) == 36
     assert ended.outcome == "succeeded" and digest_of_adapter(ended.checkpoint) == digest
 

@@ -17,15 +17,28 @@ from holdfast.cli.flags import UsageError, read_file
 from holdfast.cli.stopped import copy_whole
 from holdfast.engine.checkpoint import Checkpoint, read_text
 from holdfast.engine.profiles import held
-from holdfast.files.regular import check_regular_below, name_of_regular, open_file, open_regular, read_bytes
+from holdfast.files.regular import (
+    check_regular_below,
+    create_file,
+    name_of_regular,
+    open_file,
+    open_regular,
+    read_bytes,
+)
 from holdfast.lm.models.loader import UnsupportedCheckpoint, read_json
+from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, write_peft
 from holdfast.server.address import check_tls
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import Database
 from holdfast.server.jobs.owner import Owner
-from holdfast.training.data import Examples
-from holdfast.training.state import read_job
+from holdfast.training.data import Examples, write_examples
+from holdfast.training.jobs import Hyperparameters, TrainingJob
+from holdfast.training.state import read_job, write_job
 
+JOB = TrainingJob(
+    id="j", hyperparameters=Hyperparameters(epochs=1, batch_size=1), base_model="b", base_digest="c", data_digest="d"
+)
+ADAPTER = AdapterWeights({(0, "q"): LoraPair(torch.ones(1, 4), torch.ones(4, 1), 1.0)})
 pytestmark = pytest.mark.timeout(20)  # a test that waits for a pipe has failed
 
 
@@ -126,3 +139,44 @@ def test_a_checkpoint_with_a_pipe_is_refused_before_any_library_opens_it(tmp_pat
     pipe_at(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model.safetensors: it is a named pipe, not a regular file"):
         Checkpoint.find(str(tmp_path))
+
+
+@pytest.mark.parametrize("make", [pipe_at, listen_at])
+def test_nothing_is_written_to_what_is_not_a_regular_file(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    make(tmp_path / "there")
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "link").symlink_to("victim")
+    for follow in (False, True):
+        with pytest.raises(OSError, match="not a regular file"):
+            create_file(tmp_path / "there", follow_links=follow)
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        create_file(tmp_path / "link")
+    assert (tmp_path / "victim").read_text() == "mine"
+    with create_file(tmp_path / "link", follow_links=True) as file:
+        file.write(b"me")
+    assert (tmp_path / "victim").read_text() == "me"
+
+
+@pytest.mark.parametrize(
+    ("partial", "write"),
+    [
+        (".job.json.partial", lambda place: write_job(place, JOB)),
+        (".examples.bin.ids", lambda place: write_examples(place / "examples.bin", [([1, 2], [0.0, 1.0])])),
+        (".adapter_model.safetensors.partial", lambda place: write_peft(place, ADAPTER, base_model="b")),
+        (".adapter_config.json.partial", lambda place: write_peft(place, ADAPTER, base_model="b")),
+    ],
+)
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_written_first_under_another_name_follows_no_link_and_waits_for_no_pipe(
+    partial: str, write: Callable[[Path], object], kind: str, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "place").mkdir()
+    if kind == "link":
+        (tmp_path / "place" / partial).symlink_to(victim)
+    else:
+        pipe_at(tmp_path / "place" / partial)
+    with pytest.raises(OSError, match="a symbolic link" if kind == "link" else "a named pipe"):
+        write(tmp_path / "place")
+    assert victim.read_text() == "mine"

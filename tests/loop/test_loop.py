@@ -104,9 +104,34 @@ def test_the_planner_is_told_what_changed_before_it_plans_and_before_it_is_asked
 
     def refresh():
         calls.append(len(calls) + 1)
-        scheduler.resize_host_tier(calls[-1], 4)
+        scheduler.pool.host.resize(calls[-1], 4)
 
     loop = Loop(scheduler, Recorder(8, 4, 4), 1, itertools.count().__next__, refresh)
     assert loop.stats().host_blocks_ready == 1
     loop.step()
     assert loop.stats().host_blocks_ready == 3 and loop.stats().host_blocks_total == 4
+
+
+class Closing(Recorder):
+    """Notes when it is released."""
+
+    def close(self):
+        self.calls.append(("close", None))
+
+
+def test_closing_releases_the_executor_after_what_else_is_closed():
+    device = Closing(64, 4)
+    on_close = lambda: device.calls.append(("on_close", None))  # noqa: E731
+    Loop(create_scheduler(), device, 1, itertools.count().__next__, on_close=on_close).close()
+    assert device.calls == [("on_close", None), ("close", None)]
+
+
+def test_the_executor_is_released_even_if_what_is_closed_before_it_fails():
+    def fail():
+        raise OSError("the disk is gone")
+
+    device = Closing(64, 4)
+    loop = Loop(create_scheduler(), device, 1, itertools.count().__next__, on_close=fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        loop.close()
+    assert device.calls == [("close", None)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts import mutants
-from scripts.mutants import ROOT, Mutant, outcome, read_mutants
+from scripts.mutants import ROOT, Mutant, choose, outcome, read_mutants
 
 
 def faults(mutant: Mutant) -> list[str]:
@@ -46,3 +46,12 @@ def test_a_bug_is_caught_or_lives_or_is_stale_and_leaves_the_file_as_it_was(
     told = [outcome(tmp_path, Mutant("file.py", old, new, ())) for old, new in (("1", "2"), ("1", "3"), ("4", "5"))]
     assert told == [("caught", "test_a"), ("lived", ""), ("stale", "")]
     assert path.read_text() == "a = 1\n"
+
+
+def test_words_choose_the_bugs_that_hold_one_of_them_in_a_file_or_in_their_text() -> None:
+    one = Mutant("holdfast/one.py", "first", "b", ("tests/test_x.py",))
+    two = Mutant("holdfast/two.py", "last", "changed", ("tests/test_y.py",))
+    assert choose([one, two], []) == [one, two]
+    assert choose([one, two], ["one.py", "nothing"]) == choose([one, two], ["first", "test_x"]) == [one]
+    assert choose([one, two], ["test_x", "changed"]) == [one, two]
+    assert choose([one, two], ["nothing"]) == []

@@ -335,3 +335,26 @@ async def test_bodies_beyond_the_budget_get_503_and_their_bytes_are_freed(listen
         async with connected(server) as [(reader, writer)]:
             writer.write(begun + b" " * (10_000 - len(CHAT)) + CHAT)
             assert (await read_one(reader)).startswith(head(200))
+
+
+async def test_requests_that_one_key_sends_slowly_leave_connections_for_others(listening: Listening) -> None:
+    def of(key: bytes) -> bytes:
+        return POST + b"authorization: Bearer %s\r\ncontent-length: %d\r\n\r\n" % (key, len(CHAT)) + CHAT[:-1]
+
+    async with listening(max_connections=8, api_key=("one", "two")) as server, connected(server, 4) as opened:
+        for reader, writer in opened:
+            writer.write(GET + of(b"one"))
+            await read_one(reader)
+        async with connected(server, 2) as [(fifth, slow), (other, writer)]:
+            slow.write(of(b"one"))
+            refused = await read_one(fifth)
+            assert refused.startswith(head(429)) and b"retry-after: 1\r\n" in refused
+            assert b"4 requests in progress" in refused
+            writer.write(of(b"two") + CHAT[-1:])
+            assert (await read_one(other)).startswith(head(200))
+        for reader, writer in opened:
+            writer.write(CHAT[-1:])
+            assert (await read_one(reader)).startswith(head(200))
+        async with connected(server) as [(again, writer)]:
+            writer.write(of(b"one") + CHAT[-1:])
+            assert (await read_one(again)).startswith(head(200))

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.parts.tuning.deferral import Deferred
+from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.slices import TrainingSlices
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.deferral import Deferred
 from holdfast.lm.scheduler.policies import StallFree
-from holdfast.lm.scheduler.slices import TrainingSlices
 from holdfast.lm.types.tuning import TrainingPlan
 from tests.scheduling import answer, create_scheduler
 from tests.training_plans import a_request, cost_model, make_tuner
@@ -50,11 +51,12 @@ def test_jobs_beside_requests_have_the_losses_and_parameters_of_jobs_alone(
     trainer = trainer_for(model, arena=arena_for(model, blocks))
     cost = cost_model(slope=0.0001)
     tuner = make_tuner(cost, max_blocks=most)
-    policy: Policy = Deferred(StallFree(64), tuner, choose.choice((0.0, 0.05)))
+    part = TuningPart(tuner)
+    policy: Policy = Deferred(StallFree(64), part, choose.choice((0.0, 0.05)))
     if name != "deferred":
-        policy = TrainingSlices(StallFree(64), tuner, cost, 0.025)
+        policy = TrainingSlices(StallFree(64), part, cost, 0.025)
     scheduler = create_scheduler(
-        policy=policy, tuner=tuner, blocks=blocks, block_size=1, max_sequences=4, headroom=0.05, sharing=False
+        policy=policy, parts=[part], blocks=blocks, block_size=1, max_sequences=4, headroom=0.05, sharing=False
     )
     for job in ("one", "two"):
         steps = trainer.open(new_job(tmp_path / "beside", name=job, validation=validation))

@@ -98,6 +98,17 @@ def test_a_state_of_another_job_is_not_found(files: StateFiles) -> None:
     assert StateFiles(files.directory, b"k" * 32, durable=True).read() is None
 
 
+def test_states_of_another_job_give_way_and_never_a_job_s_own_two_last_ones(files: StateFiles) -> None:
+    other = StateFiles(files.directory, b"k" * 32, durable=True)
+    for step in (8, 9):
+        other.write(state_of(step))
+    for step in (1, 2):
+        files.write(state_of(step))
+        assert same(files.read(), state_of(step))
+    (files.directory / "state.b").write_bytes(b"damaged")
+    assert same(files.read(), state_of(1)), "the state before the newest is still there"
+
+
 def test_the_newest_of_several_directories_counts(tmp_path: Path) -> None:
     several = [StateFiles(tmp_path / name, JOB, durable=False) for name in ("disk", "mirror")]
     assert newest(several) is None

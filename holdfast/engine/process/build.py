@@ -33,7 +33,7 @@ from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
 from holdfast.engine.ranks.paged import check_layout, grammar_compiler, make_paged_device, make_rank, threads_of
 from holdfast.engine.ranks.ranks import Ranks
-from holdfast.lm.choice import choose_policy, make_drafter, make_scheduler, make_tuner, steps_in_flight
+from holdfast.lm.choice import choose_policy, make_drafter, make_scheduler, steps_in_flight
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.grammar.matchers import Matchers
@@ -43,10 +43,11 @@ from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
 from holdfast.lm.parts.adapters.planner import AdapterPart
-from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
+from holdfast.lm.parts.tuning.choice import make_tuner
+from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
+from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import (
     DEFAULT_TOKEN_BUDGET,
     EngineShape,
@@ -391,8 +392,9 @@ def on_rows(config: EngineConfig, device: PaddedDevice) -> str:
 
 
 def grow_host_tier(scheduler: Scheduler, host: HostTier) -> None:
-    """Tell the scheduler how much of the host tier can be used by now."""
-    scheduler.resize_host_tier(host.ready, host.blocks)
+    """Let the scheduler's memory use as much of the host tier as can be used by now."""
+    if scheduler.pool.host is not None:
+        scheduler.pool.host.resize(host.ready, host.blocks)
 
 
 class Choice(NamedTuple):

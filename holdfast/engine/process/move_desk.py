@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from holdfast.engine import messages
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.parts.moves.planner import MovePart
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import SchedulerStats
 from holdfast.loop.contracts import Clock
@@ -170,12 +171,12 @@ class MoveDesk:
         self._filling += change
 
     def barrier(self) -> int:
-        """As `Scheduler.barrier`."""
-        return self._scheduler.barrier()
+        """As `MovePart.barrier`."""
+        return self._scheduler.part(MovePart).barrier()
 
     def passed(self, barrier: int) -> bool:
-        """As `Scheduler.passed`."""
-        return self._scheduler.passed(barrier)
+        """As `MovePart.passed`."""
+        return self._scheduler.part(MovePart).passed(barrier)
 
     def now(self) -> float:
         """The time."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from holdfast.engine import messages
+from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.tiers import TierDone, TierJob
 from holdfast.lm.types import LanguageLoop
@@ -43,7 +44,8 @@ class TierDesk:
     """Between a scheduler, which decides what is moved, and the threads that move it. For the thread of the loop."""
 
     def __init__(self, scheduler: Scheduler, threads: Threads, clock: Clock) -> None:
-        self._scheduler, self._threads, self._clock = scheduler, threads, clock
+        self._scheduler, self._part = scheduler, scheduler.part(TierPart)
+        self._threads, self._clock = threads, clock
 
     @property
     def wake(self) -> Callable[[], None]:
@@ -62,14 +64,14 @@ class TierDesk:
     @property
     def awaited(self) -> bool:
         """Whether a request waits for what is moved."""
-        return self._scheduler.awaits_tiers
+        return self._part.awaited
 
     def exchange(self) -> None:
         """Tell the scheduler what has been moved, and begin what it wants moved."""
         now, ended = self._clock(), self._threads.take()
         if ended:
-            self._scheduler.finish_tier_jobs(ended, now)
-        self._threads.start(self._scheduler.tier_jobs(now))
+            self._part.done(ended, now)
+        self._threads.start(self._part.jobs(now))
 
     def answers(self) -> Sequence[messages.FromEngine]:
         """As the desks of other messages do: exchange, and answer nothing."""

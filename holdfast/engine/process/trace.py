@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import msgspec
 
 from holdfast.core.config import EngineConfig
 from holdfast.engine.activity import CopyRecord, Scene, SliceRecord, StepRecord, StepRecorder, verified_segments
+from holdfast.files.regular import create_file
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, RowPlan, Segment, StepPlan, StepResult
 from holdfast.lm.types.tuning import TrainingPlan
@@ -68,7 +70,7 @@ class Trace:
         self._clock = clock
         self._preempted = "suspended" if suspends else "preempted"
         try:
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  closed by `close`
+            self._file = TextIOWrapper(create_file(path, follow_links=True), encoding="utf-8")
         except OSError as error:
             raise ValueError(f"trace {path} cannot be written: {error.strerror}") from None
         self._recorder = StepRecorder()

@@ -22,8 +22,8 @@ from holdfast.core.config import check_adapter_name
 from holdfast.engine import messages
 from holdfast.engine.messages import JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
 from holdfast.engine.process.adapter_desk import AdapterDesk
-from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
-from holdfast.lm.scheduler.tuner import Tuner
+from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
+from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.jobs import ALL_MODULES, Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
 from holdfast.training.state import JOB_FILE, read_job, write_job
@@ -288,6 +288,10 @@ class TuningDesk:
             checkpoint=checkpoint,
             epochs=chosen.epochs, batch_size=chosen.batch_size, learning_rate=chosen.learning_rate, rank=chosen.rank,
             alpha=chosen.alpha, modules=chosen.modules, micro_batch=chosen.micro_batch,
+            untold=tuple(
+                JobStep(job, number, steps.count, record.tokens, record.loss, record.validation)
+                for number, record in enumerate(records[start.known :], start=start.known + 1)
+            ),
         ))  # fmt: skip
 
     # Following jobs

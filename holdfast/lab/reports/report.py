@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2
 
 from holdfast.core.version import __version__
+from holdfast.files.regular import read_text
 from holdfast.lab.planning import Evaluation, best_of
 from holdfast.lab.reports import plots
 from holdfast.lab.reports.plots import Draw, readable
@@ -67,7 +68,7 @@ class Report:
         paths = []
         if html is not None:
             environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-            template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+            template = environment.from_string(read_text(TEMPLATE))
             page = template.render(report=self, settings=settings, command=command, version=__version__)
             Path(html).write_text(page, encoding="utf-8")
             paths.append(html)

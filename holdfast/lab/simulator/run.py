@@ -19,10 +19,12 @@ from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
-from holdfast.lm.choice import capacity_of, make_scheduler, make_tuner, steps_in_flight
+from holdfast.lm.choice import capacity_of, make_scheduler, steps_in_flight
+from holdfast.lm.parts.tiers.planner import TierPart
+from holdfast.lm.parts.tuning.choice import make_tuner
+from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types import (
     COPIES_AHEAD_BYTES,
@@ -188,7 +190,7 @@ def make_loop(
         tuning_progress=tuning is not None and tuning.progress,
         drafter=drafter,
     )
-    disk = SimulatedDisk(scheduler, clock, shape.block_bytes, disk_rate) if on_disk else None
+    disk = SimulatedDisk(scheduler.part(TierPart), clock, shape.block_bytes, disk_rate) if on_disk else None
     refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
     observers = watch(scheduler, shape, clock)
     loop = Loop(scheduler, executor, steps_in_flight(config, stages), clock, refresh, observers=observers)

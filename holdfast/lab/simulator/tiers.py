@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from holdfast.lab.simulator.executor import VirtualClock
-from holdfast.lm.scheduler.scheduler import Scheduler
+from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.tiers import Outcome, TierDone, TierJob
 
 DISK_RATE = 3e9
@@ -18,18 +18,18 @@ DONE: Outcome = "done"
 class SimulatedDisk:
     """A disk that does one job after the other, reads before writes. Nothing is lost there."""
 
-    def __init__(self, scheduler: Scheduler, clock: VirtualClock, block_bytes: int, rate: float = DISK_RATE) -> None:
+    def __init__(self, part: TierPart, clock: VirtualClock, block_bytes: int, rate: float = DISK_RATE) -> None:
         """`rate` in bytes per second. Raises ValueError unless it is above 0."""
         if not rate > 0:
             raise ValueError(f"the disk's rate is {rate} bytes a second; it must be above 0")
-        self._scheduler, self._clock = scheduler, clock
+        self._part, self._clock = part, clock
         self._block_seconds = block_bytes / rate
         self._queues: tuple[deque[TierJob], deque[TierJob]] = deque(), deque()
         self._running: tuple[float, TierJob] | None = None
         self._free_at = 0.0
 
     def exchange(self) -> None:
-        """Tell the scheduler what has ended by now, and begin what it wants. The `refresh` of a loop."""
+        """Tell the planner what has ended by now, and begin what it wants. The `refresh` of a loop."""
         now, ended = self._clock(), list[TierDone]()
         self._queue(now)
         while self._running is not None and self._running[0] <= now:
@@ -38,17 +38,17 @@ class SimulatedDisk:
             self._running, self._free_at = None, ends
             self._start()
         if ended:
-            self._scheduler.finish_tier_jobs(ended, now)
+            self._part.done(ended, now)
             self._queue(now)
 
     def wait(self) -> None:
         """Move the clock to the end of the job in progress, if there is one and a request waits."""
         self.exchange()
-        if self._running is not None and self._scheduler.awaits_tiers:
+        if self._running is not None and self._part.awaited:
             self._clock.advance_to(self._running[0])
 
     def _queue(self, now: float) -> None:
-        for job in self._scheduler.tier_jobs(now):
+        for job in self._part.jobs(now):
             self._queues[job.kind == "write"].append(job)
         if self._running is None:
             self._free_at = max(self._free_at, now)

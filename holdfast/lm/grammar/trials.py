@@ -42,7 +42,7 @@ IDLE = 4
 """Children that are kept for further grammars."""
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL", "TMPDIR")
 """What the test process may know of our environment."""
-START = "import sys; sys.path.insert(0, sys.argv[1]); from holdfast.lm.grammar.trial import main; main()"
+START = "import sys; sys.path[:] = sys.argv[1:]; from holdfast.lm.grammar.trial import main; main()"
 
 
 class TrialsFailed(Exception):
@@ -183,9 +183,11 @@ class _Process:
         self._orders.settimeout(ANSWER_SECONDS)
         self._ordering = threading.Lock()
         environment = {name: value for name in ENVIRONMENT if (value := os.environ.get(name)) is not None}
+        # The same packages as ours, wherever they lie: PYTHONPATH may name some of them.
+        path = [str(Path(__file__).parents[3]), *(place for place in sys.path if Path(place).is_absolute())]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", START, str(Path(__file__).parents[3])],
+                [sys.executable, "-P", "-c", START, *path],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=environment | {"MALLOC_ARENA_MAX": "1"},  # each arena takes 64 MiB of address space

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import LowerTiers
+from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.retention import Use
 from holdfast.lm.memory.sequence_cache import SequenceCache
 
+TIERS_BELOW = {
+    "f": "being brought back to the host",
+    "k": "on the disk",
+    "r": "in the remote tier, when it was last asked",
+}
+"""Where the state of a block can lie behind the host, by letters that `block_pool.TIERS` does not have."""
 MOST_CONVERSATIONS = 4096
 """Conversations that are followed at a time."""
 KEPT_SECONDS = 60.0
 """How long a conversation is still told of once nothing of it is left."""
 UNKNOWN = b""
 """Stands for the digest of a block that was not seen: it was dropped, or is shared with another conversation."""
+
+
+class TiersBelow(Protocol):
+    """The tiers behind the host tier."""
+
+    @property
+    def disk(self) -> HostPool | None:
+        """The blocks of the disk; None if there is no disk tier."""
+        ...
+
+    def tiers(self, digests: Iterable[bytes]) -> str:
+        """Where the state of each digest lies: a letter of TIERS_BELOW for each, or - for nowhere."""
+        ...
 
 
 class ConversationBlocks(NamedTuple):
@@ -34,7 +53,7 @@ class ConversationBlocks(NamedTuple):
     """Cost of computing its first kept idle chunk again, as retention counts it: value = cost / age. 0: it has none."""
     runs: tuple[tuple[str, int], ...]
     """From its first block on: a letter and how many blocks in a row have it. The letters are those of
-    `block_pool.TIERS` and `lower_tiers.TIERS`, and ? for unknown."""
+    `block_pool.TIERS` and `TIERS_BELOW`, and ? for unknown."""
 
 
 class _Conversation:
@@ -67,7 +86,7 @@ class BlockMap:
     blocks.
     """
 
-    def __init__(self, pool: BlockPool, lower: LowerTiers | None = None) -> None:
+    def __init__(self, pool: BlockPool, lower: TiersBelow | None = None) -> None:
         """`lower` are the tiers behind the host tier of `pool`."""
         self._pool = pool
         self._lower = lower

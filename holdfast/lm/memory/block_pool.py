@@ -47,8 +47,8 @@ class BlockPool:
     its contents are copied; the block is pinned until the copy is complete. It is then reclaimable: still found, and
     shared again, until it is allocated. A block worth less than everything on a full host is reclaimable at once.
 
-    `lend` gives the highest blocks to training, and `reclaim` takes them back. A lent block is in no other state:
-    free + cached + used + training = total.
+    `lend` gives the highest blocks to a part, and `reclaim` takes them back. A lent block is in no other state:
+    free + cached + used + lent = total.
 
     Methods raise RuntimeError for a call that would break these states. `now` is in seconds and never decreases.
     """
@@ -64,12 +64,14 @@ class BlockPool:
         low_water: float = 0.25,
         copies_ahead: int | None = None,
         copies_for_others: int | None = None,
+        prices: Prices | None = None,
     ) -> None:
         """Swapping out begins when the share of blocks that are free or reclaimable falls below `low_water`.
 
         Of `host_blocks`, `host_ready` can be used from the start (None: all), others once `host.resize` says so. A
         plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more. A plan that
-        computes anything copies `copies_for_others` of the blocks that others want.
+        computes anything copies `copies_for_others` of the blocks that others want. `prices` say whether a block of the
+        host is worth its copy; None: each is.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
@@ -99,16 +101,24 @@ class BlockPool:
         self._low_water = max(1, int(num_blocks * low_water))
         self._demand = 0
         """The most blocks that `fits` was asked for in vain since the last `swap_out`."""
-        self.training = 0
-        """Blocks that are lent to training, the highest ones."""
+        self.lent = 0
+        """Blocks that are lent to a part, the highest ones."""
         self.kept_below: Callable[[bytes], bool] | None = None
         """Whether a tier behind the host has the block of this digest. None: there is no such tier."""
-        self.prices: Prices | None = None
+        self.prices = prices
         """What says whether a block of the host is worth its copy. None: each is."""
         self.host_link = Link(latency=0.0, rate=FASTEST)
         """Copies from the host to the device, as measured."""
-        self.flushing = False
+        self._flushing = False
         """Whether the next plan copies idle blocks to the host however many are free: nobody needs the device."""
+
+    def serve_below(self, has: Callable[[bytes], bool]) -> None:
+        """There are tiers behind the host from now on: `has` says whether they have the block of a digest."""
+        self.kept_below = has
+
+    def flush(self, on: bool) -> None:
+        """Let the next plans copy idle blocks to the host however many are free, as nobody needs the device; or not."""
+        self._flushing = on
 
     @property
     def available(self) -> int:
@@ -134,7 +144,7 @@ class BlockPool:
     @property
     def used(self) -> int:
         """Blocks with an owner."""
-        return self.num_blocks - len(self._free) - self.cached - self.training
+        return self.num_blocks - len(self._free) - self.cached - self.lent
 
     def blocks_for(self, positions: int) -> int:
         """Blocks that hold this many positions."""
@@ -176,7 +186,7 @@ class BlockPool:
         self.dropped += sum([digest not in cached and not (below and below(digest)) for digest in lost])
 
     def lend(self, count: int, now: float, *, most_moves: int) -> tuple[BlockMove, ...]:
-        """Lend up to `count` more blocks to training, the highest that are not lent yet. `training` says how many.
+        """Lend up to `count` more blocks to a part, the highest that are not lent yet. `lent` says how many in all.
 
         The idle blocks of the lowest value make room. Others that hold state in the lent range, owned or idle, are
         moved below it, at most `most_moves` of them. The plan must do the moves before anything else, and every block
@@ -188,7 +198,7 @@ class BlockPool:
         """
         if not self.fits(count, ()) or self.allocatable < count:
             count = min(count, self.allocatable)
-        top = self.num_blocks - self.training
+        top = self.num_blocks - self.lent
         taken, moving, copied = bytearray(b"\1") * top, 0, self.copies.under_way
         for block in self._free:
             taken[block] = 0
@@ -205,10 +215,10 @@ class BlockPool:
         line = top - count
         # Low blocks are allocated first from now on, so that few are to be moved.
         self._free.sort(reverse=True)
-        lent = next((at for at, block in enumerate(self._free) if block < line), len(self._free))
-        free = {*self._free[:lent]}
-        del self._free[:lent]
-        self.training += count
+        above = next((at for at, block in enumerate(self._free) if block < line), len(self._free))
+        free = {*self._free[:above]}
+        del self._free[:above]
+        self.lent += count
         return self._move([block for block in range(line, top) if block not in free])
 
     def _move(self, blocks: list[int]) -> tuple[BlockMove, ...]:
@@ -224,15 +234,15 @@ class BlockPool:
         return tuple([BlockMove(*pair) for pair in places.items()])
 
     def reclaim(self, count: int) -> None:
-        """Take `count` blocks back from training, the lowest of those that are lent. They are free at once.
+        """Take `count` of the lent blocks back, the lowest of them. They are free at once.
 
         Raises RuntimeError if fewer are lent.
         """
-        if not 0 <= count <= self.training:
-            raise RuntimeError(f"{count} blocks are to be reclaimed, and {self.training} are lent")
-        first = self.num_blocks - self.training
+        if not 0 <= count <= self.lent:
+            raise RuntimeError(f"{count} blocks are to be reclaimed, and {self.lent} are lent")
+        first = self.num_blocks - self.lent
         self._free[:0] = range(first + count - 1, first - 1, -1)
-        self.training -= count
+        self.lent -= count
 
     def find_all(self, digests: Iterable[bytes]) -> list[int | None]:
         """By digest, the cached block on the device, owned or not."""
@@ -439,8 +449,8 @@ class BlockPool:
 
         The copies read the device before the plan's segments run, and slow them down. So a plan of `num_tokens` makes
         room for about as many positions as it fills, or an eighth of what is short if that is more. Only blocks that
-        `fits` asked for in vain are copied at once. Blocks are pinned until `finish_swap_out`. While `flushing`, a plan
-        copies as many as it may.
+        `fits` asked for in vain are copied at once. Blocks are pinned until `finish_swap_out`. After `flush(True)` a
+        plan copies as many as it may.
         """
         host, idle = self.host, self._idle
         if host is None:
@@ -448,9 +458,9 @@ class BlockPool:
         most = self._copies_for_others if num_tokens else self.max_copies
         asked = self._copy_wanted(step, now, most) if self.copies.wanted else ()
         ready = self.allocatable + self.copies.idle
-        short = self._low_water * (self.num_blocks - self.training) // self.num_blocks - ready
+        short = self._low_water * (self.num_blocks - self.lent) // self.num_blocks - ready
         ahead = min(short, max(self._copies_ahead, self.blocks_for(num_tokens), short // 8))
-        wanted = self.max_copies if self.flushing else min(max(self._demand - ready, ahead), self.max_copies)
+        wanted = self.max_copies if self._flushing else min(max(self._demand - ready, ahead), self.max_copies)
         self._demand = 0
         if wanted <= 0 or not idle.retained.blocks:
             return asked

@@ -41,9 +41,8 @@ class HostPool:
         self._retained = Retention(rule)
         self._duplicates: OrderedDict[int, None] = OrderedDict()
         self._held: dict[int, Hold] = {}
-        self.told: list[tuple[bytes, Use | None]] | None = None
-        """Where there are tiers behind this one: blocks that were cached or used again, with their last use. Whoever
-        reads the list empties it."""
+        self._uses: list[tuple[bytes, Use | None]] | None = None
+        """Blocks that were cached or used again since `take_uses`, with their last use; None: nobody reads them."""
         self.resize(num_blocks if ready is None else ready, num_blocks)
 
     def resize(self, ready: int, num_blocks: int) -> None:
@@ -52,6 +51,19 @@ class HostPool:
             self._free[:0] = range(ready - 1, self.ready - 1, -1)
             self.ready = ready
         self.num_blocks = num_blocks
+
+    def take_uses(self) -> list[tuple[bytes, Use | None]]:
+        """The blocks that were cached or used again since the last call, with their last use, in order.
+
+        They are noted from the first call on.
+        """
+        uses, self._uses = self._uses, []
+        return uses or []
+
+    @property
+    def unread_uses(self) -> int:
+        """Number of uses that `take_uses` would return."""
+        return len(self._uses) if self._uses is not None else 0
 
     @property
     def cached(self) -> int:
@@ -132,8 +144,8 @@ class HostPool:
         for block, digest, index in blocks:
             self._index.add(block, digest, index)
         self._settle([block for block, _, _ in blocks], last_use)
-        if self.told is not None:
-            self.told += [(digest, last_use) for _, digest, _ in blocks]
+        if self._uses is not None:
+            self._uses += [(digest, last_use) for _, digest, _ in blocks]
 
     def take(self, blocks: Collection[int]) -> None:
         """Reserve these free blocks: they hold state already."""
@@ -224,9 +236,9 @@ class HostPool:
         for block in here:
             del self._duplicates[block]
         self._retained.add_all(here, map(self._index.indices.__getitem__, here), use)
-        if self.told is not None:
+        if self._uses is not None:
             blocks = self._index.blocks
-            self.told += [(digest, use) for digest in digests if digest in blocks]
+            self._uses += [(digest, use) for digest in digests if digest in blocks]
 
     def touch(self, digest: bytes, use: Use) -> None:
         """Count the block with this digest as used again, unless it is a duplicate."""

@@ -105,6 +105,8 @@ class SequenceMemory(Protocol[FoundT]):
     """Blocks copied so far."""
     dropped: int
     """Blocks so far whose state was lost: no tier has it any more."""
+    lent: int
+    """Blocks that are lent to a part now. They come back when it gives them up (`Part.make_room`)."""
 
     @property
     def available(self) -> int:

@@ -311,6 +311,8 @@ class RowPool:
         """Empty: there are no block copies."""
         self.host: HostPool | None = None
         """None: states on the host are not blocks."""
+        self.lent = 0
+        """No position is ever lent."""
         self._now = 0.0
         """The latest time that any call gave."""
         self.swapped_in = 0

@@ -12,16 +12,18 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from holdfast.files.regular import name_of_regular, open_file
+from holdfast.files.regular import create_file, name_of_regular, open_file
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -211,11 +213,11 @@ def write_peft(directory: str | Path, weights: AdapterWeights, *, base_model: st
         "use_dora": False,
     }
     partial = directory / f".{WEIGHTS_FILE}.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
-    _replace(partial, directory / WEIGHTS_FILE)
+    with _replacing(partial, directory / WEIGHTS_FILE) as file:
+        file.write(save(tensors, metadata={"format": "pt"}))
     partial = directory / f".{CONFIG_FILE}.partial"
-    partial.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    _replace(partial, directory / CONFIG_FILE)
+    with _replacing(partial, directory / CONFIG_FILE) as file:
+        file.write(f"{json.dumps(config, indent=2, sort_keys=True)}\n".encode())
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -389,9 +391,12 @@ def _tensor_name(layer: int, module: str, letter: str) -> str:
     return f"base_model.model.{_module_name(layer, module)}.lora_{letter}.weight"
 
 
-def _replace(partial: Path, target: Path) -> None:
-    """Put a complete file in the place of another, so that a reader finds one of them whole, after a crash too."""
-    with partial.open("rb+") as file:
+@contextmanager
+def _replacing(partial: Path, target: Path) -> Iterator[BufferedWriter]:
+    """A file that takes another's place at the end, so that a reader finds one of them whole, after a crash too."""
+    with create_file(partial) as file:
+        yield file
+        file.flush()
         os.fsync(file.fileno())
     partial.replace(target)
 

@@ -48,7 +48,7 @@ class Admission:
         queues, sequence = self._queues, entry.sequence
         pool = queues.pool
         reserved = queues.headroom if queues.running else 0
-        if sequence.in_flight or (pool.available <= reserved and not queues.lent):
+        if sequence.in_flight or (pool.available <= reserved and not pool.lent):
             return False
         found: Found = entry.cache.match(sequence.tokens if entry.uses_kept else sequence.tokens[:1])
         if sequence.length - len(found) * pool.block_size > most:
@@ -57,7 +57,7 @@ class Admission:
             return False  # copies run one after the other: a step begins no more than one sequence needs
         while not pool.admits(found, sequence.length, reserved):
             short = pool.needed(found, sequence.length) + reserved - pool.available
-            if queues.slabs is None or not queues.slabs.yield_for(short, self._now):
+            if not queues.make_room(short, self._now):
                 return False
         copies = queues.start(entry, found, self._now)
         pool.copies.start_swap_in([copy.target for copy in copies], self._number)

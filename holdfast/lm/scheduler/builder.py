@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from math import inf
 
 from holdfast.core.columns import Columns
 from holdfast.lm.scheduler.admission import NO_LIMIT, Admission
@@ -15,7 +14,6 @@ from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.types import (
     PENDING,
-    BlockMove,
     Forecast,
     Sampling,
     Segment,
@@ -24,7 +22,6 @@ from holdfast.lm.types import (
     TableWrite,
     TierCopies,
 )
-from holdfast.lm.types.tuning import NO_SLICE, TrainingPlan
 
 LAST_SAMPLED = (PENDING,)
 """The token of a decode: the last one that its row sampled."""
@@ -39,9 +36,6 @@ def anyone(entry: Entry) -> bool:
 
 class Policy(ABC):
     """Chooses what runs in a step: sets the builder's budget, then calls its verbs in an order of its own."""
-
-    deferred_seconds = 0.0
-    """How long requests have waited so far because training goes first, summed."""
 
     @abstractmethod
     def plan(self, step: StepBuilder) -> None:
@@ -82,8 +76,6 @@ class StepBuilder:
         """Time of planning in seconds."""
         self.in_flight = False
         """Whether the result of a plan is still to come."""
-        self.settles = False
-        """Whether somebody waits for a result, of a plan that need not do anything (`Scheduler.barrier`)."""
         self.running = queues.running
         """The running sequences, to look at."""
         self.swapping_in = queues.swapping_in
@@ -109,13 +101,10 @@ class StepBuilder:
         self._kept = False
         """Whether a part wants the plan even without segments."""
         self._writes: list[TableWrite] = []
-        self._block_moves: tuple[BlockMove, ...] = ()
         self._decodes: list[tuple[int, int, int]] = []
         """Runs of decodes: the index of the first one's segment, its place in `sampling`, and their number."""
         self.due: Callable[[Entry], bool] | None = None
         """Which waiting sequences may start, where a policy lets some wait. Others pass those that may not."""
-        if queues.slabs is not None:
-            queues.slabs.begin()
         self._preemption = Preemption(queues, number, now, self._writes)
         self._admission = Admission(queues, number, now, self._writes)
 
@@ -146,26 +135,24 @@ class StepBuilder:
         """Have the plan made even if it gets no segments and others are in flight."""
         self._kept = True
 
-    def lend(self) -> None:
-        """Bring the memory of training nearer to what it needs. To be called before all other verbs.
+    @property
+    def begun(self) -> bool:
+        """Whether any verb has planned anything yet."""
+        return bool(self._writes or self._ids)
 
-        What training has of it goes back, without this verb too, when a sequence needs it.
-        """
-        queues = self._queues
-        assert queues.slabs is not None and not (self._writes or self._ids)
-        entries = chain(queues.running, queues.swapping_in)
-        busy = bool(queues.running or queues.swapping_in or queues.num_waiting)
-        self._block_moves, writes = queues.slabs.lend(entries, busy=busy, now=self.now)
+    @property
+    def resident(self) -> Iterable[Entry]:
+        """The sequences that have blocks."""
+        return chain(self.running, self.swapping_in)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence runs, is swapping in or waits."""
+        return bool(self.running or self.swapping_in or self._queues.num_waiting)
+
+    def write(self, writes: Iterable[TableWrite]) -> None:
+        """Let the step write these entries of block tables, after those that it has already."""
         self._writes += writes
-
-    def train(self, seconds: float = inf, *, at_least_one: bool = False) -> bool:
-        """Plan a slice of training that is predicted to take at most `seconds`. To be called after all other verbs.
-
-        `inf`: what is left of a micro-batch; `at_least_one` unit may take longer. Returns whether there is one. The
-        plan has another already if training gives up memory in it.
-        """
-        assert self._queues.slabs is not None
-        return self._queues.slabs.train(seconds, at_least_one=at_least_one)
 
     def decode(self) -> None:
         """Plan one token of every decoding sequence, preempting those that rank last if blocks run out.
@@ -277,14 +264,14 @@ class StepBuilder:
             for ready in [entry for entry in queues.waiting if self.due(entry)]:
                 if not queues.free_rows or not (self.budget > 0 or beyond_budget):
                     return
-                if allow(ready) and not queues.fetch(ready, self.now):
+                if allow(ready) and not queues.is_held_back(ready, self.now):
                     self._start(ready, most=self.budget if whole else NO_LIMIT, at_once=whole or not self._ids)
             return
         while (self.budget > 0 or beyond_budget) and queues.free_rows:
             entry = queues.waiting.first()
             if entry is None or not allow(entry):
                 return
-            if queues.fetch(entry, self.now):
+            if queues.is_held_back(entry, self.now):
                 continue
             # Beside other segments its copies run under this step, which would otherwise wait for them.
             at_once = whole or beyond_budget or not self._ids
@@ -306,7 +293,6 @@ class StepBuilder:
         """
         queues, pool, hooks = self._queues, self.pool, self._queues.hooks
         self.in_flight = in_flight
-        training = queues.slabs.slice if queues.slabs is not None else NO_SLICE
         awaits = queues.awaits
         parts = [plan for part in hooks.finish if part.awake and (plan := part.finish(self)) is not None]
         if self._ids:
@@ -314,14 +300,13 @@ class StepBuilder:
             pool.copies.finish_swap_in(awaits)
             queues.awaits = -1  # without segments the next plan has to wait
         else:
-            if in_flight and not (training or self._block_moves or self._kept):
+            if in_flight and not self._kept:
                 return None
             ready = pool.allocatable
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
             awaited = self._kept or any(part.wants_step for part in hooks.wants_step)
             idle = not pool.copies.swapping_out and pool.allocatable == ready and not queues.swapping_in
-            waits = queues.slabs is not None and queues.slabs.waits
-            if idle and not (awaited or training or self._block_moves or waits or self.settles):
+            if idle and not awaited:
                 return None
         segments = Columns(
             Segment,
@@ -333,8 +318,6 @@ class StepBuilder:
             sampling=self.draws,
         )
         samples = self._samples
-        if training or queues.lent or self._block_moves:
-            parts.append(TrainingPlan(training, queues.lent, self._block_moves))
         return StepPlan(
             self.number,
             segments,

@@ -52,8 +52,6 @@ class Entry:
     """Plans of a lower number may give it no token: its state was lost."""
     uses_kept: bool = True
     """It may start from state that memory keeps of its tokens; otherwise all its positions are computed."""
-    fetched: bool = False
-    """The tiers behind the host have been asked for its blocks since it last waited."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 

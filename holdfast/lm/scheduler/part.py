@@ -7,12 +7,23 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from holdfast.core.types import Identity, Request
+from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.scheduler.entries import Entry, RankedQueue
-from holdfast.lm.types import PartPlan, Sampling, StepPlan, StepResult
+from holdfast.lm.types import PartPlan, Sampling, StepPlan, StepResult, TableWrite
 
 
 class PartQueues(Protocol):
     """What a part may use of the scheduler's queues (`queues.Queues`)."""
+
+    @property
+    def pool(self) -> AnyMemory:
+        """The memory behind the sequences."""
+        ...
+
+    @property
+    def headroom(self) -> int:
+        """Blocks that admission leaves to running sequences."""
+        ...
 
     def hold(self, entry: Entry, part: Part) -> None:
         """Let a part hold an entry of the waiting queue."""
@@ -110,6 +121,25 @@ class PartStep(Protocol):
         """Let the policy plan nothing in this step. To be called in `begin`."""
         ...
 
+    @property
+    def begun(self) -> bool:
+        """Whether any verb has planned anything yet."""
+        ...
+
+    @property
+    def resident(self) -> Iterable[Entry]:
+        """The sequences that have blocks."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence runs, is swapping in or waits."""
+        ...
+
+    def write(self, writes: Iterable[TableWrite]) -> None:
+        """Let the step write these entries of block tables, after those that it has already."""
+        ...
+
     def keep(self) -> None:
         """Have the plan made even if it gets no segments and others are in flight."""
         ...
@@ -193,7 +223,11 @@ class Part(ABC):
         """A sequence is about to lose its row and its blocks: it has ended, or will wait again."""
 
     def make_room(self, blocks: int, now: float) -> bool:
-        """Free this many more blocks, before a request waits for them or is preempted. Returns whether it did."""
+        """Make this many more blocks available, before a request waits for them or is preempted.
+
+        Returns whether it did. A part that gives lent blocks back in a later plan returns False; while any are lent
+        (`SequenceMemory.lent`), nobody is preempted for a block.
+        """
         return False
 
     def advance(self, now: float) -> None:  # noqa: B027

@@ -31,7 +31,7 @@ class Preemption:
     def displace(self, budget: int, due: Callable[[Entry], bool] | None = None) -> None:
         """Preempt running sequences for waiting ones of a higher class, if the order displaces at all.
 
-        Only for those that are `due`, where that is given. Training yields before anyone is preempted.
+        Only for those that are `due`, where that is given. Parts give up memory before anyone is preempted.
 
         Goes through the waiting sequences by rank while the `budget` has room for them beside the decodes, and preempts
         the last in rank until each finds a row and blocks. Victims wait like any preempted sequence.
@@ -48,9 +48,9 @@ class Preemption:
             if room <= 0 or sequence.in_flight or not running or entry.rank > running.last().rank:
                 return
             needed = pool.needed(entry.cache.match(sequence.tokens), sequence.length)
-            if spare < needed and queues.slabs is not None and queues.lent:
+            if spare < needed:
                 before = pool.available
-                queues.slabs.yield_for(needed - spare, self._now)
+                queues.make_room(needed - spare, self._now)
                 spare += pool.available - before
             victims: list[Entry] = []
             freed: list[AnyState] = []
@@ -71,16 +71,15 @@ class Preemption:
     def grow(self, entry: Entry) -> bool:
         """Give a running sequence one more block, preempting the last in rank if none is free.
 
-        False if the sequence must wait for a later step: it ranks last itself, or idle state is about to make room in
-        the host tier. The first in rank always finds a block in the end, as the pool can hold any sequence alone.
+        False if the sequence must wait for a later step: it ranks last itself, a part is about to give lent blocks
+        back, or idle state is about to make room in the host tier. The first in rank always finds a block in the end,
+        as the pool can hold any sequence alone.
         """
         queues, pool = self._queues, self._queues.pool
         while not pool.can_grow(entry.cache):
-            if queues.slabs is not None and queues.lent:
-                if queues.slabs.yield_for(1, self._now):
-                    continue
-                return False
-            if pool.can_swap_out:
+            if queues.make_room(1, self._now):
+                continue
+            if pool.lent or pool.can_swap_out:
                 return False
             victim = next(other for other in reversed(queues.running) if other.next_step <= self._number)
             if victim is entry:

@@ -79,12 +79,15 @@ def waiting_request(entry: Entry, reason: str) -> WaitingRequest:
 
 def _reasons(queues: Queues) -> Iterable[WaitingRequest]:
     first = queues.waiting.first()
-    for entry in queues.fetches or ():
-        yield waiting_request(entry, "fetching")
+    starting = queues.hooks.starting
+    for entry, part in queues.held.items():
+        if part in starting:  # the entry was about to start, so it stands before those that wait
+            yield waiting_request(entry, part.waits_for)
     for entry in queues.waiting:
         yield waiting_request(entry, reason(queues, entry) if entry is first else "order")
     for entry, part in queues.held.items():
-        yield waiting_request(entry, part.waits_for)
+        if part not in starting:
+            yield waiting_request(entry, part.waits_for)
 
 
 def reason(queues: Queues, entry: Entry) -> str:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.protocol import AnyMemory, Found
 from holdfast.lm.scheduler.entries import NO_ROW, Entry, RankedQueue
-from holdfast.lm.scheduler.fetch_queue import NOTHING, FetchQueue
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.part import Hooks, Part
-from holdfast.lm.scheduler.slabs import Slabs
-from holdfast.lm.scheduler.tuner import Tuner
-from holdfast.lm.tiers import TierName
 from holdfast.lm.types import BlockCopy
 
 
@@ -36,10 +30,6 @@ class Queues:
         """The waiting sequences, if the order lets them displace running ones."""
         self.held: dict[Entry, Part] = {}
         """The sequences that wait for something of a part, each with the part. They are not in `waiting`."""
-        self.slabs: Slabs | None = None
-        """The memory of training; None where none is planned."""
-        self.fetches: FetchQueue | None = None
-        """The waiting sequences whose blocks come from tiers behind the host; None where there are none."""
         self.running = RankedQueue()
         self.swapping_in: list[Entry] = []
         self.awaits = -1
@@ -53,29 +43,16 @@ class Queues:
         self.prefix_hits = 0
         self.prefix_hits_on_host = 0
         """Of `prefix_hits`, tokens that only the host had when their sequence started, however they came there."""
-        self.prefix_hits_below: dict[TierName, int] = {"disk": 0, "remote": 0}
-        """Tokens of those that came to the host from the tiers behind it, for that sequence."""
         self.recovered = 0
-
-    def serve_lower_tiers(self, lower: LowerTiers) -> None:
-        """Let sequences wait for blocks of these tiers. To be called before there are any."""
-        self.fetches = FetchQueue(lower)
-
-    def serve_training(self, tuner: Tuner) -> None:
-        """Lend blocks to training. Raises ValueError where state is not paged."""
-        if not isinstance(self.pool, BlockPool):
-            raise ValueError("training needs a paged cache")
-        self.slabs = Slabs(self.pool, tuner, self.headroom)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, also those that parts hold, or that wait for their blocks."""
-        return len(self.waiting) + len(self.held) + (len(self.fetches) if self.fetches is not None else 0)
+        """Sequences that wait, also those that parts hold."""
+        return len(self.waiting) + len(self.held)
 
-    @property
-    def lent(self) -> int:
-        """Blocks that training has."""
-        return self.slabs.lent if self.slabs is not None else 0
+    def make_room(self, blocks: int, now: float) -> bool:
+        """Let the first part that can make this many more blocks available do it. Returns whether one did."""
+        return any(part.make_room(blocks, now) for part in self.hooks.make_room)
 
     def add(self, entry: Entry) -> None:
         """Let a sequence wait."""
@@ -109,22 +86,13 @@ class Queues:
             asked.append(part)
         self.waiting.add(entry)
 
-    def fetch(self, entry: Entry, now: float) -> bool:
-        """Let an entry in the waiting queue be held by a part, or wait for blocks of lower tiers. Whether it does."""
+    def is_held_back(self, entry: Entry, now: float) -> bool:
+        """Whether a part holds an entry of the waiting queue, which would start now, from here on."""
         for part in self.hooks.starting:
             if part.starting(entry, now):
                 self.hold(entry, part)
                 return True
-        if self.fetches is None or not self.fetches.begin(entry, now):
-            return False
-        self._leave(entry)
-        return True
-
-    def resume_fetched(self, now: float) -> None:
-        """Move those back to the waiting queue that have waited for their blocks."""
-        if self.fetches is not None:
-            for entry in self.fetches.advance(now):
-                self.add(entry)
+        return False
 
     def _leave(self, entry: Entry) -> None:
         """Remove an entry that waits, or that a part holds."""
@@ -143,13 +111,10 @@ class Queues:
         self.waiting.remove(entry)
         cache, sequence = entry.cache, entry.sequence
         copies = cache.allocate(found, sequence.length, now)
-        below = self.fetches.settle(entry) if self.fetches is not None else NOTHING
         entry.row = self.free_rows.pop()
         entry.decoding = False
         entry.decode_limit = entry.next_check = 0
         self.swapping_in.append(entry)
-        for part in self.hooks.started:
-            part.started(entry)
         self.recovered += sum(stop - start for start, stop in cache.missing(sequence.length)[:-1])
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
@@ -157,12 +122,11 @@ class Queues:
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += sequence.cached_tokens
             self.order.started(entry)
-            self.prefix_hits_on_host += len(found.host) * self.pool.block_size
-            for tier, blocks in below.items():
-                self.prefix_hits_below[tier] += blocks * self.pool.block_size
-            on_host = max(0, len(found.host) - sum(below.values()))
-            host, disk, remote = (count * self.pool.block_size for count in (on_host, below["disk"], below["remote"]))
-            sequence.cached_by_tier = host, disk, remote
+            on_host = len(found.host) * self.pool.block_size
+            self.prefix_hits_on_host += on_host
+            sequence.cached_by_tier = on_host, 0, 0
+        for part in self.hooks.started:
+            part.started(entry)
         return copies
 
     def join(self, entry: Entry) -> None:
@@ -175,10 +139,7 @@ class Queues:
     def stop(self, entry: Entry, now: float) -> None:
         """Remove an entry from its queue, and free its blocks and its row."""
         if entry.row == NO_ROW:
-            if self.fetches is None or entry not in self.fetches:
-                self._leave(entry)
-            if self.fetches is not None:
-                self.fetches.settle(entry)
+            self._leave(entry)
             return
         for part in self.hooks.stopped:
             part.stopped(entry)
@@ -197,6 +158,5 @@ class Queues:
         """
         self.stop(entry, now)
         entry.sequence.preemptions += 1
-        entry.fetched = False
         self.preemptions += 1
         self.add(entry)

@@ -11,7 +11,6 @@ from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.protocol import AnyMemory, AnyState
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
@@ -21,10 +20,7 @@ from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.part import Hooks, Part
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.results import Results
-from holdfast.lm.scheduler.tuner import Tuner
-from holdfast.lm.tiers import TierDone, TierJob
 from holdfast.lm.types import SchedulerStats, StepPlan, StepResult
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 
 P = TypeVar("P", bound=Part)
 
@@ -49,8 +45,6 @@ class Scheduler:
         headroom: float = 0.1,
         sharing: bool = False,
         served: Identity | None = None,
-        tuner: Tuner | None = None,
-        lower: LowerTiers | None = None,
         order: Order | None = None,
         seed: int = 0,
         stages: int = 1,
@@ -60,8 +54,7 @@ class Scheduler:
     ) -> None:
         """`parts` are called in their order. `sharing` lets requests of one identity share the state of equal prefixes.
         `served` names the model, adapter and dtype of the executor; `add` refuses any other, unless a part serves it.
-        None refuses nothing. `tuner` has jobs of training; the
-        policy says when they run. `lower` are the tiers behind the host tier of `pool`.
+        None refuses nothing.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
         default by priority class. `seed` makes seeds for requests that bring none. `stages` is the number of stages of
@@ -81,25 +74,13 @@ class Scheduler:
         self._intake = Intake(
             limits, order, hooks, pool, make_state, eos_token_ids=eos_token_ids, sharing=sharing, seed=seed
         )
-        self.tuner = tuner
-        """The jobs of training; None where none are taken."""
-        if tuner is not None:
-            self._queues.serve_training(tuner)
-        self._lower = lower
-        if lower is not None:
-            self._queues.serve_lower_tiers(lower)
         self._make_builder = make_builder
         self._entries: dict[str, Entry] = {}
         self._results = Results(self._queues, self._end)
         self._steps = 0
-        self._settled = -1
-        """The last plan of which it is known that its copies from the host, and all before, are complete."""
-        self._barrier = -1
-        """The last plan for which somebody waits so."""
         self._now = 0.0
         """The latest time that any call gave; `abort` gives none."""
         self._tokens_computed = 0
-        self._training_tokens, self._training_seconds = 0, 0.0
 
     @property
     def memory(self) -> AnyMemory:
@@ -118,7 +99,12 @@ class Scheduler:
         soon = len(self._queues.free_rows) > self._queues.num_waiting
         self._queues.add(entry)
         if soon and entry not in self._queues.held:
-            self._queues.fetch(entry, max(self._now, request.arrival))
+            self._queues.is_held_back(entry, max(self._now, request.arrival))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts in their order."""
+        return self._queues.hooks.parts
 
     def part(self, kind: type[P]) -> P:
         """The part of this class. Raises LookupError where there is none."""
@@ -143,20 +129,14 @@ class Scheduler:
         hooks = self._queues.hooks
         for part in hooks.advance:
             part.advance(now)
-        if (lower := self._lower) is not None:
-            self._queues.resume_fetched(now)
-            lower.flush(not self._entries)
         step = self._make_builder(self._queues, self._steps, now)
         in_flight = step.in_flight = bool(self._results.in_flight)
-        step.settles = self._settled < self._barrier
         for part in hooks.begin:
             part.begin(step)
         if not step.postponed:
             self._policy.plan(step)
         plan = step.finish(in_flight=in_flight)
         if plan is not None:
-            if lower is not None and plan.copies.swap_in:
-                lower.begin_swap_in(plan.step)
             self._results.submitted(self._steps, step.sampling)
             self._steps += 1
             self._tokens_computed += step.num_tokens
@@ -170,54 +150,18 @@ class Scheduler:
         Raises RuntimeError if the result is another plan's, or does not hold the tokens that its plan samples.
         """
         submitted = self._results.take(plan, result)
-        slice_, report = plan.part(TrainingPlan).slice, result.part(TrainingReport)
-        if bool(slice_) != bool(report):
-            raise RuntimeError(f"step {plan.step} has slice {slice_ or None}; got {report or None}")
         pool = self._queues.pool
         self._now = now
         pool.finish_swap_out(result.copied.swapped_out)
         pool.copies.finish_swap_in(result.copied.swapped_in)
-        if self._lower is not None:
-            self._lower.finish_swap_in(result.copied.swapped_in)
         for copy in result.copied.times:
             if copy.inward and isinstance(pool, BlockPool):
                 pool.host_link.observe(copy.bytes, copy.seconds)
-        self._settled = max(self._settled, result.copied.swapped_in)
         for part in self._queues.hooks.apply:
             for entry in part.apply(plan, result, now):
                 self._end(entry, FinishReason.ABORT)
-        if self.tuner is not None and self._queues.slabs is not None and report:
-            self.tuner.observe(report)
-            self._training_tokens += report.tokens
-            self._training_seconds += report.seconds
-            self._queues.slabs.settle()
         self._policy.observe(plan, result)
         return self._results.apply(submitted, plan, result)
-
-    def tier_jobs(self, now: float) -> abc.Sequence[TierJob]:
-        """The jobs of the tiers behind the host that are to begin now; others do them."""
-        return self._lower.jobs(now) if self._lower is not None else ()
-
-    def finish_tier_jobs(self, ended: abc.Iterable[TierDone], now: float) -> None:
-        """Take note of such jobs that have ended."""
-        if self._lower is not None:
-            self._lower.done(ended, now)
-
-    @property
-    def awaits_tiers(self) -> bool:
-        """Whether a request waits for blocks of the tiers behind the host."""
-        return self._queues.fetches is not None and len(self._queues.fetches) > 0
-
-    @property
-    def _flushes(self) -> bool:
-        """Whether nothing is left to do but to copy idle state down, and the tiers behind the device take it."""
-        return self._lower is not None and not self._entries and self._lower.can_flush
-
-    def resize_host_tier(self, ready: int, total: int) -> None:
-        """The first `ready` blocks of the host tier can be used from now on; in the end `total` will be."""
-        host = self._queues.pool.host
-        if host is not None:
-            host.resize(ready, total)
 
     @property
     def queues(self) -> Queues:
@@ -230,15 +174,11 @@ class Scheduler:
         return self._entries
 
     def has_work(self) -> bool:
-        """Whether any request has not ended, any training is left to plan, others wait for copies, or any state is left
-        to copy down in a pause."""
+        """Whether any request has not ended, a part has work without any, or others wait for copies."""
         return (
             bool(self._entries)
-            or (self.tuner is not None and self.tuner.has_work)
-            or bool(self._queues.pool.copies.wanted)
-            or self._settled < self._barrier
-            or self._flushes
             or any(part.has_work for part in self._queues.hooks.has_work)
+            or bool(self._queues.pool.copies.wanted)
         )
 
     @property
@@ -246,18 +186,9 @@ class Scheduler:
         """The memory. Between two plans, others may hold, reserve and fill blocks of its host tier."""
         return self._queues.pool
 
-    def barrier(self) -> int:
-        """A mark of what is planned so far, for `passed`. The host tier must be able to swap in."""
-        self._barrier = self._steps - 1
-        return self._barrier
-
-    def passed(self, barrier: int) -> bool:
-        """Whether no plan that was made before this mark reads the host any more."""
-        return self._settled >= barrier
-
     def stats(self) -> SchedulerStats:
         """Queues and memory now, with plans in flight counted as done."""
-        queues, pool, lower = self._queues, self._queues.pool, self._lower
+        queues, pool = self._queues, self._queues.pool
         return SchedulerStats(
             waiting=queues.num_waiting,
             running=len(queues.running) + len(queues.swapping_in),
@@ -278,13 +209,6 @@ class Scheduler:
             prefix_hits_on_host=queues.prefix_hits_on_host,
             suspensions=queues.preemptions if pool.host else 0,
             tokens_dropped=pool.dropped * pool.block_size,
-            blocks_training=queues.lent,
-            training_tokens=self._training_tokens,
-            training_seconds=self._training_seconds,
-            deferred_seconds=self._policy.deferred_seconds,
-            prefix_hits_on_disk=queues.prefix_hits_below["disk"],
-            prefix_hits_on_remote=queues.prefix_hits_below["remote"],
-            **(lower.stats() if lower is not None else {}),
             **self._stats_of_parts(),
         )
 

@@ -120,6 +120,10 @@ class EngineShape:
         if (self.rows is not None) != (self.executor == "padded"):
             raise ValueError(f"executor is {self.executor} and rows are {self.rows}; give rows for the padded one only")
 
+    def cache_positions(self, block_size: int) -> int | None:
+        """Positions that the paged cache holds in blocks of this size; None for padded rows."""
+        return None if self.rows is not None else self.num_blocks * block_size
+
     @property
     def row_positions(self) -> int:
         """Positions that the states of padded rows may hold in all; 0 for the paged executor."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from holdfast.files.own_directory import OwnDirectory
-from holdfast.files.regular import open_file
+from holdfast.files.regular import open_file, sync_directory
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY, data_directory
 from holdfast.server.conversations.store import AsyncStore, Store
@@ -172,13 +172,11 @@ class Files:
     @contextmanager
     def new(self) -> Iterator[IO[bytes]]:
         """A new file in the directory, which only its owner can read. It is deleted unless it is given an id."""
-        descriptor, name = tempfile.mkstemp(dir=self.directory, prefix=UNFINISHED)
-        try:
-            os.close(descriptor)
-            with Path(name).open("wb") as file:
+        with tempfile.NamedTemporaryFile(dir=self.directory, prefix=UNFINISHED, delete=False) as file:
+            try:
                 yield file
-        finally:
-            Path(name).unlink(missing_ok=True)
+            finally:
+                Path(file.name).unlink(missing_ok=True)
 
     def settle(self, file: IO[bytes], id: str) -> int:
         """Make the bytes of a `new` file durable under their id. Returns how many there are. Raises OSError."""
@@ -186,7 +184,7 @@ class Files:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
         Path(file.name).rename(self.path(id))
-        _flush_directory(self.directory)
+        sync_directory(self.directory)
         return size
 
     async def clean(self) -> None:
@@ -324,12 +322,3 @@ def drop_abandoned(directory: Path) -> None:
     for path in directory.glob(f"{UNFINISHED}*"):
         if path.stat().st_mtime < oldest:
             path.unlink(missing_ok=True)
-
-
-def _flush_directory(directory: Path) -> None:
-    """Make new names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

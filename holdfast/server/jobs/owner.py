@@ -17,7 +17,7 @@ class Owner:
         """Raises OSError."""
         self.id = f"owner-{uuid.uuid4().hex}"
         self._directory = directory
-        self._held: int | None = os.open(directory / self.id, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._held: int | None = open_regular(directory / self.id, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def gone(self, other: str) -> bool:

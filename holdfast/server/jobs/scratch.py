@@ -9,6 +9,8 @@ import tempfile
 import weakref
 from pathlib import Path
 
+from holdfast.files.regular import open_directory, open_regular
+
 PREFIX = "holdfast-files-"
 
 
@@ -21,7 +23,7 @@ class Scratch:
         while True:
             self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
             try:
-                lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+                lock = open_directory(self.directory)
             except FileNotFoundError:
                 continue  # another server took it for one that was left
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -41,7 +43,7 @@ def drop_left(parent: Path) -> None:
     """Delete the directories of servers of this user that were killed. What cannot be deleted stays."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock = open_directory(path)
         except OSError:
             continue  # another user's, a link, no directory, or gone
         try:
@@ -54,9 +56,9 @@ def drop_left(parent: Path) -> None:
 
 
 def _locked(path: Path) -> bool:
-    """Whether a running server holds a lock on a file or directory."""
+    """Whether a running server holds a lock on a file."""
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        opened = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

@@ -366,6 +366,7 @@ class TuningRunner:
             modules=tuple(given.get("target_modules", ())),
             micro_batch=given.get("micro_batch"),
             seed=job.seed,
+            known=job.step,
         )
 
     async def _started(self, running: RunningJob, info: JobInfo) -> None:
@@ -384,6 +385,11 @@ class TuningRunner:
             if at > max((each.step for each in job.checkpoints), default=0):
                 fields["checkpoints"] = [*job.checkpoints, self._new_checkpoint(at, info.loss or 0.0, info.validation)]
             events.append(self._event(f"Steps {job.step + 1} to {info.step} were computed before the server ended"))
+            tokens = job.trained_tokens
+            for each in info.untold:
+                tokens += each.tokens
+                if self._told_apart(each):
+                    events.append(self._step_event(each, tokens))
             await self._note_progress(running)
         if info.step:
             events.append(self._event(f"Fine-tuning job goes on after step {info.step}/{info.steps}"))

@@ -15,6 +15,8 @@ from pathlib import Path
 from fastapi import FastAPI, Request, Response
 from starlette.types import Scope
 
+from holdfast.files.regular import read_bytes
+
 FOLDER = Path(__file__).parents[1] / "page"
 PREFIX = "/page/"
 INDEX = "index.html"
@@ -74,7 +76,7 @@ class PageFile:
 def page_files() -> Mapping[str, PageFile]:
     """The page's files by their names, which have slashes: what is served is read once, and nothing else is."""
     paths = sorted(path for path in FOLDER.rglob("*") if path.is_file() and path.suffix in KINDS)
-    bodies = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in paths}
+    bodies = {path.relative_to(FOLDER).as_posix(): read_bytes(path) for path in paths}
     whole = hashlib.sha256()
     for name, body in bodies.items():
         whole.update(f"{name}\0{len(body)}\0".encode() + body)

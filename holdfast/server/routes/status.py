@@ -87,9 +87,13 @@ def add_root_routes(app: FastAPI, service: Service | None, applications: Applica
 
 
 def add_status_routes(
-    app: FastAPI, service: Service | None, applications: Applications, registry: CollectorRegistry
+    app: FastAPI,
+    service: Service | None,
+    applications: Applications,
+    registry: CollectorRegistry,
+    replicated: CollectorRegistry | None = None,
 ) -> None:
-    """GET /health and /metrics. Both ask the engines, within a time limit."""
+    """GET /health and /metrics. Both ask the engines, within a time limit. `replicated` is of each replica."""
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
@@ -117,12 +121,15 @@ def add_status_routes(
         return JSON({"status": status, **listed})
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus' text format."""
+    async def metrics(request: Request) -> Response:
+        """Prometheus' text format. Where there are keys, those of each replica are for operators."""
         if service is not None:
             service.metrics.stats = await stats_of(service)
         await applications.scrape()
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE)
+        shown = generate_latest(registry)
+        if replicated is not None and (request.state.operator or not applications.config.api_key):
+            shown += generate_latest(replicated)
+        return Response(shown, media_type=CONTENT_TYPE)
 
 
 async def stats_of(service: Service) -> SchedulerStats | None:

@@ -13,6 +13,7 @@ from holdfast.engine.process import chunk_service
 from holdfast.engine.process.chunk_service import ChunkService
 from holdfast.engine.process.chunk_wire import ChunkPeer, Kind, PeerError, Terms
 from holdfast.engine.process.move_desk import MoveDesk
+from holdfast.lm.parts.moves.planner import MovePart
 from tests.invariants import check_scheduler
 from tests.scheduling import create_scheduler
 
@@ -38,7 +39,7 @@ class Side:
 
     def __init__(self, blocks=64):
         self.memory = [bytearray(SIZE) for _ in range(blocks)]
-        self.scheduler = create_scheduler(host_blocks=blocks)
+        self.scheduler = create_scheduler(host_blocks=blocks, parts=[MovePart()])
         self.desk = MoveDesk(self.scheduler, time.monotonic)
         self.service = ChunkService(self.desk, TERMS, [in_parts(each) for each in self.memory], "127.0.0.1")
         self.desk.service = self.service

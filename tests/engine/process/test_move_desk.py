@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from holdfast.engine.messages import ChunksFetched, ChunksFound, FetchChunks
 from holdfast.engine.process.move_desk import Loan, MoveDesk, Room
 from holdfast.lm.memory.digests import block_digests
+from holdfast.lm.parts.moves.planner import MovePart
 from tests.invariants import check_scheduler
 from tests.lm.scheduler.test_histories import STEPS, History, check
 from tests.scheduling import NOBODY, FakeDevice, answer, create_requests, create_scheduler, model_state
@@ -28,6 +29,9 @@ class MovingHistory(History):
         self.desk = MoveDesk(self.scheduler, lambda: float(self.steps))
         self.loans = []
         self.rooms = []
+
+    def more_settings(self):
+        return dict(parts=[MovePart()])
 
     def check_books(self):
         check_scheduler(self.scheduler, [block for room, _ in self.rooms for block in room._places])
@@ -138,7 +142,7 @@ def test_histories_with_moves_exercise_loans_arrivals_and_both_tiers():
 
 def idle_engine(host_blocks=16, tokens=20):
     """A desk over a scheduler that has computed a prompt, and the prompt's digests."""
-    scheduler, device = create_scheduler(host_blocks=host_blocks), FakeDevice(64, 4, host_blocks)
+    scheduler, device = create_scheduler(host_blocks=host_blocks, parts=[MovePart()]), FakeDevice(64, 4, host_blocks)
     (request,) = create_requests(tokens, max_tokens=1)
     device.expect(request)
     scheduler.add(request)

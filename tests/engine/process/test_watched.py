@@ -60,6 +60,18 @@ def test_the_lease_ends_by_itself():
     assert 0 < sum(len(activity.steps) for activity in sent) < 40
 
 
+def test_nobody_watches_for_longer_than_the_longest_lease_without_asking_again():
+    clock = Clock()
+    loop, device, watched, _ = watched_loop(clock=clock)
+    watched.watch(1000 * watching.LONGEST_LEASE)
+    clock.now += 0.9 * watching.LONGEST_LEASE
+    watched.tell(idle=True)
+    assert watched.on
+    clock.now += 0.2 * watching.LONGEST_LEASE
+    watched.tell(idle=True)
+    assert not watched.on and loop.executor is device
+
+
 def test_each_step_is_told_once_with_its_decodes_and_chunks():
     loop, _, watched, sent = watched_loop(*create_requests(5, 30, max_tokens=4), budget=16)
     watched.watch(60.0)

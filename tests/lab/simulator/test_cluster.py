@@ -133,7 +133,7 @@ def test_requests_of_a_failed_replica_go_on_elsewhere_with_the_tokens_they_have(
 
 
 def test_a_replica_finds_no_block_that_holds_the_prompts_last_token():
-    node = Replica.make("one", CONFIG, TIERED, None, lambda now: 1.0, lambda executor, clock: executor)
+    node = Replica.make("one", CONFIG, TIERED, None, lambda now: 1.0, lambda scheduler, shape, clock: ())
     size, prompt = node.pool.block_size, tuple(range(1, 49))
     assert size == 16
     node.loop.add(Request("first", prompt, SamplingParams(max_tokens=4, ignore_eos=True)))

@@ -59,8 +59,8 @@ def test_every_option_of_the_scheduler_reaches_the_simulated_one(name, monkeypat
     loops = []
 
     class Noted(Loop):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
             loops.append(self)
 
     monkeypatch.setattr("holdfast.lab.simulator.run.Loop", Noted)

@@ -190,6 +190,20 @@ def test_adapters_that_do_not_fit_the_host_are_read_again(case: Case) -> None:
     assert engine.tokens == case.expected
 
 
+def test_an_adapter_that_is_registered_again_takes_its_room_on_the_host_once(case: Case) -> None:
+    engine = Engine(case)
+    bytes_of = {name: engine.store.read(name, case.directories[name]).info.bytes for name in ("a", "b")}
+    engine.close()
+    engine = Engine(case, host_gb=(sum(bytes_of.values()) + 0.5 * bytes_of["a"]) / 1e9)
+    ids = [engine.register(name, case.directories[name]) for name in ("a", "b", "b", "a", "b")]
+    assert all(engine.store.kept(adapter) is not None for adapter in ids), "both have room"
+    engine.store.forget(ids[0])
+    engine.store.forget(ids[1])
+    ids = [engine.register(name, case.directories[name]) for name in ("a", "b")]
+    assert all(engine.store.kept(adapter) is not None for adapter in ids), "forgotten adapters give their room back"
+    engine.close()
+
+
 def test_a_name_with_other_content_finds_no_cached_tokens(case: Case, tmp_path: Path) -> None:
     engine = Engine(case)
     request = Request("0", tuple(range(1, 33)), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))

@@ -100,6 +100,17 @@ def test_the_last_grammars_are_kept_and_each_matcher_is_its_own() -> None:
     assert len(reads) == 1, "the tokenizer is read once"
 
 
+def test_a_grammar_that_is_used_outlives_one_that_is_not() -> None:
+    compiler = GrammarCompiler(byte_level().to_str, 330, (1,), most=2)
+    used, unused, new = (Grammar("regex", letter) for letter in "abc")
+    compiler.prepare(used)
+    compiler.prepare(unused)
+    compiler.begin(used)
+    compiler.prepare(new)
+    assert set(compiler._kept) == {used, new}
+    compiler.close()
+
+
 def test_kept_grammars_are_bounded_by_their_bytes() -> None:
     compiler = GrammarCompiler(byte_level().to_str, 330, (1,), most_bytes=1 << 21, lexers=1)
     small = [Grammar("regex", f"{number}x") for number in range(3)]
@@ -203,6 +214,24 @@ def test_threads_that_need_a_new_grammar_wait_for_one_of_them(monkeypatch: pytes
     assert compiled.count(good) == 1 and len({id(each.result()[0]) for each in running[::2]}) == 3
     assert compiled.count(bad) == 1 and all(isinstance(each.exception(), GrammarError) for each in running[1::2])
     assert list(compiler._kept) == [good], "what cannot be followed is not kept"
+
+
+def test_a_grammar_that_could_not_be_compiled_is_tried_anew_when_it_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler, grammar = GrammarCompiler(byte_level().to_str, 330, (1,)), Grammar("regex", "ab")
+    compile_one, failures = compiler._compile, [MemoryError("for a moment"), GrammarError("no process")]
+
+    def at_last(grammar: Grammar) -> Compiled:
+        if failures:
+            raise failures.pop(0)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(compiler, "_compile", at_last)
+    for expected in (MemoryError, GrammarError):
+        with pytest.raises(expected):
+            compiler.begin(grammar)
+    assert accepts(compiler, grammar, "ab") and not compiler._compiling
 
 
 def test_grammars_compile_in_several_threads_at_once(compiler: GrammarCompiler) -> None:

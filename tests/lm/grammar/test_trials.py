@@ -194,3 +194,16 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_the_test_process_imports_what_its_parent_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "llguidance"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('of the place that comes first')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    made = Trials(vocabulary, 5.0)
+    try:
+        with pytest.raises(GrammarError, match="could not be tested"):
+            made.test(SIMPLE)
+    finally:
+        made.close()

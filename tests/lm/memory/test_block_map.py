@@ -5,8 +5,8 @@ import random
 from holdfast.lm.memory import block_map
 from holdfast.lm.memory.block_map import BlockMap
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import LowerTiers
 from holdfast.lm.memory.prices import Prices
+from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
 from holdfast.lm.tiers import LowerShape
 from tests.scheduling import answer, create_requests, create_scheduler
 

@@ -80,6 +80,21 @@ def test_a_block_is_pinned_until_its_copy_to_the_host_is_complete():
     check_pool(pool, [[copy.source]])
 
 
+def test_blocks_that_are_freed_while_others_are_copied_count_once():
+    pool = pool_of(4, 4)
+    idle(pool, 0, 1)
+    kept = pool.allocate(2, 0.0)
+    for index, block in enumerate(kept):
+        pool.cache_block(block, digest(2 + index), index)
+    (copy,) = pool.swap_out(0, 0, 0.0)
+    pool.free(kept, 0.0)
+    assert copy.source not in kept and (pool.cached, pool.available, pool.used) == (4, 3, 0)
+    check_pool(pool, [])
+    pool.finish_swap_out(0)
+    assert (pool.cached, pool.available) == (4, 4)
+    check_pool(pool, [])
+
+
 def test_a_block_shared_during_its_copy_cannot_be_allocated_afterwards():
     pool = pool_of(4, 4)
     idle(pool, 0, 1, 2, 3)
@@ -366,6 +381,32 @@ def test_a_held_block_keeps_its_age_and_a_touch_renews_it():
         host.release([block])
     lost = [host.reserve(1e9, host.victims(30.0))[1] for _ in range(3)]
     assert lost == [[digest(1)], [digest(3)], [digest(2)]]
+
+
+def test_a_held_block_is_afterwards_what_its_device_block_has_become_meanwhile():
+    host = host_of(3, 1, 2, 3)
+    blocks = [host.hold(digest(number)) for number in (1, 2)]
+    host.mark_in_use([digest(1), digest(2), digest(3)])
+    assert [host.last_use(block) for block in blocks] == [None, None]
+    host.mark_idle([digest(2), digest(3)], (20.0, 9))
+    host.release(blocks)
+    assert (host.last_use(blocks[0]), host.last_use(blocks[1])) == (None, (20.0, 9))
+    assert list(host._duplicates) == blocks[:1], "one is in use on the device, and is the first to go"
+    check_host(host, ())
+
+
+def test_bad_state_is_dropped_at_once_but_not_while_somebody_reads_it():
+    host = host_of(2, 1, 2)
+    host.mark_in_use([digest(2)])
+    block = host.hold(digest(1))
+    for number in (1, 2, 9):
+        host.drop(digest(number))
+    assert (host.find(digest(1)), host.find(digest(2)), host.held) == (block, None, 1)
+    check_host(host, ())
+    host.release([block])
+    host.drop(digest(1))
+    assert host.find(digest(1)) is None
+    check_host(host, ())
 
 
 def test_a_reserved_block_whose_filling_failed_is_free():

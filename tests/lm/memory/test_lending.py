@@ -22,7 +22,7 @@ def lend(pool, count, *, most_moves=100, now=0.0):
 def test_the_highest_blocks_are_lent_and_low_ones_are_allocated_meanwhile():
     pool = a_pool()
     assert lend(pool, 3) == []
-    assert (pool.training, pool.available, pool.used, pool.cached) == (3, 5, 0, 0)
+    assert (pool.lent, pool.available, pool.used, pool.cached) == (3, 5, 0, 0)
     assert sorted(pool.allocate(5, 0.0)) == [0, 1, 2, 3, 4]
     with pytest.raises(RuntimeError, match="1 blocks more"):
         pool.allocate(1, 0.0)
@@ -32,7 +32,7 @@ def test_reclaimed_blocks_are_free_at_once_and_allocated_last():
     pool = a_pool()
     lend(pool, 5)
     pool.reclaim(2)
-    assert (pool.training, pool.available) == (3, 5)
+    assert (pool.lent, pool.available) == (3, 5)
     assert pool.allocate(5, 0.0) == [0, 1, 2, 3, 4]
     with pytest.raises(RuntimeError, match="4 blocks are to be reclaimed, and 3 are lent"):
         pool.reclaim(4)
@@ -56,14 +56,14 @@ def test_no_more_blocks_are_moved_than_allowed():
     pool.allocate(4, 0.0)
     pool.free(low, 0.0)
     assert lend(pool, 2, most_moves=1) == [(5, 0)]
-    assert pool.training == 1
+    assert pool.lent == 1
 
 
 def test_no_more_blocks_are_lent_than_can_be_allocated():
     pool = a_pool(6)
     pool.allocate(4, 0.0)
     lend(pool, 5)
-    assert pool.training == 2 and pool.available == 0
+    assert pool.lent == 2 and pool.available == 0
 
 
 def test_idle_state_of_the_lowest_value_makes_room_and_the_rest_moves():
@@ -89,13 +89,13 @@ def test_with_a_host_tier_state_is_copied_there_before_its_blocks_are_lent():
     for number, block in enumerate(pool.allocate(4, 0.0)):
         pool.cache_block(block, bytes([number]) * 32, 0)
         pool.free([block], float(number))
-    assert lend(pool, 2) == [] and pool.training == 0
+    assert lend(pool, 2) == [] and pool.lent == 0
     copies = pool.swap_out(0, 1, 5.0)
     assert len(copies) >= 2
-    assert lend(pool, 2) == [] and pool.training == 0, "they are being copied"
+    assert lend(pool, 2) == [] and pool.lent == 0, "they are being copied"
     pool.finish_swap_out(0)
     lend(pool, 2)
-    assert pool.training == 2
+    assert pool.lent == 2
     check_pool(pool, [])
 
 
@@ -104,7 +104,7 @@ def test_a_block_that_is_being_swapped_in_is_not_lent_nor_are_those_below_it():
     blocks = pool.allocate(5, 0.0)
     pool.copies.start_swap_in([blocks[4]], 7)
     pool.free(blocks[:3], 0.0)
-    assert lend(pool, 2) == [] and pool.training == 1
+    assert lend(pool, 2) == [] and pool.lent == 1
     pool.copies.finish_swap_in(7)
     assert lend(pool, 1) == [(4, 0)]
 
@@ -166,7 +166,7 @@ class Life:
             self.pool.finish_swap_out(step)
 
     def lend(self):
-        before = self.pool.training
+        before = self.pool.lent
         moves = self.pool.lend(self.choose.randint(1, 6), self.now, most_moves=self.choose.choice((0, 1, 4, 99)))
         places = dict(moves)
         assert len({*places.values()}) == len(places) and not {*places} & {*places.values()}
@@ -174,9 +174,9 @@ class Life:
             self.contents[target] = self.contents[source]
         for cache, _ in self.caches:
             cache.move(places)
-        line = self.blocks - self.pool.training
-        self.contents[line:] = ["training"] * self.pool.training
-        self.moved, self.lent = self.moved + len(moves), self.lent + self.pool.training - before
+        line = self.blocks - self.pool.lent
+        self.contents[line:] = ["training"] * self.pool.lent
+        self.moved, self.lent = self.moved + len(moves), self.lent + self.pool.lent - before
 
     def act(self):
         self.now += self.choose.random()
@@ -189,7 +189,7 @@ class Life:
             case 4 | 5:
                 self.lend()
             case 6:
-                self.pool.reclaim(self.choose.randint(0, self.pool.training))
+                self.pool.reclaim(self.choose.randint(0, self.pool.lent))
             case _:
                 self.swap()
         self.check()
@@ -197,8 +197,8 @@ class Life:
     def check(self):
         pool = self.pool
         check_pool(pool, [cache.blocks for cache, _ in self.caches])
-        assert len(pool._free) + pool.cached + pool.used + pool.training == self.blocks
-        line = self.blocks - pool.training
+        assert len(pool._free) + pool.cached + pool.used + pool.lent == self.blocks
+        line = self.blocks - pool.lent
         for cache, tokens in self.caches:
             assert all(block < line for block in cache.blocks)
             assert [self.contents[block] for block in cache.blocks] == [

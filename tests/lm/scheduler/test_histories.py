@@ -264,7 +264,7 @@ class History:
         """Plan some steps ahead, never more than may be in flight; collect the oldest."""
         if self.host_ready < self.host_blocks and self.growth.random() < 0.2:
             self.host_ready += 1
-            self.scheduler.resize_host_tier(self.host_ready, self.host_blocks)
+            self.scheduler.pool.host.resize(self.host_ready, self.host_blocks)
         depth = self.random.randint(1, self.steps_in_flight)
         while len(self.plans) < depth:
             plan = self.scheduler.schedule(float(self.steps))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from holdfast.core.types import Identity
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.queue_report import REASONS, RunningRequest, report_queues
 from holdfast.lm.tiers import LowerShape, StoredBlock
 from tests.scheduling import answer, create_requests, create_scheduler
@@ -105,6 +106,6 @@ def test_a_request_waits_for_what_the_disk_has_of_it():
     stored = tuple(StoredBlock(slot, digest, slot, 1.0) for slot, digest in enumerate(kept))
     scheduler = create_scheduler(block_size=4, host_blocks=16, sharing=True, lower=LowerShape(1 << 22, 8, stored))
     scheduler.add(request)
-    scheduler.tier_jobs(0.0)
+    scheduler.part(TierPart).jobs(0.0)
     scheduler.schedule(0.0)
     assert reasons(scheduler) == {"0": "fetching"}

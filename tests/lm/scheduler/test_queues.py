@@ -1,9 +1,10 @@
-"""Ranked queues stay in order, whatever comes and goes."""
+"""Ranked queues stay in order, whatever comes and goes, and what resumes begins anew."""
 
 import random
 from types import SimpleNamespace
 
 from holdfast.lm.scheduler.entries import RankedQueue
+from tests.scheduling import answer, create_requests, create_scheduler
 
 
 def test_a_ranked_queue_stays_in_order_under_random_changes():
@@ -24,3 +25,25 @@ def test_a_ranked_queue_stays_in_order_under_random_changes():
         assert not held or queue.last() is held[-1]
         assert queue.first() is (held[0] if held else None)
         assert len(queue) == len(held)
+
+
+def test_a_sequence_that_resumes_is_planned_no_further_than_its_new_blocks_reach():
+    scheduler = create_scheduler(block_size=4)
+    scheduler.add(create_requests(9, max_tokens=16)[0])
+    entry = scheduler.entries["0"]
+
+    def step():
+        plan = scheduler.schedule(0.0)
+        scheduler.update(plan, answer(plan), 0.0)
+
+    step()
+    for _ in range(3):  # as for a draft
+        entry.cache.grow(0.0)
+    while entry.cache.planned < 14:
+        step()
+    assert entry.cache.capacity == 24, "it may be planned that far"
+    scheduler.queues.preempt(entry, 0.0)
+    while scheduler.has_work():
+        step()
+        assert entry.cache.planned <= entry.cache.capacity
+    assert entry.sequence.preemptions == 1 and len(entry.sequence.tokens) == 9 + 16

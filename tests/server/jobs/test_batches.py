@@ -595,6 +595,9 @@ async def test_a_listener_far_behind_is_dropped_and_an_idle_one_hears_a_comment(
     assert await anext(stream) == b'event: x\ndata: {"type":"x"}\n\n'
     for _ in range(20):
         it.publish("a", {"type": "x"})
+        assert await anext(stream) == b'event: x\ndata: {"type":"x"}\n\n', "whoever reads is not behind"
+    for _ in range(20):
+        it.publish("a", {"type": "x"})
     assert await anext(stream, None) is None
     other = it.listen("a")
     await anext(other)

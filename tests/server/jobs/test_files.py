@@ -305,7 +305,7 @@ async def test_an_upload_that_the_store_or_the_disk_refuses_at_its_end_leaves_no
         raise OSError(errno.EIO, "Input/output error")
 
     async with http(files=str(tmp_path)) as api:
-        for place, name, broken in ((FileTable, "add", refuse), (module, "_flush_directory", fail)):
+        for place, name, broken in ((FileTable, "add", refuse), (module, "sync_directory", fail)):
             with monkeypatch.context() as patch:
                 patch.setattr(place, name, broken)
                 assert (await upload(api)).status_code in (500, 503)

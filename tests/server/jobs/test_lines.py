@@ -132,6 +132,22 @@ def test_lines_are_read_again_without_those_answered_also_after_a_failed_read(
     assert [(each.number, each.custom_id) for each in found] == [(1, "0"), (7, "3"), (9, "4"), (11, "5")]
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 100])
+@pytest.mark.parametrize("first", [{1}, {4}, {2, 5}, {3, 9}, {1, 2, 3, 4, 5}])
+def test_lines_to_be_read_first_come_first_and_all_others_once_after_them(
+    monkeypatch: pytest.MonkeyPatch, first: set[int], ahead: int
+) -> None:
+    monkeypatch.setattr(lines, "AHEAD", ahead)
+    reader = LineReader(io.BytesIO(b"\n".join(line(str(number)) for number in range(1, 6))), CHAT, {3}, first)
+    found = []
+    for _ in range(12):
+        reader.read()
+        found += [each.number for each in reader.ahead if isinstance(each, Line)]
+        reader.ahead.clear()
+    there = sorted(first & {1, 2, 4, 5})
+    assert found == there + sorted({1, 2, 4, 5} - first)
+
+
 def test_a_line_that_is_no_longer_taken_is_read_as_a_fault_with_its_custom_id() -> None:
     reader = LineReader(io.BytesIO(line("a", body={"model": "tiny"}) + b"\n{"), CHAT, ())
     reader.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from served import environment
 
+from holdfast.files.regular import open_directory
 from holdfast.server.jobs import scratch as module
 from holdfast.server.jobs.owner import Owner
 from holdfast.server.jobs.scratch import Scratch, drop_left
@@ -81,7 +83,9 @@ def test_a_directory_is_locked_while_it_is_deleted(parent: Path, monkeypatch: py
     delete, locked = module.shutil.rmtree, list[bool]()
 
     def delete_and_note(path: Path, **options: bool) -> None:
-        locked.append(module._locked(path))
+        opened = open_directory(path)
+        locked.append(not module._take(opened))
+        os.close(opened)
         delete(path, **options)
 
     monkeypatch.setattr(module.shutil, "rmtree", delete_and_note)

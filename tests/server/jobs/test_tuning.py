@@ -429,6 +429,12 @@ async def test_steps_that_a_killed_engine_stored_are_not_computed_again(tmp_path
         assert (job.status, job.step, again.tuner.steps) == ("succeeded", 9, [])
         events, _ = await here.tuning.events("", id, limit=100, after=None)
         assert "Steps 4 to 9 were computed before the server ended" in [each["message"] for each in events]
+        assert await here.steps(id) == [*range(1, 10)] and job.trained_tokens == 90
+        assert job.result_file is not None
+        _, results = await here.tuning.files.open("", job.result_file)
+        with results:
+            rows = results.read().decode().splitlines()
+        assert rows[1:] == [f"{step},{1 / step},,10" for step in range(1, 10)]
         assert {*job.served} <= {*again.adapters}
 
 

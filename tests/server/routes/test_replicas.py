@@ -89,7 +89,15 @@ async def test_without_keys_another_web_site_changes_nothing_by_any_route(served
 
 @pytest.mark.parametrize(
     "headers",
-    [{"origin": "null"}, {"origin": "http://localhost:3000"}, {"origin": "http://127.0.0.1"}, {"origin": ""}],
+    [
+        {"origin": "null"},
+        {"origin": "http://localhost:3000"},
+        {"origin": "http://127.0.0.1"},
+        {"origin": ""},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"sec-fetch-site": "cross-site", "origin": "null"},
+    ],
 )
 async def test_an_origin_that_is_not_this_server_is_refused(
     served: Served, replicas: Replicas, headers: dict[str, str]
@@ -117,6 +125,7 @@ async def test_one_of_two_origins_that_is_another_site_is_refused(served: Served
         ({"origin": "https://app.example"}, {"allowed_origin": ("*",)}),
         ({"origin": "https://llm.example"}, {"allowed_host": ("llm.example",)}),
         ({"origin": "https://proxy.example", "sec-fetch-site": "same-origin"}, {}),
+        ({"sec-fetch-site": "none"}, {}),
     ],
 )
 async def test_programs_the_page_and_allowed_sites_may_add_a_replica(
@@ -125,6 +134,16 @@ async def test_programs_the_page_and_allowed_sites_may_add_a_replica(
     async with served(headers, **fields) as api:
         assert (await api.post("/replicas")).json()["name"] == "2"
     assert len(replicas.members) == 3
+
+
+async def test_a_site_whose_name_leads_here_changes_nothing_by_any_route(served: Served, replicas: Replicas) -> None:
+    """A browser takes such a site for the server itself, and says so."""
+    rebound = {"host": "evil.example", "origin": "http://evil.example", "sec-fetch-site": "same-origin"}
+    async with served(rebound) as api:
+        answers = {each: await api.request(*each) for each in changing(api)}
+    served_here = {each for each, answer in answers.items() if "not known as evil.example" not in answer.text}
+    assert served_here == set() and {answer.status_code for answer in answers.values()} == {403}
+    assert [each.name for each in replicas.members] == ["0", "1"]
 
 
 async def test_another_site_may_read_what_a_browser_keeps_from_it_anyway(served: Served) -> None:
@@ -139,6 +158,9 @@ async def test_only_operators_see_the_replicas(served: Served) -> None:
         for key in ("one", "op"):
             bearer = {"authorization": f"Bearer {key}"}
             told[key] = await api.get("/replicas", headers=bearer), await api.get("/health", headers=bearer)
+            metrics = (await api.get("/metrics", headers=bearer)).text
+            assert ('holdfast_replica_up{replica="0"}' in metrics) == (key == "op")
+            assert "holdfast_requests_running" in metrics
         anybody = await api.get("/health")
     assert (told["one"][0].status_code, told["one"][0].json()["error"]["code"]) == (403, "operator_only")
     assert [(each["name"], each["pid"]) for each in told["op"][0].json()["data"]] == [("0", 1 << 22), ("1", 1 << 22)]

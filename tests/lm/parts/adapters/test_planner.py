@@ -187,6 +187,19 @@ def test_a_request_whose_adapter_is_being_loaded_holds_nobody_up():
     assert plan.part(AdapterPlan).slots == (-1, -1, 0)
 
 
+def test_once_requests_with_adapters_have_ended_plans_name_no_slots_and_nothing_of_them_is_kept():
+    scheduler = scheduler_of("a", "b", slots=2)
+    first, second, other = create_requests(3, 3, 3, max_tokens=3)
+    for request, adapter in ((first, "a"), (second, "b")):
+        scheduler.add(with_adapter(request, adapter))
+    while scheduler.has_work():
+        plan = scheduler.schedule(0.0)
+        scheduler.update(plan, loaded(plan), 0.0)
+    scheduler.add(other)
+    assert scheduler.schedule(0.0).adapter_slots == ()
+    assert not scheduler._queues.adapters._by_adapter
+
+
 def test_with_nothing_else_to_run_a_plan_without_segments_waits_for_the_adapter():
     scheduler = scheduler_of("a")
     scheduler.add(with_adapter(create_requests(3)[0], "a"))

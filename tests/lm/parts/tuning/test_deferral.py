@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.types import BATCH_CLASS
-from holdfast.lm.scheduler.deferral import Deferred
+from holdfast.lm.parts.tuning.deferral import Deferred
+from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.types.tuning import TrainingPlan
 from tests.scheduling import create_scheduler, spans
@@ -18,8 +19,9 @@ from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, m
 def an_engine(bound, *, steps=None, budget=64, jobs=1, cost=None, **options):
     """Iterations of the job take what is predicted; a step of inference 10 ms."""
     tuner = make_tuner(cost or cost_model())
-    policy = Deferred(StallFree(budget), tuner, bound)
-    scheduler = create_scheduler(policy=policy, tuner=tuner, blocks=256, **options)
+    part = TuningPart(tuner)
+    policy = Deferred(StallFree(budget), part, bound)
+    scheduler = create_scheduler(policy=policy, parts=[part], blocks=256, **options)
     engine = FakeEngine(scheduler, tuner, step_seconds=0.01)
     for number in range(jobs):
         engine.open(f"job {number}", steps or make_steps([16] * 64, micro_batch=32), blocks_of(2))
@@ -177,7 +179,7 @@ def test_a_preempted_request_is_not_deferred_again():
 @pytest.mark.parametrize("bound", [-1.0, float("nan")])
 def test_a_bound_below_zero_is_refused(bound):
     with pytest.raises(ValueError, match="deferral_bound"):
-        Deferred(StallFree(8), make_tuner(), bound)
+        Deferred(StallFree(8), TuningPart(make_tuner()), bound)
 
 
 @settings(max_examples=40)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from holdfast.lm.scheduler.training_room import LEAST_STEPS
-from holdfast.lm.scheduler.tuner import TURN_SECONDS, Needs
+from holdfast.lm.parts.tuning.training_room import LEAST_STEPS
+from holdfast.lm.parts.tuning.tuner import TURN_SECONDS, Needs
 from holdfast.lm.types.tuning import TrainingReport
 from tests.training_plans import blocks_of, cost_model, make_steps, make_tuner, room_of
 

@@ -1,11 +1,11 @@
 """Random histories with jobs of training beside the requests, in memory that the cache lends and takes back.
 
 As in `test_histories`, each request gets the tokens that it gets alone, nothing is lost or owned twice, and nobody
-starves. Besides: free + cached + used + training = total at every step; the trainer is given its slices in order and
+starves. Besides: free + cached + used + lent = total at every step; the trainer is given its slices in order and
 with room for them, nobody writes to a block that it uses, and it reads nothing that inference wrote; jobs come, pause,
 go on and are removed; and every job that is left has computed each of its micro-batches once.
 
-    python -m tests.lm.scheduler.test_training_histories 10000   # at least so many random steps
+    python -m tests.lm.parts.tuning.test_training_histories 10000   # at least so many random steps
 """
 
 import random
@@ -16,9 +16,10 @@ from math import inf
 
 import pytest
 
+from holdfast.lm.parts.tuning.deferral import Deferred
+from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.slices import TrainingSlices
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.deferral import Deferred
-from holdfast.lm.scheduler.slices import TrainingSlices
 from holdfast.lm.types.tuning import TrainingPlan
 from tests.lm.scheduler.test_histories import COST, STEPS, History, check
 from tests.training_plans import FakeTrainer, blocks_of, make_steps, make_tuner
@@ -29,15 +30,15 @@ NAMES = ("stall-free", "latency-target", "speculating")
 class AnyTime(Policy):
     """Lends and trains at random in the steps of another policy, as much as it likes."""
 
-    def __init__(self, inner, tuner, choose):
-        self.inner, self.tuner, self.choose = inner, tuner, choose
+    def __init__(self, inner, part, choose):
+        self.inner, self.part, self.choose = inner, part, choose
 
     def plan(self, step):
         if self.choose.random() < 0.7 or not step.running:
-            step.lend()
+            self.part.lend(step)
         self.inner.plan(step)
         if self.choose.random() < 0.7 or not (step.num_tokens or step.in_flight):
-            step.train(self.choose.choice((0.0, 1.0, 3.0, 10.0)), at_least_one=not step.num_tokens)
+            self.part.train(self.choose.choice((0.0, 1.0, 3.0, 10.0)), at_least_one=not step.num_tokens)
 
     def observe(self, plan, result):
         self.inner.observe(plan, result)
@@ -57,19 +58,23 @@ class TrainingHistory(History):
     def tuner(self):
         return make_tuner(COST, max_blocks=self.tuning.randint(1, self.blocks))
 
+    @cached_property
+    def part(self):
+        return TuningPart(self.tuner)
+
     def more_settings(self):
-        return dict(tuner=self.tuner)
+        return dict(parts=[self.part])
 
     def policy(self, name):
         inner, choose = super().policy(name), self.tuning
         match choose.randrange(3):
             case 0:
-                return Deferred(inner, self.tuner, choose.choice((0.0, 5.0, 50.0, inf)))
+                return Deferred(inner, self.part, choose.choice((0.0, 5.0, 50.0, inf)))
             case 1:
                 target = choose.choice((0.5, 8.0, 40.0))
-                return TrainingSlices(inner, self.tuner, COST, target, progress=choose.random() < 0.3)
+                return TrainingSlices(inner, self.part, COST, target, progress=choose.random() < 0.3)
             case _:
-                return AnyTime(inner, self.tuner, choose)
+                return AnyTime(inner, self.part, choose)
 
     def slice_seconds(self, slice_):
         return self.tuning.uniform(0.1, 3.0) * (slice_.stop - slice_.first)

@@ -14,12 +14,6 @@ from holdfast.lm.memory.prices import Link, Prices
 from holdfast.lm.memory.retention import MIN_AGE, Use
 from holdfast.lm.tiers import NO_SLOT, JobKind, LowerShape, TierBlock, TierDone, TierJob, TierName
 
-TIERS = {
-    "f": "being brought back to the host",
-    "k": "on the disk",
-    "r": "in the remote tier, when it was last asked",
-}
-"""Where the state of a block can lie behind the host, by letters that `block_pool.TIERS` does not have."""
 JOB_BYTES = 4 << 20
 """Bytes of a job, roughly: a disk reads large pieces fastest, and handing jobs over takes time, too."""
 READ_BYTES = 2 << 20
@@ -116,8 +110,7 @@ class LowerTiers:
             "remote": Link(latency=3e-3, rate=5e8),
         }
         self._pool, self._host = pool, pool.host
-        self._told: list[tuple[bytes, Use | None]] = []
-        self._host.told = self._told
+        self._host.take_uses()
         self._remote = shape.remote
         self._remote_down = shape.remote_down
         """Whether the remote tier has failed, and no check has found since that it works."""
@@ -149,7 +142,7 @@ class LowerTiers:
         self._written: dict[TierName, int] = {"disk": 0, "remote": 0}
         self._read: dict[TierName, int] = {"disk": 0, "remote": 0}
         self._corrupt = self._failures = self._given_up = 0
-        pool.kept_below = self.has
+        pool.serve_below(self.has)
         self._load(shape, now)
 
     def _load(self, shape: LowerShape, now: float) -> None:
@@ -167,7 +160,7 @@ class LowerTiers:
     @property
     def backlog(self) -> bool:
         """Whether so much is still to be written that the host should not be given more."""
-        return max(map(len, self._dirty.values())) + len(self._told) >= max(1, self._host.ready // 4)
+        return max(map(len, self._dirty.values())) + self._host.unread_uses >= max(1, self._host.ready // 4)
 
     @property
     def can_flush(self) -> bool:
@@ -176,7 +169,7 @@ class LowerTiers:
 
     def flush(self, idle: bool) -> None:
         """Let the next plan copy idle blocks down if there is nothing else to do, `idle`, and these tiers take them."""
-        self._pool.flushing = idle and self.can_flush
+        self._pool.flush(idle and self.can_flush)
 
     def has(self, digest: bytes) -> bool:
         """Whether the disk has this block, or the remote tier was seen to have it."""
@@ -187,7 +180,7 @@ class LowerTiers:
         return self.disk is not None and self.disk.find(digest) is not None
 
     def tiers(self, digests: Iterable[bytes]) -> str:
-        """Where the state of each digest lies behind the host: a letter of TIERS for each, or - for nowhere."""
+        """Where the state of each digest lies behind the host: letters of `block_map.TIERS_BELOW`, or - for nowhere."""
         arriving, remote = self._arriving, self._known
         on_disk: Mapping[bytes, int] = {} if self.disk is None else self.disk.by_digest
         return "".join(
@@ -230,10 +223,8 @@ class LowerTiers:
 
     def _note(self) -> None:
         """Look at what the host tells of blocks that it got, or that have been used again."""
-        told, self._told = self._told, []
-        self._host.told = self._told
         disk, used = self.disk, dict[Use, list[bytes]]()
-        for digest, use in told:
+        for digest, use in self._host.take_uses():
             if disk is not None:
                 if disk.find(digest) is None:
                     self._dirty["disk"][digest] = None

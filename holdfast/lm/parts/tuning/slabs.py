@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import SequenceCache
+from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.entries import Entry
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import BlockMove, TableWrite
 from holdfast.lm.types.tuning import NO_SLICE, TrainingAction, TrainingSlice
 
@@ -44,7 +44,7 @@ class Slabs:
     @property
     def lent(self) -> int:
         """Blocks that training has."""
-        return self._pool.training
+        return self._pool.lent
 
     def begin(self) -> None:
         """A plan is made from now on."""
@@ -60,21 +60,21 @@ class Slabs:
         waits.
         """
         pool, wanted = self._pool, self._wanted(busy, now)
-        if wanted + self._piece < pool.training or (pool.training and not wanted):
-            self._reclaim(pool.training - max(wanted, self._tuner.held))
+        if wanted + self._piece < pool.lent or (pool.lent and not wanted):
+            self._reclaim(pool.lent - max(wanted, self._tuner.held))
         moves: tuple[BlockMove, ...] = ()
         before = -1
-        while before < pool.training < wanted and not moves:  # one call moves, as no move may follow another
-            before = pool.training
+        while before < pool.lent < wanted and not moves:  # one call moves, as no move may follow another
+            before = pool.lent
             moves = pool.lend(wanted - before, now, most_moves=self._piece)
-        self._tuner.lent = pool.training
-        self.waits = pool.training < wanted and bool(pool.copies.under_way)
+        self._tuner.lent = pool.lent
+        self.waits = pool.lent < wanted and bool(pool.copies.under_way)
         return moves, self._write(entries, dict(moves)) if moves else []
 
     def settle(self) -> None:
         """Take everything back if training has ended, or is paused."""
         if not (self._tuner.runs or self._tuner.leaves or self._tuner.in_flight):
-            self._reclaim(self._pool.training)
+            self._reclaim(self._pool.lent)
 
     def yield_for(self, short: int, now: float) -> bool:
         """Make `short` more blocks available, if training can give up as many now. Returns whether it did.
@@ -82,16 +82,16 @@ class Slabs:
         If it can only by leaving the device, it does, and the blocks are free in the next plan.
         """
         pool, tuner = self._pool, self._tuner
-        if short <= 0 or not pool.training:
+        if short <= 0 or not pool.lent:
             return False
         self._quiet_until = now + QUIET_SECONDS
-        if pool.training - tuner.held < short and not self.slice:
+        if pool.lent - tuner.held < short and not self.slice:
             for action in YIELDS:
                 left = tuner.held_after(action)
-                if left is not None and (action == "offload" or pool.training - left >= short):
+                if left is not None and (action == "offload" or pool.lent - left >= short):
                     self.slice = tuner.act(action)
                     break
-        unused = pool.training - tuner.held
+        unused = pool.lent - tuner.held
         self._reclaim(min(unused, -(-short // self._piece) * self._piece))
         return unused >= short
 
@@ -109,8 +109,8 @@ class Slabs:
         if not needs.least:
             return held
         if busy and now < self._quiet_until:
-            return max(held, min(pool.training, needs.most))
-        room = pool.training + pool.available
+            return max(held, min(pool.lent, needs.most))
+        room = pool.lent + pool.available
         if busy:
             room -= self._headroom + pool.num_blocks // SPARE
         for blocks in (needs.most, needs.least):
@@ -121,7 +121,7 @@ class Slabs:
     def _reclaim(self, count: int) -> None:
         if count > 0:
             self._pool.reclaim(count)
-            self._tuner.lent = self._pool.training
+            self._tuner.lent = self._pool.lent
 
     def _write(self, entries: Iterable[Entry], places: dict[int, int]) -> list[TableWrite]:
         """Let block tables name the new places."""

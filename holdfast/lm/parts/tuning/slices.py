@@ -6,9 +6,9 @@ from math import inf
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import BATCH_CLASS
+from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.correction import Correction
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import StepPlan, StepResult
 
 RESERVE = 0.08
@@ -34,7 +34,9 @@ class TrainingSlices(Policy):
     IDLE_SECONDS, and nothing is planned past it, so that a prompt that comes waits for one slice only.
     """
 
-    def __init__(self, inner: Policy, tuner: Tuner, cost: CostModel, target: float, *, progress: bool = False) -> None:
+    def __init__(
+        self, inner: Policy, part: TuningPart, cost: CostModel, target: float, *, progress: bool = False
+    ) -> None:
         """`target` in seconds between tokens, above 0; else ValueError.
 
         With `progress` a unit runs every PROGRESS_SECONDS, whatever waits and however full the steps are. In any case a
@@ -42,7 +44,7 @@ class TrainingSlices(Policy):
         """
         if not target > 0:
             raise ValueError(f"target is {target} s; it must be above 0")
-        self.inner, self.tuner, self.target, self.progress = inner, tuner, target, progress
+        self.inner, self.part, self.target, self.progress = inner, part, target, progress
         self._predictor = cost.predictor()
         self._corrections = {prompts: Correction(cost.deviation) for prompts in (False, True)}
         """Of steps of decodes alone, and of steps with prompts."""
@@ -52,23 +54,24 @@ class TrainingSlices(Policy):
         """When a stream's request was last seen to wait, and when a slice was last planned."""
 
     def plan(self, step: StepBuilder) -> None:
-        step.lend()
+        tuner = self.part.tuner
+        self.part.lend(step)
         self.inner.plan(step)
-        if not self.tuner.has_work and step.number % WATCHED:
+        if not tuner.has_work and step.number % WATCHED:
             return
         seconds, prompts = 0.0, step.num_tokens > len(step.spans)
         if step.num_tokens:
             seconds = self._predictor.segments(step.spans)
             self._predicted[step.number] = prompts, seconds
             seconds *= self._corrections[prompts].factor
-        if not self.tuner.has_work:
+        if not tuner.has_work:
             return
         idle = not step.num_tokens
-        late = (self.progress or self.tuner.leaves) and step.now >= self._trained_at + PROGRESS_SECONDS
+        late = (self.progress or tuner.leaves) and step.now >= self._trained_at + PROGRESS_SECONDS
         if (self._must_yield(step) and not late) or (idle and step.in_flight):
             return
         room = min(self.target, IDLE_SECONDS) if idle else self.target * (1 - RESERVE) - seconds
-        if step.train(room, at_least_one=late or (idle and not step.running)):
+        if self.part.train(room, at_least_one=late or (idle and not step.running)):
             self._trained_at = step.now
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
@@ -79,7 +82,7 @@ class TrainingSlices(Policy):
             if result.seconds and seconds:
                 self._corrections[prompts].update(result.seconds / seconds)
                 if not prompts:
-                    self.tuner.observe_step(result.seconds / seconds)
+                    self.part.tuner.observe_step(result.seconds / seconds)
 
     def _must_yield(self, step: StepBuilder) -> bool:
         """Whether a stream's request waits, or lacks a part of its prompt, or waited lately on a busy engine."""

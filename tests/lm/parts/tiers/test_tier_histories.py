@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 
+from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.tiers import LowerShape, StoredBlock, TierDone
 from tests.invariants import check_lower
 from tests.lm.scheduler.test_histories import STEPS, History, check
@@ -94,32 +95,32 @@ class TieredHistory(History):
         if not self.host_blocks:
             return super().step()
         now, scheduler = float(self.steps), self.scheduler
-        scheduler.finish_tier_jobs(self.tiers.take(), now)
-        self.tiers.start(scheduler.tier_jobs(now))
+        scheduler.part(TierPart).done(self.tiers.take(), now)
+        self.tiers.start(scheduler.part(TierPart).jobs(now))
         check_lower(scheduler)
         super().step()
         check_lower(scheduler)
 
     def nothing_runs(self):
-        if self.host_blocks and self.scheduler.awaits_tiers:
+        if self.host_blocks and self.scheduler.part(TierPart).awaited:
             self.seen["waits"] += 1
-            self.scheduler.finish_tier_jobs(self.tiers.take(every=True), float(self.steps))
+            self.scheduler.part(TierPart).done(self.tiers.take(every=True), float(self.steps))
             self.steps += 1  # the deadline comes nearer
         else:
             super().nothing_runs()
 
     def unsettled(self):
-        lower = self.scheduler._lower
-        return lower._books or lower._told or any(lower._dirty.values()) or self.scheduler.has_work()
+        lower = self.scheduler.part(TierPart).lower
+        return lower._books or lower._host.unread_uses or any(lower._dirty.values()) or self.scheduler.has_work()
 
     def settle(self):
         """Let all jobs end."""
         while self.host_blocks and (self.unsettled()):
-            self.scheduler.finish_tier_jobs(self.tiers.take(every=True), float(self.steps))
+            self.scheduler.part(TierPart).done(self.tiers.take(every=True), float(self.steps))
             self.step()
         if self.host_blocks:
             stats = self.scheduler.stats()
-            assert not self.scheduler._lower._held and not self.scheduler._lower._arriving
+            assert not self.scheduler.part(TierPart).lower._held and not self.scheduler.part(TierPart).lower._arriving
             self.seen += Counter(written=stats.disk_bytes_written, read=stats.disk_bytes_read)
             self.seen += Counter(remote=stats.remote_bytes_read, corrupt=stats.blocks_corrupt)
             self.seen["dropped on disk"] += stats.disk_blocks_dropped

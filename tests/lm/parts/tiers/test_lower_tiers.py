@@ -3,11 +3,10 @@
 import pytest
 
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.lower_tiers import READ_BYTES, LowerTiers
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import RetentionRule
+from holdfast.lm.parts.tiers.lower_tiers import READ_BYTES, LowerTiers
 from holdfast.lm.tiers import LowerShape, StoredBlock, TierDone
-from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 
 def digest(number):
@@ -202,20 +201,6 @@ def test_a_remote_tier_that_did_not_answer_at_the_start_is_checked():
 # Through a scheduler: blocks of four tokens, of which the disk has the first three of the prompt of request "0".
 
 
-def with_stored_prompt(*prompts):
-    requests = create_requests(*prompts)
-    shape = LowerShape(1 << 22, 8)
-    plain = create_scheduler(host_blocks=16, lower=shape)
-    plain.add(requests[0])
-    cache = plain._entries["0"].cache
-    digests = cache._digests
-    stored = tuple(StoredBlock(slot, each, slot, 1.0) for slot, each in enumerate(digests))
-    scheduler = create_scheduler(host_blocks=16, lower=LowerShape(1 << 22, 8, stored))
-    for request in requests:
-        scheduler.add(request)
-    return scheduler
-
-
 @pytest.mark.parametrize("kind", ["write", "read"])
 def test_a_failure_of_the_disk_does_not_pause_the_remote_tier(kind):
     pool, lower = tiers_of(remote=True, stored=[StoredBlock(0, digest(9), 0, age=1.0)])
@@ -240,33 +225,3 @@ def test_a_remote_tier_that_answers_without_a_block_is_not_paused(outcome):
     assert fetch.complete
     put_on_host(pool, 1, now=1.0)
     assert told(lower.jobs(1.0)) == [("remote", "write", 1)]
-
-
-def test_others_run_while_a_sequence_waits_for_its_blocks():
-    scheduler = with_stored_prompt(13, 6)
-    jobs = scheduler.tier_jobs(0.0)
-    plan = scheduler.schedule(0.0)
-    assert spans(plan) == [("1", 0, 6)] and scheduler.awaits_tiers
-    scheduler.update(plan, answer(plan), 0.1)
-    scheduler.finish_tier_jobs([TierDone(job.number, ("done",) * len(job.blocks), 0.0) for job in jobs], 0.1)
-    plan = scheduler.schedule(0.1)
-    assert len(plan.copies.swap_in) == 3 and not scheduler.awaits_tiers
-    scheduler.update(plan, answer(plan), 0.2)
-    assert spans(scheduler.schedule(0.2))[-1] == ("0", 12, 13), "only what no tier had is computed"
-    assert scheduler.stats().prefix_hits_on_disk == 12
-
-
-def test_a_sequence_waits_no_longer_than_its_deadline():
-    scheduler = with_stored_prompt(13)
-    scheduler.tier_jobs(0.0)
-    assert scheduler.schedule(4.9) is None
-    assert spans(scheduler.schedule(5.0)) == [("0", 0, 13)]
-    assert scheduler.stats().fetches_given_up == 1
-
-
-def test_a_sequence_that_is_aborted_while_it_waits_leaves_nothing_behind():
-    scheduler = with_stored_prompt(13)
-    jobs = scheduler.tier_jobs(0.0)
-    scheduler.abort("0")
-    scheduler.finish_tier_jobs([TierDone(job.number, ("done",) * len(job.blocks), 0.0) for job in jobs], 0.1)
-    assert not scheduler.has_work() and scheduler._queues.pool.host.held == 0

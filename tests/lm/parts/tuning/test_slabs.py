@@ -2,8 +2,9 @@
 
 import pytest
 
+from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.slabs import QUIET_SECONDS
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.slabs import QUIET_SECONDS
 from holdfast.lm.types.tuning import TrainingPlan
 from tests.invariants import check_scheduler
 from tests.scheduling import FakeDevice, create_scheduler
@@ -16,28 +17,29 @@ UNIT = 0.0
 class OneUnit(Policy):
     """Stall-free steps with a unit of training in each."""
 
-    def __init__(self, trains=True):
-        self.trains = trains
+    def __init__(self, part, trains=True):
+        self.part, self.trains = part, trains
 
     def plan(self, step):
-        step.lend()
+        self.part.lend(step)
         step.budget = 64
         step.displace()
         step.decode()
         step.prefill()
         step.admit()
         if self.trains:
-            step.train(UNIT, at_least_one=True)
+            self.part.train(UNIT, at_least_one=True)
 
 
 class Engine:
     def __init__(self, *, max_blocks=32, headroom=0.0, epochs=20, **options):
         blocks = 32
-        self.policy = OneUnit()
         self.tuner = make_tuner(max_blocks=max_blocks)
+        part = TuningPart(self.tuner)
+        self.policy = OneUnit(part)
         self.scheduler = create_scheduler(
             policy=self.policy,
-            tuner=self.tuner,
+            parts=[part],
             blocks=blocks,
             block_size=4,
             sharing=False,

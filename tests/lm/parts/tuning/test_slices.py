@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.types import BATCH_CLASS
+from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.slices import BUSY_SECONDS, IDLE_SECONDS, RESERVE, WATCHED, TrainingSlices
+from holdfast.lm.parts.tuning.training_room import TrainingRoom
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
-from holdfast.lm.scheduler.slices import BUSY_SECONDS, IDLE_SECONDS, RESERVE, WATCHED, TrainingSlices
-from holdfast.lm.scheduler.training_room import TrainingRoom
 from holdfast.lm.types.tuning import TrainingPlan
 from tests.scheduling import create_scheduler
 from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
@@ -22,9 +23,10 @@ def an_engine(*, target=TARGET, cost=None, steps=None, ceiling=64, progress=Fals
     """An engine whose steps take what its cost model predicts."""
     cost = cost or cost_model(slope=0.0001)
     tuner = make_tuner(tuning or cost)
+    part = TuningPart(tuner)
     inner = inner or LatencyTarget(cost, target, tile=4, ceiling=ceiling)
-    policy = TrainingSlices(inner, tuner, cost, target, progress=progress)
-    scheduler = create_scheduler(policy=policy, tuner=tuner, blocks=256, **{"max_sequences": 16, **options})
+    policy = TrainingSlices(inner, part, cost, target, progress=progress)
+    scheduler = create_scheduler(policy=policy, parts=[part], blocks=256, **{"max_sequences": 16, **options})
     engine = FakeEngine(scheduler, tuner, step_seconds=0.0)
     engine.predict = cost.predictor().segments
     engine.open("job", steps or make_steps([16] * 64, micro_batch=32, epochs=1000), blocks_of(2))
@@ -85,8 +87,9 @@ def test_steps_in_service_set_the_price_by_which_a_job_is_taken(job_first):
     room = TrainingRoom(TARGET, 1 - RESERVE, 32, step)
     assert room.seconds < 0
     tuner = make_tuner(start, room=room)
-    policy = TrainingSlices(StallFree(64), tuner, start, TARGET)
-    scheduler = create_scheduler(policy=policy, tuner=tuner, blocks=256, max_sequences=16)
+    part = TuningPart(tuner)
+    policy = TrainingSlices(StallFree(64), part, start, TARGET)
+    scheduler = create_scheduler(policy=policy, parts=[part], blocks=256, max_sequences=16)
     engine = FakeEngine(scheduler, tuner, step_seconds=0.0)
     engine.predict, engine.training_share = cost.predictor().segments, lambda: 0.2
     steps = make_steps([16] * 64, micro_batch=32, epochs=1000)
@@ -235,4 +238,4 @@ def test_a_slice_never_makes_a_predicted_step_exceed_the_target(seed, target, in
 
 def test_a_target_of_nothing_is_refused():
     with pytest.raises(ValueError, match="target is 0"):
-        TrainingSlices(StallFree(8), make_tuner(), cost_model(), 0.0)
+        TrainingSlices(StallFree(8), TuningPart(make_tuner()), cost_model(), 0.0)

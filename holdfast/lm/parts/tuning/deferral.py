@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
-from holdfast.lm.scheduler.tuner import Tuner
 from holdfast.lm.types import StepPlan, StepResult
 
 DEFAULT_BOUND = 1.0
@@ -21,20 +21,20 @@ class Deferred(Policy):
     Nobody waits longer than max(bound, T_ft) and one step of inference, as far as rows and memory have room.
     """
 
-    def __init__(self, inner: Policy, tuner: Tuner, bound: float = DEFAULT_BOUND) -> None:
+    def __init__(self, inner: Policy, part: TuningPart, bound: float = DEFAULT_BOUND) -> None:
         """`bound` in seconds, from 0 to infinity; else ValueError."""
         if not bound >= 0:
             raise ValueError(f"deferral_bound is {bound}; it must be at least 0")
-        self.inner, self.tuner, self.bound = inner, tuner, bound
+        self.inner, self.part, self.bound = inner, part, bound
         self._applied: tuple[float, float] | None = None
         """When the rule was last applied, and the latest arrival that started then; None while there is no job."""
 
     def plan(self, step: StepBuilder) -> None:
-        tuner = self.tuner
+        tuner = self.part.tuner
         if tuner.in_flight and not step.running:
             return  # what starts now would start behind the iteration, and have waited longer than it looks
         self._count(step)
-        step.lend()
+        self.part.lend(step)
         if tuner.runs:
             latest = step.now + tuner.iteration_seconds() - self.bound
             self._applied = step.now, latest
@@ -43,13 +43,13 @@ class Deferred(Policy):
         if step.due is not None:
             step.admit(beyond_budget=True)  # the rule asks for rows and memory, not for a place in this very step
         if tuner.leaves or not (step.running or step.swapping_in or step.in_flight):
-            step.train()
+            self.part.train()
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         self.inner.observe(plan, result)
 
     def _count(self, step: StepBuilder) -> None:
-        """Add to `deferred_seconds` how long each request has waited by the rule since it was last applied."""
+        """Count how long each request has waited by the rule since it was last applied."""
         if self._applied is None:
             return
         since, latest = self._applied
@@ -58,4 +58,4 @@ class Deferred(Policy):
             sequence = entry.sequence
             if sequence.scheduled_at is None and sequence.request.arrival >= latest:
                 until = min(step.now, sequence.request.arrival + (since - latest))  # it was due then
-                self.deferred_seconds += max(0.0, until - max(since, sequence.request.arrival))
+                self.part.defer(max(0.0, until - max(since, sequence.request.arrival)))

@@ -1,0 +1,51 @@
+"""MovePart: says when no plan in flight reads the host tier any more, so that others may write there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.part import Part
+from holdfast.lm.types import StepPlan, StepResult
+
+
+class MovePart(Part):
+    """Marks in the sequence of plans, for those who fill reserved blocks of the host tier from another engine.
+
+    While somebody waits for a mark to be passed, plans are made even if they have nothing to do, since only a result
+    says which copies are complete. The host tier must be able to swap in.
+    """
+
+    name = "moves"
+
+    def __init__(self) -> None:
+        self._planned = -1
+        """Number of the last plan."""
+        self._settled = -1
+        """Number of the last plan whose copies from the host are known to be complete, with those of all before."""
+        self._barrier = -1
+        """The latest mark."""
+
+    def barrier(self) -> int:
+        """A mark of what is planned so far, for `passed`."""
+        self._barrier = self._planned
+        return self._barrier
+
+    def passed(self, barrier: int) -> bool:
+        """Whether no plan that was made before this mark reads the host any more."""
+        return self._settled >= barrier
+
+    def planned(self, plan: StepPlan) -> None:
+        self._planned = plan.step
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
+        self._settled = max(self._settled, result.copied.swapped_in)
+        return ()
+
+    @property
+    def wants_step(self) -> bool:
+        return self._settled < self._barrier
+
+    @property
+    def has_work(self) -> bool:
+        return self._settled < self._barrier

@@ -1,0 +1,132 @@
+"""TierPart: the planner's side of the tiers behind the host, with the sequences that wait for blocks of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from holdfast.lm.memory.sequence_cache import SequenceCache
+from holdfast.lm.parts.tiers.lower_tiers import Fetch, LowerTiers
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.part import Part, PartQueues
+from holdfast.lm.tiers import TierDone, TierJob, TierName
+from holdfast.lm.types import StepPlan, StepResult
+
+NOTHING: Mapping[TierName, int] = {"disk": 0, "remote": 0}
+
+
+class TierPart(Part):
+    """Sequences whose kept blocks come from the disk or the remote tier wait for them before they start.
+
+    A sequence waits until all that it asked for has come or failed, and no longer than its deadline. It then waits as
+    any other does, and finds what has come on the host. That is held for it until it starts.
+
+    What is moved, others do: `jobs` says what is to begin, and `done` is told what has ended.
+    """
+
+    name = "tiers"
+    waits_for = "fetching"
+
+    def __init__(self, lower: LowerTiers) -> None:
+        self.lower = lower
+        """What these tiers hold, and what is on its way."""
+        self._queues: PartQueues
+        self._waiting: dict[Entry, Fetch] = {}
+        """The sequences that wait for their blocks. This part holds them."""
+        self._arrived: dict[Entry, Fetch] = {}
+        """Those whose wait is over and that have not started."""
+        self._asked: set[Entry] = set()
+        """The sequences whose blocks were asked for since they last began to wait."""
+        self._alive = 0
+        """Sequences that have not ended."""
+        self._hits: dict[TierName, int] = {"disk": 0, "remote": 0}
+        """Tokens that came from each tier for a sequence that had not started before."""
+
+    def jobs(self, now: float) -> Sequence[TierJob]:
+        """The jobs that are to begin now."""
+        return self.lower.jobs(now)
+
+    def done(self, ended: Iterable[TierDone], now: float) -> None:
+        """Take note of jobs that have ended."""
+        self.lower.done(ended, now)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a sequence waits for its blocks."""
+        return bool(self._waiting)
+
+    def attach(self, queues: PartQueues) -> None:
+        self._queues = queues
+
+    def added(self, entry: Entry) -> None:
+        self._alive += 1
+
+    def starting(self, entry: Entry, now: float) -> bool:
+        """Ask for what the tiers have of a waiting sequence, once. Returns whether it has to wait for that."""
+        sequence = entry.sequence
+        if entry in self._asked or sequence.in_flight or not entry.uses_kept:
+            return False
+        self._asked.add(entry)
+        assert isinstance(entry.cache, SequenceCache)  # padded rows have no such tiers
+        missing = entry.cache.lacking(sequence.tokens)
+        fetch = self.lower.fetch(missing, now) if missing else None
+        if fetch is None:
+            return False
+        self._waiting[entry] = fetch
+        return True
+
+    def started(self, entry: Entry) -> None:
+        """Note which of the blocks that the sequence found on the host have come from these tiers for it."""
+        self._asked.discard(entry)
+        came, size, sequence = self._settle(entry), self._queues.pool.block_size, entry.sequence
+        if sequence.preemptions or came is NOTHING:
+            return
+        for tier, blocks in came.items():
+            self._hits[tier] += blocks * size
+        host, _, _ = sequence.cached_by_tier
+        disk, remote = came["disk"] * size, came["remote"] * size
+        sequence.cached_by_tier = max(0, host - disk - remote), disk, remote
+
+    def ended(self, entry: Entry) -> None:
+        self._alive -= 1
+        self._asked.discard(entry)
+        self._settle(entry)
+
+    def advance(self, now: float) -> None:
+        """Let those wait for a row whose wait for blocks is over, and copy idle state down in a pause."""
+        if self._waiting:
+            over = [entry for entry, fetch in self._waiting.items() if fetch.complete or now >= fetch.deadline]
+            for entry in over:
+                fetch = self._arrived[entry] = self._waiting.pop(entry)
+                if not fetch.complete:
+                    self.lower.end_wait(fetch)
+            for entry in over:
+                self._queues.release(entry, self)
+        self.lower.flush(not self._alive)
+
+    def planned(self, plan: StepPlan) -> None:
+        if plan.copies.swap_in:
+            self.lower.begin_swap_in(plan.step)
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
+        self.lower.finish_swap_in(result.copied.swapped_in)
+        return ()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether nothing is left to do but to copy idle state down, and these tiers take it."""
+        return not self._alive and self.lower.can_flush
+
+    def stats(self) -> Mapping[str, float]:
+        return {
+            "prefix_hits_on_disk": self._hits["disk"],
+            "prefix_hits_on_remote": self._hits["remote"],
+            **self.lower.stats(),
+        }
+
+    def _settle(self, entry: Entry) -> Mapping[TierName, int]:
+        """A sequence starts or ends: hold nothing for it any more. Returns the blocks that came for it, by tier."""
+        fetch = self._waiting.pop(entry, None) or self._arrived.pop(entry, None)
+        if fetch is None:
+            return NOTHING
+        self.lower.close(fetch)
+        return fetch.came

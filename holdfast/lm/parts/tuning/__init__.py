@@ -1,0 +1,1 @@
+"""Tuning: adapters are trained on the served weights, in the gaps that inference leaves."""

@@ -1,0 +1,102 @@
+"""TuningPart: the planner's side of tuning, which is a slice of training in a plan, and the blocks lent to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import inf
+
+from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.parts.tuning.slabs import Slabs
+from holdfast.lm.parts.tuning.tuner import Tuner
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.part import Part, PartQueues, PartStep
+from holdfast.lm.types import BlockMove, PartPlan, StepPlan, StepResult
+from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
+
+
+class TuningPart(Part):
+    """The jobs of training, and the memory that they have.
+
+    A policy says when there is a slice: it calls `lend` before the verbs of the step, and `train` after them
+    (`deferral.Deferred`, `slices.TrainingSlices`).
+    """
+
+    name = "tuning"
+
+    def __init__(self, tuner: Tuner) -> None:
+        self.tuner = tuner
+        """The jobs, and which of them runs next."""
+        self._slabs: Slabs
+        self._moves: tuple[BlockMove, ...] = ()
+        """The block moves of the plan under construction."""
+        self._tokens, self._seconds, self._deferred = 0, 0.0, 0.0
+
+    def attach(self, queues: PartQueues) -> None:
+        """Lend blocks of this memory. Raises ValueError where state is not paged."""
+        if not isinstance(queues.pool, BlockPool):
+            raise ValueError("training needs a paged cache")
+        self._slabs = Slabs(queues.pool, self.tuner, queues.headroom)
+
+    def lend(self, step: PartStep) -> None:
+        """Bring the memory of training nearer to what it needs. To be called before all verbs of the step.
+
+        What training has of it goes back, without this call too, when a sequence needs it.
+        """
+        assert not step.begun
+        self._moves, writes = self._slabs.lend(step.resident, busy=step.busy, now=step.now)
+        step.write(writes)
+
+    def train(self, seconds: float = inf, *, at_least_one: bool = False) -> bool:
+        """Plan a slice of training that is predicted to take at most `seconds`. To be called after all other verbs.
+
+        `inf`: what is left of a micro-batch; `at_least_one` unit may take longer. Returns whether there is one. The
+        plan has another already if training gives up memory in it.
+        """
+        return self._slabs.train(seconds, at_least_one=at_least_one)
+
+    def defer(self, seconds: float) -> None:
+        """Count time for which a request has waited because training goes first."""
+        self._deferred += seconds
+
+    def make_room(self, blocks: int, now: float) -> bool:
+        return self._slabs.yield_for(blocks, now)
+
+    def begin(self, step: PartStep) -> None:
+        self._moves = ()
+        self._slabs.begin()
+
+    def finish(self, step: PartStep) -> PartPlan | None:
+        """The slice of the plan, and the memory of training, if there is either."""
+        slice_, lent = self._slabs.slice, self._slabs.lent
+        if slice_ or self._moves:
+            step.keep()
+        return TrainingPlan(slice_, lent, self._moves) if slice_ or lent or self._moves else None
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether training waits for blocks that are being copied."""
+        return self._slabs.waits
+
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
+        """Learn from a slice that was computed. Raises RuntimeError where only one of plan and result has a slice."""
+        slice_, report = plan.part(TrainingPlan).slice, result.part(TrainingReport)
+        if bool(slice_) != bool(report):
+            raise RuntimeError(f"step {plan.step} has slice {slice_ or None}; got {report or None}")
+        if report:
+            self.tuner.observe(report)
+            self._tokens += report.tokens
+            self._seconds += report.seconds
+            self._slabs.settle()
+        return ()
+
+    @property
+    def has_work(self) -> bool:
+        return self.tuner.has_work
+
+    def stats(self) -> Mapping[str, float]:
+        return {
+            "blocks_training": self._slabs.lent,
+            "training_tokens": self._tokens,
+            "training_seconds": self._seconds,
+            "deferred_seconds": self._deferred,
+        }

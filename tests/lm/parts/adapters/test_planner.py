@@ -196,8 +196,8 @@ def test_once_requests_with_adapters_have_ended_plans_name_no_slots_and_nothing_
         plan = scheduler.schedule(0.0)
         scheduler.update(plan, loaded(plan), 0.0)
     scheduler.add(other)
-    assert scheduler.schedule(0.0).adapter_slots == ()
-    assert not scheduler._queues.adapters._by_adapter
+    assert scheduler.schedule(0.0).part(AdapterPlan).slots == ()
+    assert not scheduler.part(AdapterPart)._by_adapter
 
 
 def test_with_nothing_else_to_run_a_plan_without_segments_waits_for_the_adapter():

@@ -1,5 +1,7 @@
 """TierPart at the scheduler's hooks: who waits for blocks of the disk, for how long, and what that leaves behind."""
 
+from dataclasses import replace
+
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
 from holdfast.lm.parts.tiers.planner import TierPart
@@ -99,6 +101,9 @@ def test_idle_state_is_copied_down_in_a_pause_and_is_work_only_then():
     plan = scheduler.schedule(0.0)
     scheduler.update(plan, answer(plan), 0.0)
     assert part.has_work and scheduler.has_work()
+    scheduler.add(replace(request, id="another"))
+    assert not part.has_work, "a request goes first"
+    scheduler.abort("another")
     plan = scheduler.schedule(1.0)
     assert len(plan.copies.swap_out) == 3 and not plan.segments
     scheduler.update(plan, answer(plan), 1.0)

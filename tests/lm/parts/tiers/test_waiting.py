@@ -58,6 +58,7 @@ def test_a_preempted_sequence_asks_again_for_what_has_left_the_device_and_the_ho
     assert scheduler.part(TierPart).awaited, "the disk still has them"
     assert fetch(scheduler, 0.4)
     assert step(scheduler, 0.5).segments
+    assert scheduler.stats().prefix_hits_on_disk == 12, "they count at its first start alone"
 
 
 def test_what_was_held_for_a_sequence_is_given_back_when_it_is_aborted_while_it_waits():

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.lm.memory.retention import EVICTIONS
+from holdfast.lm.parts.speculation.planner import SpeculationPart
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.speculation import Speculation
 
 
 def settings_of(scheduler: Scheduler) -> dict[str, Any]:
     """By name of the option: what the scheduler was made with."""
-    queues, policy, order = scheduler._queues, scheduler._policy, scheduler._order
+    queues, policy, order = scheduler._queues, scheduler._policy, scheduler._intake.order
     pool = queues.pool
-    drafting = policy if isinstance(policy, Speculation) else None
-    if drafting is not None:
-        policy = drafting.inner
+    drafting = next((part for part in queues.hooks.parts if isinstance(part, SpeculationPart)), None)
     return {
         "speculation": None if drafting is None else type(drafting._drafter).__name__,
         "draft_tokens": None if drafting is None else drafting._most,
@@ -27,14 +25,14 @@ def settings_of(scheduler: Scheduler) -> dict[str, Any]:
         "ttft_target": getattr(order, "ttft_target", None),
         "fair_weight": getattr(order, "weight", None),
         "max_sequences": len(queues.free_rows),
-        "max_model_len": scheduler._limits.max_model_len,
+        "max_model_len": scheduler._intake.limits.max_model_len,
         "block_size": pool.block_size,
         "chunk_size": pool.rule.chunk_blocks * pool.block_size,
         "eviction": pool.rule.eviction,
         "swap_threshold": pool._low_water / pool.num_blocks,
         "headroom": queues.headroom / pool.num_blocks,
-        "prefix_sharing": scheduler._sharing,
-        "seed": scheduler._seed,
+        "prefix_sharing": scheduler._intake.sharing,
+        "seed": scheduler._intake.seed,
     }
 
 

@@ -3,6 +3,7 @@
 from collections import deque
 
 from holdfast.lm.memory.row_pool import RowPool
+from holdfast.lm.parts.standard import parts_of_rows
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.row_policies import RowPolicy
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
@@ -25,6 +26,7 @@ def create_row_scheduler(
     return RowScheduler(
         policy,
         RowPool(shape or shape_of_rows(), threshold=threshold),
+        parts_of_rows(),
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         vocab_size=1 << 20,

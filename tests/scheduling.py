@@ -7,6 +7,7 @@ from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
+from holdfast.lm.parts.standard import parts_of_requests
 from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.policies import StallFree
@@ -47,7 +48,7 @@ def create_scheduler(
     return Scheduler(
         policy or StallFree(budget),
         pool,
-        parts,
+        (*parts, *parts_of_requests()),
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         headroom=headroom,

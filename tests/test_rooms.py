@@ -237,9 +237,6 @@ RECORDS = {
     ),
     "lm.scheduler.*policies": ({"step"}, "a policy gives the step under construction its limits"),
     "lm.scheduler.pipeline_target": ({"step"}, "a policy gives the step under construction its limits"),
-    "lm.scheduler.speculation": (
-        {"step", "row", "account"}, "drafts of a row are a record, and the policy gives the step what follows decodes",
-    ),
     "lm.scheduler.scheduler": ({"step"}, "a step under construction is completed by the scheduler"),
     "lm.scheduler.builder": ({"queues"}, "a step under construction counts in the scheduler's queues"),
 }  # fmt: skip

@@ -20,6 +20,7 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.choice import capacity_of, make_policy
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
+from holdfast.lm.parts.standard import parts_of_requests
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -72,6 +73,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     scheduler = Scheduler(
         policy,
         BlockPool(options.running * ((prompt + length) // options.block_size + 2), options.block_size),
+        parts_of_requests(),
         max_sequences=options.running,
         max_model_len=2 * length,
         headroom=0.0,

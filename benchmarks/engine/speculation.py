@@ -39,7 +39,8 @@ from benchmarks.lib.invocation import add_engine_options, provenance
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build
-from holdfast.lm.scheduler.speculation import Speculation
+from holdfast.lm.parts.speculation.planner import SpeculationPart
+from holdfast.lm.scheduler.part import Hooks
 from holdfast.lm.types import LanguageLoop
 
 OFTEN, SELDOM = 300, 301
@@ -83,7 +84,9 @@ def run(loop: LanguageLoop, given: Sequence[tuple[int, ...]], params: SamplingPa
 def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: int, vocab_size: int) -> dict[str, Any]:
     """A workload with drafts and without, by turns."""
     planner: Any = loop.planner
-    drafting: Speculation = planner._policy
+    drafting = planner.part(SpeculationPart)
+    with_drafts = planner.queues.hooks
+    without = Hooks([part for part in with_drafts.parts if part is not drafting])
     given = prompts(workload, batch, vocab_size)
     params = replace(WORKLOADS[workload], max_tokens=tokens, ignore_eos=True)
     rates: dict[bool, list[float]] = {True: [], False: []}
@@ -92,11 +95,11 @@ def compare(loop: LanguageLoop, workload: str, batch: int, tokens: int, repeat: 
     try:
         for turn in range(2 * repeat):
             on = turn % 4 in (1, 2)
-            planner._policy = drafting if on else drafting.inner
+            planner.queues.hooks = with_drafts if on else without
             rate, answers[on] = run(loop, given, params)
             rates[on].append(rate)
     finally:
-        planner._policy = drafting
+        planner.queues.hooks = with_drafts
     same = [one == other for pair in zip(*answers.values(), strict=True) for one, other in zip(*pair, strict=True)]
     on_rate, off_rate = statistics.median(rates[True]), statistics.median(rates[False])
     return dict(

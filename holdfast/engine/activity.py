@@ -16,7 +16,7 @@ from holdfast.lm.memory.block_map import BlockMap, ConversationBlocks
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.parts.tiers.planner import TierPart
-from holdfast.lm.scheduler.look import QueueLook, look
+from holdfast.lm.scheduler.queue_report import QueueReport, report_queues
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import RowMove, RowPlan, SchedulerStats, StepPlan, StepResult, idle_tokens
 from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
@@ -255,9 +255,9 @@ class Scene:
                 if stop - start > 1:
                     self.meet(ids[at])
 
-    def queues(self) -> QueueLook:
+    def queues(self) -> QueueReport:
         """Who waits and why, and who runs."""
-        return look(self._scheduler.queues, MOST_REQUESTS)
+        return report_queues(self._scheduler.queues, MOST_REQUESTS)
 
     def stats(self) -> SchedulerStats:
         """Queues and memory in numbers."""

@@ -15,7 +15,7 @@ from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, Se
 from holdfast.engine.activity import StepRecord
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.block_map import ConversationBlocks
-from holdfast.lm.scheduler.look import QueueLook
+from holdfast.lm.scheduler.queue_report import QueueReport
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 MESSAGE_LIMIT = 128 << 20
@@ -549,7 +549,7 @@ class Activity(Message, tag="activity"):
     steps: list[StepRecord]
     blocks: list[ConversationBlocks]
     """The conversations whose blocks have changed."""
-    queues: QueueLook | None = None
+    queues: QueueReport | None = None
     stats: SchedulerStats | None = None
     costs: list[tuple[int, float]] | None = None
     """With the first: the cost of computing a chunk again, by block of its conversation, at some of them."""

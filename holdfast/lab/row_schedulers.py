@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from holdfast.lab.schedulers import Reservation
+from holdfast.lm.scheduler.builder import anyone
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.row_builder import RowBuilder
 from holdfast.lm.scheduler.row_policies import RowPolicy
@@ -22,7 +23,7 @@ class RunToCompletion(RowPolicy):
         if step.running:
             step.decode()
         else:
-            step.shape(Reservation(step) if self.reserves else None)
+            step.shape(Reservation(step) if self.reserves else anyone)
 
 
 class PaddedRequestLevel(RunToCompletion):

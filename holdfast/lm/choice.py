@@ -17,13 +17,15 @@ from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
 from holdfast.lm.parts.moves.planner import MovePart
+from holdfast.lm.parts.speculation.drafts import Drafter, NgramDrafter, SuffixDrafter
+from holdfast.lm.parts.speculation.planner import SpeculationPart
+from holdfast.lm.parts.standard import parts_of_requests, parts_of_rows
 from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.parts.tuning.choice import with_training
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.drafts import Drafter, NgramDrafter, SuffixDrafter
 from holdfast.lm.scheduler.order import make_order
 from holdfast.lm.scheduler.part import Part
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
@@ -37,7 +39,6 @@ from holdfast.lm.scheduler.policies import (
 from holdfast.lm.scheduler.row_policies import RowPolicy
 from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.speculation import Speculation
 from holdfast.lm.types import EngineShape, RowShape
 
 POLICIES: dict[str, str] = {
@@ -198,16 +199,19 @@ def make_scheduler(
     pipeline, and for a bound without a tuner.
     """
     policy = policy or choose_policy(config, shape, cost, stages=stages)
-    parts: list[Part] = [AdapterPart(AdapterPool(shape.adapter_slots))] if shape.adapter_slots else []
+    parts: list[Part] = []
+    if drafter is not None and cost is not None:
+        target = inf if config.tbt_target is None else config.tbt_target / 1000
+        parts.append(SpeculationPart(drafter, cost, most=config.draft_tokens, rows=config.max_samples, target=target))
+    parts += parts_of_requests()  # after drafts, which have the budget before forced tokens
+    if shape.adapter_slots:
+        parts.append(AdapterPart(AdapterPool(shape.adapter_slots)))
     if tuner is not None:
         tuning = TuningPart(tuner)
         policy = with_training(config, shape, cost, policy, tuning, stages, deferral_bound, tuning_progress)
         parts.append(tuning)
     elif deferral_bound is not None:
         raise ValueError(f"deferral_bound is {deferral_bound}, and no training is taken; drop it")
-    if drafter is not None and cost is not None:
-        target = inf if config.tbt_target is None else config.tbt_target / 1000
-        policy = Speculation(policy, drafter, cost, most=config.draft_tokens, rows=config.max_samples, target=target)
     settings: dict[str, Any] = dict(
         max_sequences=config.max_sequences,
         max_model_len=shape.max_model_len,
@@ -232,6 +236,7 @@ def make_scheduler(
                 keeps=config.prefix_sharing,
                 low_water=config.swap_threshold,
             ),
+            parts_of_rows(),
             **settings,
             prefill_ahead=config.states_ahead,
             to_completion=isinstance(policy, RowPolicy) and policy.to_completion,

@@ -18,7 +18,7 @@ from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead
 from holdfast.engine.messages import Activity
 from holdfast.lm.memory.block_map import ConversationBlocks
-from holdfast.lm.scheduler.look import QueueLook
+from holdfast.lm.scheduler.queue_report import QueueReport
 from holdfast.server.protocol import ApiError
 from holdfast.server.replies import encode
 
@@ -224,7 +224,7 @@ def unnamed_row(row: ConversationBlocks) -> ConversationBlocks:
     return row._replace(request=short(row.request))
 
 
-def unnamed_queues(queues: QueueLook) -> QueueLook:
+def unnamed_queues(queues: QueueReport) -> QueueReport:
     """The same queues with short digests of the requests' ids."""
     first = tuple([each._replace(id=short(each.id)) for each in queues.first])
     return queues._replace(first=first, rows=tuple([each._replace(id=short(each.id)) for each in queues.rows]))

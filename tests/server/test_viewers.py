@@ -16,7 +16,7 @@ from httpx import ASGITransport
 from holdfast.engine.activity import ChunkRecord, StepRecord
 from holdfast.engine.messages import Activity
 from holdfast.lm.memory.block_map import ConversationBlocks
-from holdfast.lm.scheduler.look import QueueLook, RunningRequest, WaitingRequest
+from holdfast.lm.scheduler.queue_report import QueueReport, RunningRequest, WaitingRequest
 from holdfast.server import viewers as viewing
 from holdfast.server.protocol import ApiError
 from holdfast.server.viewers import LEASE_SECONDS, MOST_UNSENT, Viewers, short
@@ -31,7 +31,7 @@ def step(number: int, **fields: Any) -> StepRecord:
 
 
 def activity(number: int = 0, *, begins: bool = False) -> Activity:
-    queues = QueueLook(1, 1, 3, (WaitingRequest("resp_1", "no row", 9, 0.5),), (RunningRequest("resp_2", 4, 9, 8),))
+    queues = QueueReport(1, 1, 3, (WaitingRequest("resp_1", "no row", 9, 0.5),), (RunningRequest("resp_2", 4, 9, 8),))
     row = ConversationBlocks(number, "resp_2", "running", 0.0, 0.0, (("u", 3), ("-", 1)))
     chunks = [ChunkRecord("resp_2", 0, 8)]
     return Activity(1.0 * number, begins, [step(number, chunks=chunks)], [row], queues, costs=[(0, 1.0)])

@@ -11,7 +11,7 @@ from holdfast.engine.activity import Scene, StepRecord, StepRecorder
 from holdfast.engine.messages import Activity
 from holdfast.engine.process.handler import Handler
 from holdfast.lm.memory.block_map import ConversationBlocks
-from holdfast.lm.scheduler.look import QueueLook
+from holdfast.lm.scheduler.queue_report import QueueReport
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import LanguageLoop, StepPlan, StepResult
 from holdfast.loop.contracts import Clock
@@ -82,7 +82,7 @@ class Watched(Handler):
         """The view of the scheduler and the observer of the loop, while somebody watches."""
         self._until = self._told_at = self._looked_at = self._next_blocks = 0.0
         self._blocks: list[ConversationBlocks] = []
-        self._queues: list[QueueLook] = []
+        self._queues: list[QueueReport] = []
         """As last sent, if they were."""
 
     @property

@@ -11,7 +11,7 @@ from holdfast.core.cost import HEAVY, Burst, CostModel, Predictor
 from holdfast.core.types import Identity
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.training import SimulatedTrainer
-from holdfast.lm.scheduler.drafts import Drafter, Matcher
+from holdfast.lm.parts.speculation.drafts import Drafter, Matcher
 from holdfast.lm.types import PENDING, CopyTime, PartResult, StepPlan, StepResult, TierCopied
 from holdfast.lm.types.tuning import TrainingPlan
 

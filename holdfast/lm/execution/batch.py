@@ -21,7 +21,7 @@ from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, Sampling, StepPlan
 from holdfast.lm.types.adapters import AdapterPlan
 from holdfast.lm.types.grammars import Answer, ConstrainedRow, GrammarPlan
 from holdfast.lm.types.penalties import PenaltyPlan
-from holdfast.lm.types.prompts import PromptPlan, Telling
+from holdfast.lm.types.prompts import PromptPlan, PromptReport
 
 if TYPE_CHECKING:
     from holdfast.lm.kernels.launch import SideStream  # a CPU installation has no Triton
@@ -94,7 +94,7 @@ class StagedStep:
     any_filtered: bool
     wishes: Wishes | None = None
     """What sampled rows ask for beyond a token; None if none does."""
-    tells: tuple[Telling, ...] = ()
+    reports: tuple[PromptReport, ...] = ()
     """The plan's own."""
     constrained: tuple[ConstrainedRow, ...] = ()
     """The sampled rows that follow a grammar."""
@@ -107,12 +107,12 @@ class StagedStep:
     @property
     def reads_hidden(self) -> bool:
         """Whether hidden states are needed, and not only the logits that come from them."""
-        return bool(self.tells or (self.wishes is not None and self.wishes.embeds))
+        return bool(self.reports or (self.wishes is not None and self.wishes.embeds))
 
     def told(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The step's tokens whose following token is told, and those tokens."""
         starts = self.segments.query_start
-        spans = [(int(starts[each.segment]) + each.first, each.targets) for each in self.tells]
+        spans = [(int(starts[each.segment]) + each.first, each.targets) for each in self.reports]
         at = [np.arange(first, first + len(targets)) for first, targets in spans]
         return np.concatenate(at), np.fromiter(chain.from_iterable(targets for _, targets in spans), np.int64)
 
@@ -226,7 +226,7 @@ class Batch:
             any_random=any_random,
             any_filtered=any_filtered,
             wishes=wishes,
-            tells=plan.part(PromptPlan).tells,
+            reports=plan.part(PromptPlan).reports,
             constrained=() if wishes is None or not wishes.masked else self._constrained(plan, wishes.masked),
             answers=plan.part(GrammarPlan).answers,
             adapted=adapted,

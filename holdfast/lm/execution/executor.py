@@ -427,9 +427,9 @@ class PagedExecutor:
         """The logits of sampled rows, and what is asked for besides, from a step's hidden states [T, hidden]."""
         model, wishes, told = self._model, staged.wishes, dict[str, Any]()
         assert isinstance(model, HiddenModel)
-        if staged.tells:
+        if staged.reports:
             at, targets = (upload(numbers, self._device) for numbers in staged.told())
-            most = max(each.alternatives for each in staged.tells)
+            most = max(each.alternatives for each in staged.reports)
             told["prompts"] = self._sampler.tell_targets(hidden.index_select(0, at), model.logits, targets, most)
         rows = hidden.index_select(0, packed.sample_at)
         if wishes is not None and wishes.embeds:
@@ -476,7 +476,7 @@ def _result(step: int, drawn: Drawn, staged: StagedStep | None, seconds: float) 
     tokens = tuple(drawn.tokens.tolist())
     if staged is None:
         return StepResult(step, tokens, seconds)
-    prompts = (PromptResult(drawn.of_prompts(staged.tells)),) if staged.tells else ()
+    prompts = (PromptResult(drawn.of_prompts(staged.reports)),) if staged.reports else ()
     found = drawn.vectors(staged.wishes)
     vectors = (VectorResult(found),) if found else ()
     return StepResult(

@@ -150,6 +150,10 @@ class BlockPool:
         """Blocks that hold this many positions."""
         return -(-positions // self.block_size)
 
+    def longest(self, limit: int) -> int:
+        """The most positions of a sequence that has all blocks to itself."""
+        return self.num_blocks * self.block_size
+
     def holds(self, count: int, blocks: int, longest: int) -> bool:
         """Whether sequences that take `blocks` in all fit the pool; how many and how long they are does not matter."""
         return blocks <= self.num_blocks

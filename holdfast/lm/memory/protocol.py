@@ -137,6 +137,10 @@ class SequenceMemory(Protocol[FoundT]):
         """Blocks that hold this many positions of one sequence, alone."""
         ...
 
+    def longest(self, limit: int) -> int:
+        """The most positions of a sequence that has the memory to itself; not counted far beyond `limit`."""
+        ...
+
     def holds(self, count: int, blocks: int, longest: int) -> bool:
         """Whether `count` sequences of at most `longest` positions fit, which take `blocks` in all if each is alone.
 

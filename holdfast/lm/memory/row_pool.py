@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass
@@ -423,6 +424,12 @@ class RowPool:
     def blocks_for(self, positions: int) -> int:
         """Positions that one row of this length takes, alone."""
         return positions
+
+    def longest(self, limit: int) -> int:
+        """The most positions of a row that is alone, in multiples of the quantum and at most the first from `limit`."""
+        quantum = self.shape.quantum
+        widths = range(quantum, limit + quantum, quantum)
+        return quantum * bisect_right(widths, self.shape.memory, key=self.shape.bytes.of)
 
     def holds(self, count: int, blocks: int, longest: int) -> bool:
         """Whether a batch of `count` rows of at most `longest` positions fits; one row always does."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 from holdfast.lm.memory.protocol import Found
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.types import BlockCopy, TableWrite
+
+NO_LIMIT = sys.maxsize
+"""More positions than any sequence lacks."""
 
 
 class Admission:
@@ -31,10 +36,10 @@ class Admission:
                 if idle or entry.swap_in_step < 0:
                     queues.join(entry)
 
-    def start(self, entry: Entry, *, most: int | None, at_once: bool) -> bool:
+    def start(self, entry: Entry, *, most: int, at_once: bool) -> bool:
         """Start a waiting sequence if blocks for all its known positions are free beside the headroom.
 
-        With `most`, only if it lacks no more positions than that. What the host keeps of it is copied in: `at_once`
+        Only if it lacks at most `most` positions. What the host keeps of it is copied in: `at_once`
         makes this step wait for the copies, otherwise the sequence runs once they are complete.
 
         With nothing running the headroom is free to use, so every sequence that fits the pool starts in the end. A
@@ -45,9 +50,8 @@ class Admission:
         reserved = queues.headroom if queues.running else 0
         if sequence.in_flight or (pool.available <= reserved and not pool.lent):
             return False
-        # A prompt that is told is computed from its first token on, whatever is kept of it.
-        found: Found = entry.cache.match(sequence.tokens if entry.tells is None else sequence.tokens[:1])
-        if most is not None and sequence.length - len(found) * pool.block_size > most:
+        found: Found = entry.cache.match(sequence.tokens if entry.uses_kept else sequence.tokens[:1])
+        if sequence.length - len(found) * pool.block_size > most:
             return False
         if found.host and self.swap_in and len(self.swap_in) + len(found.host) > pool.max_copies:
             return False  # copies run one after the other: a step begins no more than one sequence needs

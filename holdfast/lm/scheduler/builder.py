@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from holdfast.core.columns import Columns
-from holdfast.lm.scheduler.admission import Admission
-from holdfast.lm.scheduler.entries import AWAITED, NO_ROW, RANK, Entry
+from holdfast.lm.scheduler.admission import NO_LIMIT, Admission
+from holdfast.lm.scheduler.entries import AWAITED, Entry
+from holdfast.lm.scheduler.part import Decode
 from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.types import (
@@ -21,7 +22,6 @@ from holdfast.lm.types import (
     TableWrite,
     TierCopies,
 )
-from holdfast.lm.types.prompts import PromptPlan, Telling
 
 LAST_SAMPLED = (PENDING,)
 """The token of a decode: the last one that its row sampled."""
@@ -29,13 +29,16 @@ ROUNDING = 1e-9
 """A step's share of the decodes is full when less than this part of it is left."""
 
 
+def anyone(entry: Entry) -> bool:
+    """Allows every sequence."""
+    return True
+
+
 class Policy(ABC):
     """Chooses what runs in a step: sets the builder's budget, then calls its verbs in an order of its own."""
 
     reserves = False
     """Whether it starts a request only if its longest length has room. Then the cache needs no headroom."""
-    tokens_drafted = drafts_accepted = 0
-    """Drafted tokens that steps have verified so far, and those of them that were right."""
 
     @abstractmethod
     def plan(self, step: StepBuilder) -> None:
@@ -43,9 +46,6 @@ class Policy(ABC):
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:  # noqa: B027  most policies learn nothing
         """Learn from the result of a step. Results come in the order of the plans."""
-
-    def ended(self, entry: Entry) -> None:  # noqa: B027
-        """Forget a sequence that has ended."""
 
 
 class StepBuilder:
@@ -71,8 +71,8 @@ class StepBuilder:
         """The sequence of each segment, in plan order."""
         self.sampling: list[Entry] = []
         """The sequence of each sampling segment, in plan order."""
-        self.telling: list[Entry] = []
-        """The sequence of each of the plan's `tells`."""
+        self.draws: list[Sampling | None] = []
+        """How the token after each segment is drawn; None: the segment samples none."""
         self.number = number
         """The step's number."""
         self.now = now
@@ -97,17 +97,15 @@ class StepBuilder:
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._tokens: list[tuple[int, ...]] = []
-        self._samplings: list[Sampling | None] = []
         self._samples: dict[int, int] = {}
         """Most tokens that a sampling segment gives, by its place in `sampling`; one where there is none."""
-        self._tells: list[Telling] = []
+        self.postponed = False
+        """Whether a part has the policy plan nothing."""
         self._kept = False
         """Whether a part wants the plan even without segments."""
         self._writes: list[TableWrite] = []
-        self._decodes: list[tuple[int, int]] = []
-        """Of each decode: its place among the segments, and in `sampling`."""
-        self.after_decode: Callable[[], None] | None = None
-        """Called once decodes are planned, where a policy adds drafts to them."""
+        self._decodes: list[tuple[int, int, int]] = []
+        """Runs of decodes: the index of the first one's segment, its place in `sampling`, and their number."""
         self.due: Callable[[Entry], bool] | None = None
         """Which waiting sequences may start, where a policy lets some wait. Others pass those that may not."""
         self._preemption = Preemption(queues, number, now, self._writes)
@@ -131,6 +129,10 @@ class StepBuilder:
     def spans(self) -> list[tuple[int, int]]:
         """The positions [start, stop) of each segment planned so far."""
         return list(zip(self._starts, self._stops, strict=True))
+
+    def postpone(self) -> None:
+        """Let the policy plan nothing in this step."""
+        self.postponed = True
 
     def keep(self) -> None:
         """Have the plan made even if it gets no segments and others are in flight."""
@@ -193,60 +195,53 @@ class StepBuilder:
                 left -= weigh(entry)
                 if left <= least:
                     break
-        first, place = len(self._ids), len(self.sampling)
-        self._decodes += zip(range(first, first + len(chosen)), range(place, place + len(chosen)), strict=True)
+        self._decodes.append((len(self._ids), len(self.sampling), len(chosen)))
         self._ids += [entry.id for entry in chosen]
         self._rows += [entry.row for entry in chosen]
         self._starts += starts
         self._stops += stops
-        self._tokens += [LAST_SAMPLED if entry.drawn_last else last_known(entry) for entry in chosen]
-        self._samplings += [entry.sampling for entry in chosen]
+        self._tokens += [LAST_SAMPLED] * len(chosen)
+        self.draws += [entry.sampling for entry in chosen]
         self.sampling += chosen
         self.planned += chosen
         self.num_tokens += len(chosen)
         self.budget -= len(chosen)
-        if self.after_decode is not None:
-            self.after_decode()
         for part in self._queues.hooks.decoded:
-            part.decoded(self)
-        if self._queues.forced:
-            self._catch_up()
+            if part.awake:
+                part.decoded(self)
 
-    def _catch_up(self) -> None:
-        """Plan the tokens that grammars have forced on running sequences, as far as the budget lasts."""
-        queues = self._queues
-        queues.forced = {entry for entry in queues.forced if not entry.decoding}
-        for entry in sorted(queues.forced, key=RANK):
-            # One of them may be preempted for another.
-            if entry in queues.forced and entry.next_step <= self.number and self.budget > 0:
-                self._chunk(entry)
+    @property
+    def decodes(self) -> Iterator[Decode]:
+        """The decodes planned so far."""
+        for segment, place, count in self._decodes:
+            for index in range(count):
+                yield Decode(self.sampling[place + index], segment + index, place + index)
 
-    def speculate(self, draft: Callable[[Entry], Sequence[int]]) -> dict[Entry, tuple[int, ...]]:
-        """Extend the decodes planned so far by drafted tokens, as far as budget, free blocks and limits allow.
+    def give(self, decode: Decode, token: int) -> None:
+        """Have a decode compute this token, instead of the one that its row sampled last."""
+        self._tokens[decode.segment] = (token,)
 
-        Returns the drafts. A decode with a draft of n tokens gives between 0 and n + 1 tokens. Its positions count as
-        computed only when the result accepts them, and its sequence sits out every step until then.
+    def extend(self, decode: Decode, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Have a decode compute these tokens, too, as far as budget, free blocks and its limit allow; returns them.
+
+        With n such tokens it gives between 0 and n + 1. Its positions count as computed only when the result accepts
+        them, and its sequence sits out every step until then.
         """
-        drafts: dict[Entry, tuple[int, ...]] = {}
-        for index, place in self._decodes:
-            entry = self.sampling[place]
-            if entry.sampling.grammar is not None:
-                continue  # a mask is of one place alone
-            stop = self._stops[index]
-            guesses = tuple(draft(entry))[: max(0, min(self.budget, entry.limit - 1 - stop))]
-            self._preemption.grow_freely(entry, stop + len(guesses))
-            guesses = guesses[: entry.cache.capacity - stop]
-            if guesses:
-                self._stops[index] += len(guesses)
-                self._tokens[index] += guesses
-                self._samples[place] = 1 + len(guesses)
-                self.num_tokens += len(guesses)
-                self.budget -= len(guesses)
-                entry.cache.rollback(self._starts[index])
-                entry.sequence.length += len(guesses)
-                entry.next_step = AWAITED
-                drafts[entry] = guesses
-        return drafts
+        entry, index, place = decode
+        stop = self._stops[index]
+        added = tuple(tokens[: max(0, min(self.budget, entry.limit - 1 - stop))])
+        self._preemption.grow_freely(entry, stop + len(added))
+        added = added[: entry.cache.capacity - stop]
+        if added:
+            self._stops[index] += len(added)
+            self._tokens[index] += added
+            self._samples[place] = 1 + len(added)
+            self.num_tokens += len(added)
+            self.budget -= len(added)
+            entry.cache.rollback(self._starts[index])
+            entry.sequence.length += len(added)
+            entry.next_step = AWAITED
+        return added
 
     def prefill(self) -> None:
         """Plan the next chunk of every running sequence that lacks more than its last token."""
@@ -254,10 +249,10 @@ class StepBuilder:
             if self.budget <= 0:
                 return
             if not entry.decoding and entry.next_step <= self.number:
-                self._chunk(entry)
+                self.compute(entry)
 
     def admit(
-        self, allow: Callable[[Entry], bool] | None = None, *, whole: bool = False, beyond_budget: bool = False
+        self, allow: Callable[[Entry], bool] = anyone, *, whole: bool = False, beyond_budget: bool = False
     ) -> None:
         """Start waiting sequences in rank order and plan their first chunks, until the first of them has to wait.
 
@@ -272,26 +267,26 @@ class StepBuilder:
             for ready in [entry for entry in queues.waiting if self.due(entry)]:
                 if not queues.free_rows or not (self.budget > 0 or beyond_budget):
                     return
-                if (allow is None or allow(ready)) and not queues.is_held_back(ready, self.now):
-                    self._start(ready, most=self.budget if whole else None, at_once=whole or not self._ids)
+                if allow(ready) and not queues.is_held_back(ready, self.now):
+                    self._start(ready, most=self.budget if whole else NO_LIMIT, at_once=whole or not self._ids)
             return
         while (self.budget > 0 or beyond_budget) and queues.free_rows:
             entry = queues.waiting.first()
-            if entry is None or (allow is not None and not allow(entry)):
+            if entry is None or not allow(entry):
                 return
             if queues.is_held_back(entry, self.now):
                 continue
             # Beside other segments its copies run under this step, which would otherwise wait for them.
             at_once = whole or beyond_budget or not self._ids
-            if not self._start(entry, most=self.budget if whole else None, at_once=at_once):
+            if not self._start(entry, most=self.budget if whole else NO_LIMIT, at_once=at_once):
                 return
 
-    def _start(self, entry: Entry, *, most: int | None, at_once: bool) -> bool:
+    def _start(self, entry: Entry, *, most: int, at_once: bool) -> bool:
         """Start a waiting sequence if it can, and plan its first chunk once its state is there. Whether it started."""
         if not self._admission.start(entry, most=most, at_once=at_once):
             return False
         if entry.swap_in_step < 0:
-            self._chunk(entry)
+            self.compute(entry)
         return True
 
     def finish(self, in_flight: bool) -> StepPlan | None:
@@ -302,7 +297,7 @@ class StepBuilder:
         queues, pool, hooks = self._queues, self.pool, self._queues.hooks
         self.in_flight = in_flight
         awaits = queues.awaits
-        parts = [plan for part in hooks.finish if (plan := part.finish(self)) is not None]
+        parts = [plan for part in hooks.finish if part.awake and (plan := part.finish(self)) is not None]
         if self._ids:
             swap_out = pool.swap_out(self.number, self.num_tokens, self.now)
             pool.copies.finish_swap_in(awaits)
@@ -323,11 +318,9 @@ class StepBuilder:
             start=self._starts,
             stop=self._stops,
             tokens=self._tokens,
-            sampling=self._samplings,
+            sampling=self.draws,
         )
         samples = self._samples
-        if self._tells:
-            parts.append(PromptPlan(tuple(self._tells)))
         return StepPlan(
             self.number,
             segments,
@@ -339,10 +332,10 @@ class StepBuilder:
             parts=tuple(parts),
         )
 
-    def _chunk(self, entry: Entry) -> None:
+    def compute(self, entry: Entry) -> None:
         """Plan what a sequence lacks, as far as the budget lasts: a segment for each missing range."""
         sequence, cache = entry.sequence, entry.cache
-        if sequence.length > cache.capacity:  # tokens that its grammar forces have no blocks yet
+        if sequence.length > cache.capacity:  # tokens that were appended without a draw have no blocks yet
             self._preemption.grow_to(entry, sequence.length)
             if cache.capacity == cache.planned:
                 return
@@ -354,35 +347,22 @@ class StepBuilder:
             if start == stop:
                 break
             last = stop == sequence.length
-            if entry.tells is not None:
-                self._tell(entry, entry.tells, start, stop)
             self._ids.append(entry.id)
             self.planned.append(entry)
             self._rows.append(entry.row)
             self._starts.append(start)
             self._stops.append(stop)
             self._tokens.append(tuple(sequence.tokens[start:stop]))
-            self._samplings.append(entry.sampling if last else None)
+            self.draws.append(entry.sampling if last else None)
             cache.plan(start, stop)
             self.num_tokens += stop - start
             self.budget -= stop - start
             if last:
                 self.sampling.append(entry)
                 sequence.length += 1
-                entry.decoding = entry.drawn_last = True
+                entry.decoding = True
                 entry.next_step = self._after_sampling
-            else:
-                entry.history_in = NO_ROW, 0  # the segment that samples will not have these tokens
         cache.cache_blocks(sequence.tokens)
-
-    def _tell(self, entry: Entry, alternatives: int, start: int, stop: int) -> None:
-        """Tell what the next segment, [start, stop), gives of the prompt and no plan before has told."""
-        prompt, first = entry.sequence.request.prompt, max(start, entry.told)
-        targets = tuple(prompt[first + 1 : stop + 1])
-        if targets:
-            self._tells.append(Telling(len(self._ids), first - start, targets, alternatives))
-            self.telling.append(entry)
-            entry.told = first + len(targets)
 
     def _extend(self, entry: Entry, stop: int) -> bool:
         """Whether a running sequence may be planned up to `stop`: it is below its limit and finds a block."""
@@ -390,9 +370,3 @@ class StepBuilder:
             return False
         entry.decode_limit = min(entry.cache.capacity, entry.limit - 1)
         return True
-
-
-def last_known(entry: Entry) -> tuple[int]:
-    """The last token of a sequence whose row has not drawn it last: that was a token behind a wrong guess."""
-    entry.drawn_last = True
-    return (entry.sequence.tokens[-1],)

@@ -16,7 +16,7 @@ Rank = tuple[float, ...]
 
 NO_ROW = -1
 AWAITED = sys.maxsize
-"""`Entry.next_step` of a sequence that sits out until the outcome of its drafted tokens is known."""
+"""`Entry.next_step` of a sequence that sits out until the result of its last segment is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,21 +45,13 @@ class Entry:
     """First step that may plan or preempt it; it sits out all steps before that one.
 
     A step that plans it sets this to the number of the following step. After a sampling segment it is as many steps
-    later as a pipeline has stages, or the next step once the token is known. After drafted tokens, whose outcome is
-    uncertain, it is AWAITED.
+    later as a pipeline has stages, or the next step once the token is known. While nobody knows how many tokens its
+    last segment gives, it is AWAITED.
     """
-    known_before: int = 0
-    """Plans of a lower number give it tokens that it has already: its grammar forces them."""
-    drawn_last: bool = True
-    """Its last token is the one that its row drew last. Not so once a draft was verified: the host tells it then."""
     lost_before: int = 0
     """Plans of a lower number may give it no token: its state was lost."""
-    history_in: tuple[int, int] = (NO_ROW, 0)
-    """The row that its history or its answer was sent to, and how often it had been preempted by then."""
-    tells: int | None = None
-    """Alternatives to tell with the log probability of each token of its prompt; None: tell nothing."""
-    told: int = 0
-    """Plans made so far tell the prompt's tokens up to this position."""
+    uses_kept: bool = True
+    """It may start from state that memory keeps of its tokens; otherwise all its positions are computed."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 

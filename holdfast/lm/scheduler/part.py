@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from holdfast.core.types import Identity, Request
 from holdfast.lm.memory.protocol import AnyMemory
-from holdfast.lm.scheduler.entries import Entry
-from holdfast.lm.types import PartPlan, StepPlan, StepResult, TableWrite
+from holdfast.lm.scheduler.entries import Entry, RankedQueue
+from holdfast.lm.types import PartPlan, Sampling, StepPlan, StepResult, TableWrite
 
 
 class PartQueues(Protocol):
@@ -34,6 +34,16 @@ class PartQueues(Protocol):
         ...
 
 
+class Decode(NamedTuple):
+    """A decode of a step under construction."""
+
+    entry: Entry
+    segment: int
+    """Index of its segment."""
+    place: int
+    """Index of its segment among those that sample."""
+
+
 class PartStep(Protocol):
     """What a part may use of a step under construction (`builder.StepBuilder`)."""
 
@@ -44,7 +54,7 @@ class PartStep(Protocol):
 
     @property
     def now(self) -> float:
-        """Time of planning in seconds."""
+        """The time of planning in seconds."""
         ...
 
     @property
@@ -53,8 +63,62 @@ class PartStep(Protocol):
         ...
 
     @property
+    def running(self) -> RankedQueue:
+        """The running sequences."""
+        ...
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be planned."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens planned so far."""
+        ...
+
+    @property
     def planned(self) -> Sequence[Entry]:
         """The sequence of each segment planned so far."""
+        ...
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """The positions [start, stop) of each segment planned so far."""
+        ...
+
+    @property
+    def draws(self) -> Sequence[Sampling | None]:
+        """How the token after each segment planned so far is drawn; None: the segment samples none."""
+        ...
+
+    @property
+    def sampling(self) -> Sequence[Entry]:
+        """The sequence of each sampling segment planned so far."""
+        ...
+
+    @property
+    def decodes(self) -> Iterable[Decode]:
+        """The decodes planned so far."""
+        ...
+
+    def give(self, decode: Decode, token: int) -> None:
+        """Have a decode compute this token, instead of the one that its row sampled last."""
+        ...
+
+    def extend(self, decode: Decode, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Have a decode compute these tokens, too, as far as budget, free blocks and its limit allow; returns them.
+
+        The result says how many of them are right. Its sequence sits out every step until then.
+        """
+        ...
+
+    def compute(self, entry: Entry) -> None:
+        """Plan what a running sequence lacks, as far as the budget and its blocks last."""
+        ...
+
+    def postpone(self) -> None:
+        """Let the policy plan nothing in this step. To be called in `begin`."""
         ...
 
     @property
@@ -81,6 +145,24 @@ class PartStep(Protocol):
         ...
 
 
+class PartOutputs(Protocol):
+    """What a part may do with the outputs of a step (`results.StepOutputs`)."""
+
+    def extend(self, entry: Entry, tokens: Sequence[int]) -> bool:
+        """Append tokens that need no draw to a decoding sequence that the step has given a token.
+
+        Returns whether the sequence lacks their positions now: the part must have them computed (`PartStep.compute`).
+        """
+        ...
+
+    def add(self, field: str, values: Mapping[Entry, Any]) -> None:
+        """Give a field of `SequenceOutput` these values.
+
+        A sequence without new tokens has an output, too, unless it has ended.
+        """
+        ...
+
+
 class Part(ABC):
     """The planner's side of one feature: what it adds to plans, and what it makes of results.
 
@@ -94,7 +176,11 @@ class Part(ABC):
     name: ClassVar[str]
     """The part's name, for people."""
     waits_for: ClassVar[str] = ""
-    """Why a sequence waits that the part holds: one of `look.REASONS`."""
+    """Why a sequence waits that the part holds: one of `queue_report.REASONS`."""
+
+    awake: bool = True
+    """Whether `decoded` and `finish` are to be called. A part sets it to false while no request needs it, so a step
+    does not pass it."""
 
     def attach(self, queues: PartQueues) -> None:  # noqa: B027
         """The part belongs to the scheduler with these queues. Called once, before every other hook."""
@@ -105,6 +191,10 @@ class Part(ABC):
 
     def check(self, request: Request) -> None:  # noqa: B027
         """Raise ValueError for a request that could never run to its end."""
+
+    def uses_kept(self, request: Request) -> bool:
+        """Whether the request's sequence may start from state that memory keeps of its tokens."""
+        return True
 
     def added(self, entry: Entry) -> None:  # noqa: B027
         """A request was accepted. It is not in a queue yet."""
@@ -175,6 +265,15 @@ class Part(ABC):
         """
         return ()
 
+    def sampled(  # noqa: B027
+        self, plan: StepPlan, result: StepResult, sampling: Sequence[Entry], outputs: PartOutputs
+    ) -> None:
+        """The tokens of a result were appended. `sampling` are the sequences of the plan's sampling segments.
+
+        Sequences among them may have ended, and may do so by these tokens. Called only where the plan or its result
+        carries anything of a part. Raises RuntimeError for a result that is not the plan's.
+        """
+
     @property
     def has_work(self) -> bool:
         """Whether there is something to plan without any request."""
@@ -204,10 +303,12 @@ class Hooks:
         "parts",
         "planned",
         "queued",
+        "sampled",
         "started",
         "starting",
         "stats",
         "stopped",
+        "uses_kept",
         "wants_step",
     )
 
@@ -215,6 +316,7 @@ class Hooks:
         self.parts = tuple(parts)
         self.base_identity = self._overriding("base_identity")
         self.check = self._overriding("check")
+        self.uses_kept = self._overriding("uses_kept")
         self.added = self._overriding("added")
         self.ended = self._overriding("ended")
         self.queued = self._overriding("queued")
@@ -230,6 +332,7 @@ class Hooks:
         self.wants_step = self._overriding("wants_step")
         self.planned = self._overriding("planned")
         self.apply = self._overriding("apply")
+        self.sampled = self._overriding("sampled")
         self.has_work = self._overriding("has_work")
         self.stats = self._overriding("stats")
 

@@ -32,8 +32,6 @@ class Queues:
         """The sequences that wait for something of a part, each with the part. They are not in `waiting`."""
         self.running = RankedQueue()
         self.swapping_in: list[Entry] = []
-        self.forced: set[Entry] = set()
-        """Those that run and lack tokens that their grammars force."""
         self.awaits = -1
         """The next plan's segments wait for the copies from the host that plans up to this number began."""
         self.headroom = int(pool.num_blocks * headroom)
@@ -148,7 +146,6 @@ class Queues:
         if entry.swap_in_step >= 0:
             self.join(entry)  # its blocks are written by others only after its copies
         self.running.remove(entry)
-        self.forced.discard(entry)
         entry.cache.free(now)
         self.free_rows.append(entry.row)
         entry.row = NO_ROW

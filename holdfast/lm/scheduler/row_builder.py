@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from holdfast.lm.memory.row_pool import FoundRow, RowPool, RowState
-from holdfast.lm.scheduler.builder import LAST_SAMPLED, StepBuilder
+from holdfast.lm.scheduler.admission import NO_LIMIT
+from holdfast.lm.scheduler.builder import LAST_SAMPLED, StepBuilder, anyone
 from holdfast.lm.scheduler.entries import AWAITED, NO_ROW, Entry, RankedQueue
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.part import Hooks
@@ -206,7 +207,7 @@ class RowBuilder(StepBuilder):
         self._plan_forwards()
         self._run_batch(self._decoding(newcomers), [])
 
-    def shape(self, allow: Callable[[Entry], bool] | None = None, *, most: int | None = None) -> None:
+    def shape(self, allow: Callable[[Entry], bool] = anyone, *, most: int = NO_LIMIT) -> None:
         """Decode every row, and compute whole prompts of waiting sequences in the same forward (Baton §4.1).
 
         At most `most` sequences start, in rank order, as budget, rows, memory and `allow` permit. Where nothing runs,
@@ -216,15 +217,15 @@ class RowBuilder(StepBuilder):
         decoding = self._decoding()
         self._make_room(decoding)
         self.budget -= len(decoding)
-        while queues.places > 0 and queues.free_rows and (most is None or len(newcomers) < most):
+        while queues.places > 0 and queues.free_rows and len(newcomers) < most:
             entry = queues.waiting.first()
-            if entry is None or (allow is not None and not allow(entry)):
+            if entry is None or not allow(entry):
                 break
-            room = None if not (decoding or newcomers) else self.budget
+            room = self.budget if decoding or newcomers else NO_LIMIT
             if not self._admission.start(entry, most=room, at_once=True):
                 break
             if state_of(entry).planned:
-                self._chunk(entry)
+                self.compute(entry)
                 decoding += [entry] * entry.decoding
             else:
                 newcomers.append(entry)
@@ -233,7 +234,7 @@ class RowBuilder(StepBuilder):
         self._run_batch(decoding, newcomers)
 
     def admit(
-        self, allow: Callable[[Entry], bool] | None = None, *, whole: bool = False, beyond_budget: bool = False
+        self, allow: Callable[[Entry], bool] = anyone, *, whole: bool = False, beyond_budget: bool = False
     ) -> None:
         """Start waiting sequences as `StepBuilder.admit` does; their prompts are computed apart.
 
@@ -243,12 +244,12 @@ class RowBuilder(StepBuilder):
         queues, chunks = self.rows, self._pool.shape.abilities.chunks
         while (self.budget > 0 or beyond_budget) and queues.places > 0 and queues.free_rows:
             entry = queues.waiting.first()
-            if entry is None or (allow is not None and not allow(entry)):
+            if entry is None or not allow(entry):
                 return
-            most = self.budget if whole or (not chunks and self._prompts) else None
+            most = self.budget if whole or (not chunks and self._prompts) else NO_LIMIT
             if not self._admission.start(entry, most=most, at_once=True):
                 return
-            self._chunk(entry)
+            self.compute(entry)
 
     def prefill_ahead(self) -> None:
         """Compute one group of prompts of similar length, whose sequences then wait for a place in the batch.
@@ -271,7 +272,7 @@ class RowBuilder(StepBuilder):
             if not queues.free_rows or not pool.admits_ahead(lengths[index], queues.headroom):
                 break
             queues.start_ahead(entry, self.now)
-            self._chunk(entry, whole=True)
+            self.compute(entry, whole=True)
 
     def embed(self, key: Callable[[Entry], Any] | None = None, *, most: int | None = None) -> None:
         """Let prefilled sequences join the batch, in rank order or in that of `key`, as places and memory permit.
@@ -397,7 +398,7 @@ class RowBuilder(StepBuilder):
         self.rows.preempt(victim, self.now)
         self._preemption.preempted.append(victim.id)
 
-    def _chunk(self, entry: Entry, *, whole: bool = False) -> None:
+    def compute(self, entry: Entry, *, whole: bool = False) -> None:
         """Plan what a sequence lacks apart from the batch, as far as the budget lasts, and a short end beyond it.
 
         A suspended sequence that lacks only its last token is decoded in the batch instead. A whole prompt waits for
@@ -467,7 +468,7 @@ class RowBuilder(StepBuilder):
         self._starts.append(start)
         self._stops.append(stop)
         self._tokens.append(tokens)
-        self._samplings.append(entry.sampling if samples else None)
+        self.draws.append(entry.sampling if samples else None)
         if samples:
             self.sampling.append(entry)
 

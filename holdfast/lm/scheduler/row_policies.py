@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.lm.scheduler.admission import NO_LIMIT
 from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.policies import FixedBudget
 from holdfast.lm.scheduler.row_builder import RowBuilder
@@ -33,7 +34,7 @@ class Shaping(RowPolicy):
 
     def plan_rows(self, step: RowBuilder) -> None:
         step.displace()
-        step.shape(most=1 if step.running else None)
+        step.shape(most=1 if step.running else NO_LIMIT)
 
 
 class Embedding(RowPolicy):

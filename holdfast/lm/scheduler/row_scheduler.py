@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import abc
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.part import Hooks, Part
+from holdfast.lm.scheduler.results import StepOutputs
 from holdfast.lm.scheduler.row_builder import RowBuilder, RowQueues, state_of
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import RowPlan, RowResult, SchedulerStats, StepPlan, StepResult, idle_tokens
@@ -24,8 +24,6 @@ TRIES = 3
 
 class RowScheduler(Scheduler):
     """As `Scheduler`. Its plans consist of forwards and of moves of rows."""
-
-    _sends_all = True
 
     _queues: RowQueues
 
@@ -73,10 +71,6 @@ class RowScheduler(Scheduler):
             make_queues=make_queues,
             make_builder=partial(RowBuilder, longest=max_model_len),
         )
-        rows = pool.shape
-        widths = range(rows.quantum, max_model_len + rows.quantum, rows.quantum)
-        longest = rows.quantum * bisect_right(widths, rows.memory, key=rows.bytes.of)
-        self._limits = replace(self._limits, cache_tokens=longest)  # of a row that is alone
         self._pool = pool
         self._forwards = self._idle_tokens = 0
 
@@ -103,7 +97,7 @@ class RowScheduler(Scheduler):
         self._queues.lose_ended(names)
         ended = []
         for entry in lost:
-            if entry.sequence.finish_reason is not None:
+            if entry.sequence.ended:
                 continue
             self._queues.lose(entry)
             state_of(entry).lost_alone += alone
@@ -134,7 +128,7 @@ class RowScheduler(Scheduler):
         """The outputs of a step, with the ends of these sequences, which it may have given a token."""
         given: list[str] = outputs.column("request_id")
         silent = [entry for entry in ended if entry.id not in given]
-        more = self._outputs(silent, [()] * len(silent), (), some_ended=True)
+        more = StepOutputs(self._results, silent, [()] * len(silent)).columns(some_ended=True)
         columns = {name: [*outputs.column(name), *more.column(name)] for name in outputs.by_name}
         for entry in ended:
             columns["finish_reason"][columns["request_id"].index(entry.id)] = entry.sequence.finish_reason
@@ -148,8 +142,8 @@ class RowScheduler(Scheduler):
         names = result.part(RowResult).lost
         if not names:
             return []
-        for _, sampling, _, _ in self._in_flight:
-            for entry in sampling:
+        for submitted in self._results.in_flight:
+            for entry in submitted.sampling:
                 if entry.id in names and state_of(entry).since <= result.step:
                     entry.lost_before = self._steps
         lost = [self._entries[name] for name in names if name in self._entries]

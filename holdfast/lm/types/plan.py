@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from holdfast.core.columns import Columns
 from holdfast.lm.types.sampling import Sampling
@@ -96,6 +96,18 @@ class PartPlan:
 P = TypeVar("P")
 
 
+_EMPTY: dict[type[Any], Any] = {}
+"""By class, its value that stands for nothing. Made once, because it is asked for at every step."""
+
+
+def nothing(kind: type[P]) -> P:
+    """The value of this class that stands for nothing."""
+    if kind not in _EMPTY:
+        _EMPTY[kind] = kind()
+    empty: P = _EMPTY[kind]
+    return empty
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, decided and not yet applied. Plain data: it can be printed, asserted, simulated, replayed."""
@@ -126,7 +138,7 @@ class StepPlan:
         for part in self.parts:
             if isinstance(part, kind):
                 return part
-        return kind()
+        return nothing(kind)
 
     @property
     def columns(self) -> Columns[Segment]:

@@ -10,25 +10,25 @@ from holdfast.lm.types.plan import PartPlan
 from holdfast.lm.types.result import PartResult
 
 
-class Telling(NamedTuple):
-    """Tell the log probabilities of prompt tokens that follow tokens of one segment."""
+class PromptReport(NamedTuple):
+    """Prompt tokens whose log probabilities a plan reports: those that follow tokens of one segment."""
 
     segment: int
     """Its index in the plan."""
     first: int
-    """The first of its tokens whose following token is told."""
+    """Index, in the segment, of the first token whose following token is reported."""
     targets: tuple[int, ...]
-    """The tokens that follow it and the tokens after it."""
+    """The reported tokens, one after the other."""
     alternatives: int
-    """How many of the most probable tokens are told beside each."""
+    """How many of the most probable tokens are reported with each."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan(PartPlan):
     """The log probabilities of prompt tokens that a plan reports."""
 
-    tells: tuple[Telling, ...] = ()
-    """Of paged rows, in the order of their segments."""
+    reports: tuple[PromptReport, ...] = ()
+    """In the order of their segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,4 +36,4 @@ class PromptResult(PartResult):
     """The log probabilities of prompt tokens that a step gave."""
 
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    """For each of the plan's `tells`, the records of its targets."""
+    """For each of the plan's `reports`, the records of its targets."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Self, TypeVar
 
 from holdfast.core.types import TokenLogprobs
+from holdfast.lm.types.plan import nothing
 
 
 class CopyTime(NamedTuple):
@@ -71,7 +72,7 @@ class StepResult:
         for part in self.parts:
             if isinstance(part, kind):
                 return part
-        return kind()
+        return nothing(kind)
 
     def with_parts(self, *parts: PartResult) -> StepResult:
         """This result, with the results of more parts."""

@@ -43,6 +43,11 @@ class Sequence:
         """Most tokens that steps in flight sample for this sequence."""
         return self.length - len(self.tokens)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the sequence has ended, and gets no further token."""
+        return self.finish_reason is not None
+
     def rollback(self, length: int) -> None:
         """Drop the positions from `length` on, whose tokens were not accepted; known tokens stay."""
         assert len(self.tokens) <= length <= self.length

@@ -22,7 +22,7 @@ export const TIERS = {
   '?': { name: 'unknown', text: 'not seen: dropped before, or shared with another conversation' },
 };
 
-/** Why a request waits (lm/scheduler/look.py: REASONS). */
+/** Why a request waits (lm/scheduler/queue_report.py: REASONS). */
 export const REASONS = {
   'no row': 'all rows are taken',
   'no blocks': 'too few blocks are free',

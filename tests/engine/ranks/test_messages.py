@@ -41,7 +41,7 @@ from holdfast.lm.types import (
 )
 from holdfast.lm.types.grammars import Answer, Forced, GrammarPlan, GrammarResult
 from holdfast.lm.types.parts import VALUES
-from holdfast.lm.types.prompts import PromptPlan, PromptResult, Telling
+from holdfast.lm.types.prompts import PromptPlan, PromptReport, PromptResult
 from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 from holdfast.lm.types.vectors import VectorResult
 
@@ -71,7 +71,7 @@ plans = st.builds(
         st.builds(GrammarPlan, st.lists(st.builds(Answer, numbers, numbers, st.just((3, 4))), max_size=2).map(tuple)),
         st.builds(
             PromptPlan,
-            st.lists(st.builds(Telling, numbers, numbers, st.just((3, 4)), st.just(5)), max_size=2).map(tuple),
+            st.lists(st.builds(PromptReport, numbers, numbers, st.just((3, 4)), st.just(5)), max_size=2).map(tuple),
         ),
     )
     | st.just(()),

@@ -22,12 +22,13 @@ from holdfast.core.cost import CostModel
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.choice import capacity_of, make_policy
 from holdfast.lm.memory.retention import EVICTIONS
+from holdfast.lm.parts.speculation.drafts import Drafter, Matcher
+from holdfast.lm.parts.speculation.planner import SpeculationPart
+from holdfast.lm.parts.speculation.verification import Verification, draftable
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.scheduler.drafts import Drafter, Matcher
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
-from holdfast.lm.scheduler.policies import LatencyTarget
-from holdfast.lm.scheduler.speculation import Speculation
+from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.types.tuning import TrainingPlan
 from tests.invariants import check_scheduler
 from tests.scheduling import (
@@ -61,20 +62,17 @@ COST = CostModel(
 )
 
 
-class Speculating(Policy):
-    """Stall-free batching that lets decodes verify drafted tokens."""
+class Speculating(Verification):
+    """Lets decodes verify drafted tokens, whether or not that pays."""
 
-    def __init__(self, budget, draft):
-        self.budget = budget
-        self.draft = draft
+    name = "speculating"
 
-    def plan(self, step):
-        step.budget = self.budget
-        step.displace()
-        step.decode()
-        step.speculate(self.draft)
-        step.prefill()
-        step.admit()
+    def __init__(self, guess):
+        super().__init__()
+        self.guess = guess
+
+    def draft(self, step):
+        return {entry: self.guess(entry) for entry, _, _ in step.decodes if draftable(entry)}
 
 
 class Noted(Matcher):
@@ -137,9 +135,13 @@ class History:
         self.never_preempts = name in ("request-level", "orca")
         self.order = order or Priority(aging=choose.choice((0.5, 20.0, 1e6)))
         self.stages = stages
+        self.parts = []
+        policy = self.policy(name)
+        more = self.more_settings()
         self.scheduler = create_scheduler(
             stages=stages,
-            policy=self.policy(name),
+            policy=policy,
+            parts=[*more.pop("parts", ()), *self.parts],
             order=self.order,
             blocks=self.blocks,
             block_size=self.block_size,
@@ -153,7 +155,7 @@ class History:
             eviction=choose.choice(("retention",) * 4 + tuple(EVICTIONS)),
             chunk_blocks=choose.choice((1, 2)),
             low_water=choose.choice((0.05, 0.25, 0.6)),
-            **self.more_settings(),
+            **more,
         )
         self.talkative = choose.choice((0.3, 0.8))
         self.device = FakeDevice(self.blocks, self.block_size, self.host_blocks, choose)
@@ -180,12 +182,13 @@ class History:
         if self.any_order:
             return AnyOrder(self.budget, self.random)
         if name == "speculating":
-            return Speculating(self.budget, self.draft)
+            self.parts = [Speculating(self.draft)]
+            return StallFree(self.budget)
         if name == "where it pays":
-            inner = self.policy(self.random.choice(("stall-free", "latency-target")))
-            return Speculation(
-                inner, Seer(self.random), COST, most=5, rows=self.random.choice((self.max_sequences, 64))
-            )
+            policy = self.policy(self.random.choice(("stall-free", "latency-target")))
+            rows = self.random.choice((self.max_sequences, 64))
+            self.parts = [SpeculationPart(Seer(self.random), COST, most=5, rows=rows)]
+            return policy
         if name == "latency-target":
             tile, target = self.random.choice((1, 4, 16)), self.random.choice((0.5, 3.0, 8.0))
             self.budget = max(self.budget, tile)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from holdfast.core.types import FinishReason, Identity
 from holdfast.lm.types import PENDING, StepResult
-from holdfast.lm.types.prompts import PromptPlan, PromptResult
 from tests.invariants import check_scheduler
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
@@ -335,54 +334,3 @@ def test_an_end_token_at_the_limit_ends_a_sequence_once_as_stopped():
         plan = scheduler.schedule(0.0)
         (output,) = scheduler.update(plan, answer(plan, token), 0.0)
         assert (output.tokens, output.finish_reason) == ((token,), reason)
-
-
-def told(plan):
-    """A result whose records are the tokens that are told."""
-    return replace(
-        answer(plan),
-        parts=(
-            PromptResult(
-                logprobs=tuple(tuple((token, (), ()) for token in each.targets) for each in plan.part(PromptPlan).tells)
-            ),
-        ),
-    )
-
-
-def test_each_token_of_a_prompt_but_the_first_is_told_once_whatever_is_cached_or_preempted():
-    scheduler = create_scheduler(budget=6, blocks=11, block_size=2)
-    plain, asking = create_requests(tuple(range(1, 8)), tuple(range(1, 15)), max_tokens=6)
-    scheduler.add(plain)
-    while scheduler.has_work():
-        run_step(scheduler)
-    scheduler.add(replace(asking, params=replace(asking.params, prompt_logprobs=0)))
-    scheduler.add(replace(plain, id="beside", priority=-1))
-    records, tokens, preempted = [], 0, False
-    while scheduler.has_work():
-        plan = scheduler.schedule(0.0)
-        preempted |= bool(plan.preempted)
-        for output in scheduler.update(plan, told(plan), 0.0):
-            records += [record[0] for record in output.prompt_logprobs]
-            if output.request_id == asking.id:
-                tokens += len(output.tokens)
-                assert output.cached_tokens == 0
-    assert records == list(asking.prompt[1:])
-    assert tokens == 6 and preempted
-
-
-def test_a_result_that_does_not_tell_what_its_plan_asks_is_an_error():
-    scheduler = create_scheduler()
-    (request,) = create_requests(5, prompt_logprobs=0)
-    scheduler.add(request)
-    plan = scheduler.schedule(0.0)
-    with pytest.raises(RuntimeError, match="tells of 1 prompts; got 0"):
-        scheduler.update(plan, answer(plan), 0.0)
-
-
-def test_an_aborted_prompt_tells_nothing_more():
-    scheduler = create_scheduler(budget=3)
-    (request,) = create_requests(9, prompt_logprobs=0)
-    scheduler.add(request)
-    plan = scheduler.schedule(0.0)
-    scheduler.abort(request.id)
-    assert list(scheduler.update(plan, told(plan), 0.0)) == []

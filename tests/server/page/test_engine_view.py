@@ -17,7 +17,7 @@ from holdfast.cli.targets import simulated_engine
 from holdfast.core.config import EngineConfig
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.workloads import Conversation, Turn
-from holdfast.lm.scheduler.look import REASONS
+from holdfast.lm.scheduler.queue_report import REASONS
 
 pytestmark = pytest.mark.browser
 

@@ -20,7 +20,7 @@ from holdfast.lm.kernels.sampling.sample import best_tokens, sample
 from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.types import History, Sampling
-from holdfast.lm.types.prompts import Telling
+from holdfast.lm.types.prompts import PromptReport
 
 ToLogits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -86,7 +86,7 @@ class Drawn(NamedTuple):
     logprobs: Logprobs | None = None
     """Of the rows `Wishes.told`."""
     prompts: Logprobs | None = None
-    """Of the targets of the plan's `tells`, all in a row."""
+    """Of the targets of the plan's `reports`, all in a row."""
     hidden: torch.Tensor | None = None  # [E, hidden] float32
     """Of the rows `Wishes.embeds`."""
 
@@ -97,13 +97,13 @@ class Drawn(NamedTuple):
         found = dict(zip(wishes.embeds, self.hidden.numpy(), strict=True))
         return tuple(found[row].tobytes() if row in found else b"" for row in range(len(self.tokens)))
 
-    def of_prompts(self, tells: Sequence[Telling]) -> tuple[tuple[TokenLogprobs, ...], ...]:
+    def of_prompts(self, reports: Sequence[PromptReport]) -> tuple[tuple[TokenLogprobs, ...], ...]:
         """`PromptResult.logprobs`, once all is on the host."""
         if self.prompts is None:
             return ()
-        wanted = [each.alternatives for each in tells for _ in each.targets]
+        wanted = [each.alternatives for each in reports for _ in each.targets]
         records = iter(self.prompts.records(wanted))
-        return tuple(tuple(islice(records, len(each.targets))) for each in tells)
+        return tuple(tuple(islice(records, len(each.targets))) for each in reports)
 
     def told(self, wishes: Wishes | None) -> tuple[TokenLogprobs | None, ...]:
         """`StepResult.logprobs`, once all is on the host."""

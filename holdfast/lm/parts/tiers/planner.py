@@ -63,7 +63,7 @@ class TierPart(Part):
     def starting(self, entry: Entry, now: float) -> bool:
         """Ask for what the tiers have of a waiting sequence, once. Returns whether it has to wait for that."""
         sequence = entry.sequence
-        if entry in self._asked or sequence.in_flight or sequence.request.params.prompt_logprobs is not None:
+        if entry in self._asked or sequence.in_flight or not entry.uses_kept:
             return False
         self._asked.add(entry)
         assert isinstance(entry.cache, SequenceCache)  # padded rows have no such tiers

@@ -10,7 +10,7 @@ import torch
 from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 from holdfast.lm.kernels.sampling import logprobs, sampler
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
-from holdfast.lm.types.prompts import Telling
+from holdfast.lm.types.prompts import PromptReport
 from tests.ranks import in_group
 
 ROWS, VOCAB = 13, 101
@@ -95,7 +95,7 @@ def test_prompts_are_told_a_few_rows_at_a_time_on_one_device_and_on_several(
     hidden = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(2))
     head = torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(3))
     targets, share = torch.arange(ROWS) * 7 % VOCAB, -(-VOCAB // size)
-    tells = [Telling(0, 0, (1,) * 5, most), Telling(1, 2, (1,) * (ROWS - 5), 0)]
+    tells = [PromptReport(0, 0, (1,) * 5, most), PromptReport(1, 2, (1,) * (ROWS - 5), 0)]
 
     def work(group: TorchGroup | None) -> Drawn:
         seen: list[int] = []

@@ -1,4 +1,4 @@
-"""A look at the scheduler for people: who waits and why, and how far running sequences are. Changes nothing."""
+"""A report on the queues for people: who waits and why, and how far running sequences are. Changes nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunningRequest(NamedTuple):
     """Tokens of its prompt."""
 
 
-class QueueLook(NamedTuple):
+class QueueReport(NamedTuple):
     """The queues at one time."""
 
     waiting: int
@@ -59,7 +59,7 @@ class QueueLook(NamedTuple):
     """Those that run."""
 
 
-def look(queues: Queues, most: int) -> QueueLook:
+def report_queues(queues: Queues, most: int) -> QueueReport:
     """The queues now, with at most so many requests of each kind."""
     arriving = [waiting_request(entry, "copies under way") for entry in queues.swapping_in[:most]]
     waiting = islice(_reasons(queues), most)
@@ -68,11 +68,11 @@ def look(queues: Queues, most: int) -> QueueLook:
         for entry in islice(queues.running, most)
     ]
     number = queues.num_waiting + len(queues.swapping_in)
-    return QueueLook(number, len(queues.running), len(queues.free_rows), (*arriving, *waiting), tuple(rows))
+    return QueueReport(number, len(queues.running), len(queues.free_rows), (*arriving, *waiting), tuple(rows))
 
 
 def waiting_request(entry: Entry, reason: str) -> WaitingRequest:
-    """What is told of a waiting sequence."""
+    """What is reported of a waiting sequence."""
     sequence = entry.sequence
     return WaitingRequest(entry.id, reason, len(sequence.tokens), sequence.request.arrival)
 

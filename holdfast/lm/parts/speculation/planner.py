@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
 from holdfast.core.cost import CostModel
-from holdfast.lm.scheduler.builder import Policy, StepBuilder
-from holdfast.lm.scheduler.drafts import Drafter, Matcher
+from holdfast.lm.parts.speculation.drafts import Drafter, Matcher
+from holdfast.lm.parts.speculation.verification import Verification, draftable
 from holdfast.lm.scheduler.entries import Entry
-from holdfast.lm.types import StepPlan, StepResult
+from holdfast.lm.scheduler.part import PartStep
+from holdfast.lm.types import PartPlan, StepPlan, StepResult
 
 GAIN = 0.2
 """Weight of one token in the running rate of hits, and of one search in that of matches."""
@@ -116,8 +117,8 @@ class Account:
         self.given += (self.promised - self.given) / PATIENCE
 
 
-class Speculation(Policy):
-    """Lets the decodes of a policy's steps verify drafted tokens where that gives more tokens a second.
+class SpeculationPart(Verification):
+    """Lets decodes verify drafted tokens where that gives more tokens a second.
 
     A draft needs the last token of its sequence, so such a step can be planned only when the results of all steps
     before it are known. The device then waits for the host in between. So either all decodes wait for each other's
@@ -128,9 +129,10 @@ class Speculation(Policy):
     sequence; while none are drafted, a guess is made now and then only to be compared with what comes.
     """
 
+    name = "speculation"
+
     def __init__(
         self,
-        inner: Policy,
         drafter: Drafter,
         cost: CostModel,
         *,
@@ -142,7 +144,10 @@ class Speculation(Policy):
 
         A step with drafts is predicted to end within the `target`, in seconds.
         """
-        self.inner, self._drafter = inner, drafter
+        super().__init__()
+        self.tokens_drafted = self.drafts_accepted = 0
+        """Drafted tokens that steps have verified so far, and those of them that were right."""
+        self._drafter = drafter
         self._most, self._sampled, self._target = most, rows, target
         self._predictor = cost.predictor()
         self._rows: dict[Entry, Row] = {}
@@ -155,14 +160,14 @@ class Speculation(Policy):
         self._idle = 0.0
         """Seconds that the device waits for the host before a step that was planned ahead."""
         self._promise = 0.0
-        """Predicted tokens a second of the step that waits so that drafts can be made; 0: none does."""
-        self._planned: dict[int, tuple[list[Entry], dict[Entry, tuple[int, ...]], float]] = {}
+        """Predicted tokens a second of the step that waits so that drafts can be made; 0: no step waits."""
+        self._promised = 0.0
+        """`_promise` as it stood when the step under construction began."""
+        self._planned: dict[int, tuple[Sequence[Entry], dict[Entry, tuple[int, ...]], float]] = {}
         """Of each step in flight: who samples, who drafts what, and its predicted seconds if it has decodes alone."""
         self._last = Planned(-1, 0.0, waited=False)
         self._seconds, self._given = inf, 0
         """What the last step took of which the result is known, and the tokens that it gave."""
-        self._drafts: dict[Entry, tuple[int, ...]] = {}
-        """Of the step under construction."""
 
     def account(self, rows: int) -> Account:
         """How steps with drafts have done with about so many decodes."""
@@ -171,27 +176,38 @@ class Speculation(Policy):
             self._accounts[size] = Account(GAP + GAP_OF_ROW * rows)
         return self._accounts[size]
 
-    def plan(self, step: StepBuilder) -> None:
+    def begin(self, step: PartStep) -> None:
+        super().begin(step)
         self._noted = self._drafter.index(NOTED)
         decoding = [entry for entry in step.running if entry.decoding]
         if step.in_flight and any(unknown(entry) for entry in decoding):
             only = len(decoding) == len(step.running)
             if self._pays(decoding) or (only and self._too_few(decoding, step.number)):
-                return  # planned once their tokens are known
+                step.postpone()  # it is planned once their tokens are known
+                return
         self._measure(step)
-        promise, self._promise, self._drafts = self._promise, 0.0, {}
-        step.after_decode = lambda: self._draft(step, waited=promise > 0)
-        self.inner.plan(step)
+        self._promised, self._promise = self._promise, 0.0
+
+    def finish(self, step: PartStep) -> PartPlan | None:
         if step.num_tokens:
             alone = step.num_tokens == len(step.sampling) + sum(map(len, self._drafts.values()))
             contexts = [entry.cache.planned for entry in step.sampling]
             seconds = self._predictor.drafted(step.num_tokens, contexts) if alone else 0.0
             self._planned[step.number] = step.sampling, self._drafts, seconds
             rows = len(step.sampling)
-            self._last = Planned(step.number, step.now, not step.in_flight, rows, promise if alone else 0.0)
+            promise = self._promised if alone else 0.0
+            self._last = Planned(step.number, step.now, not step.in_flight, rows, promise)
+        return super().finish(step)
 
-    def observe(self, plan: StepPlan, result: StepResult) -> None:
-        self.inner.observe(plan, result)
+    def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
+        self._learn(plan, result)
+        return super().apply(plan, result, now)
+
+    def stats(self) -> Mapping[str, float]:
+        return {"tokens_drafted": self.tokens_drafted, "drafts_accepted": self.drafts_accepted}
+
+    def _learn(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from the result of a step how long steps take, and which guesses were right."""
         self._seconds, self._given = result.seconds, len(result.tokens)
         if plan.step not in self._planned:
             return
@@ -214,12 +230,11 @@ class Speculation(Policy):
                     self._rows[entry].count(given - 1, missed=given <= len(guesses))
 
     def ended(self, entry: Entry) -> None:
-        self.inner.ended(entry)
         if self._rows.pop(entry, None) is not None:
             request = entry.sequence.request
             self._drafter.end(request.identity, entry.sequence.tokens[request.answer_start :])
 
-    def _measure(self, step: StepBuilder) -> None:
+    def _measure(self, step: PartStep) -> None:
         """Learn from the time since the last step was planned, if this one follows it at once."""
         last, waited = self._last, not step.in_flight
         if last.number != step.number - 1 or last.waited is not waited or not step.running:
@@ -244,7 +259,7 @@ class Speculation(Policy):
         for entry in decoding:
             if not draftable(entry):
                 continue
-            row = self._look(entry)
+            row = self._watched(entry)
             if chance := row.chance:
                 chances.append((chance, self._room(entry, each), row.matches))
         if sum(match * chance / (1 - chance) for chance, _, match in chances) < (MARGIN - 1) * rows:
@@ -268,11 +283,11 @@ class Speculation(Policy):
         alone = self._ratio * self._predictor.drafted(free, contexts[:free]) if free else 0.0
         return rows / (whole + self.account(rows).gap) > (rows + free) / (whole + alone + self._idle)
 
-    def _draft(self, step: StepBuilder, *, waited: bool) -> None:
-        """Draft for those decodes of the step whose tokens are known, as far as it pays.
+    def draft(self, step: PartStep) -> Mapping[Entry, Sequence[int]]:
+        """The drafts for those decodes of the step whose tokens are known, as far as it pays.
 
-        `waited`: the device has waited for these tokens to be drafted behind, which it did whether or not there are
-        drafts now. Where it waits only as too few decodes were free, drafts must beat steps that are planned ahead.
+        Where the device has waited for these tokens, it did so whether or not there are drafts now. Where it waits only
+        because too few decodes were free, drafts must beat steps that are planned ahead.
         """
         found: list[tuple[Entry, tuple[int, ...]]] = []
         chances: list[tuple[float, int, float]] = []
@@ -280,7 +295,7 @@ class Speculation(Policy):
         for entry in step.sampling:
             if entry.sequence.in_flight > 1 or not draftable(entry):  # the token that this step samples is one
                 continue
-            row = self._look(entry)
+            row = self._watched(entry)
             if not row.chance or not self._catch_up(entry, row):
                 continue
             guesses = self._drafter.propose(row.own, entry.sequence.request.identity, self._room(entry, each))
@@ -290,13 +305,11 @@ class Speculation(Policy):
                 found.append((entry, guesses))
                 chances.append((min(row.hits, MOST_RATE), len(guesses), 1.0))
         if not found:
-            return
+            return {}
         contexts = [entry.cache.planned for entry in step.sampling]
         room = min(step.budget, self._sampled - len(contexts))
-        shares, _ = self._shares(chances, contexts, room, waited=waited)
-        wanted = {entry: guesses[:share] for (entry, guesses), share in zip(found, shares, strict=False) if share}
-        if wanted:
-            self._drafts = step.speculate(lambda entry: wanted.get(entry, ()))
+        shares, _ = self._shares(chances, contexts, room, waited=self._promised > 0)
+        return {entry: guesses[:share] for (entry, guesses), share in zip(found, shares, strict=False) if share}
 
     def _shares(
         self, chances: Sequence[tuple[float, int, float]], contexts: list[int], room: int, *, waited: bool = False
@@ -345,7 +358,7 @@ class Speculation(Policy):
         """Most guesses for a sequence: its last token is sampled, never guessed."""
         return max(0, min(most, entry.limit - len(entry.sequence.tokens) - 1))
 
-    def _look(self, entry: Entry) -> Row:
+    def _watched(self, entry: Entry) -> Row:
         """What is known of a sequence. Compares its last guess with what came, and guesses anew where that is due."""
         tokens, row = entry.sequence.tokens, self._rows.get(entry)
         known = len(tokens)
@@ -386,11 +399,6 @@ class Speculation(Policy):
             self._noted += len(some)
             own.extend(some)
         return own.length == len(tokens)
-
-
-def draftable(entry: Entry) -> bool:
-    """Whether guesses of a sequence can be verified. Under a grammar each place would need a mask of its own."""
-    return entry.sampling.grammar is None
 
 
 def unknown(entry: Entry) -> bool:

@@ -6,13 +6,13 @@ from holdfast.core.types import Identity
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
 from holdfast.lm.parts.tiers.planner import TierPart
-from holdfast.lm.scheduler.look import REASONS, RunningRequest, look
+from holdfast.lm.scheduler.queue_report import REASONS, RunningRequest, report_queues
 from holdfast.lm.tiers import LowerShape, StoredBlock
 from tests.scheduling import answer, create_requests, create_scheduler
 
 
 def reasons(scheduler):
-    found = {each.id: each.reason for each in look(scheduler.queues, 8).first}
+    found = {each.id: each.reason for each in report_queues(scheduler.queues, 8).first}
     assert set(found.values()) <= set(REASONS)
     return found
 
@@ -58,7 +58,7 @@ def test_a_request_waits_until_idle_state_is_copied_to_the_host_to_make_room():
     scheduler.add(replace(first, id="again"))
     step(scheduler)
     assert reasons(scheduler) == {"again": "copies under way"}
-    assert look(scheduler.queues, 8).waiting == 1
+    assert report_queues(scheduler.queues, 8).waiting == 1
 
 
 def test_a_request_waits_for_its_adapter():
@@ -75,10 +75,10 @@ def test_a_request_waits_for_its_adapter():
 
 def test_running_requests_tell_how_far_they_are():
     scheduler = started(20, budget=8)
-    assert look(scheduler.queues, 8).rows == (RunningRequest("0", 8, 20, 20),)
+    assert report_queues(scheduler.queues, 8).rows == (RunningRequest("0", 8, 20, 20),)
     step(scheduler)
     step(scheduler)
-    assert look(scheduler.queues, 8).rows == (RunningRequest("0", 20, 21, 20),)
+    assert report_queues(scheduler.queues, 8).rows == (RunningRequest("0", 20, 21, 20),)
 
 
 def test_a_look_changes_no_plan():
@@ -90,7 +90,7 @@ def test_a_look_changes_no_plan():
         made = []
         while scheduler.has_work():
             if looks:
-                look(scheduler.queues, 8)
+                report_queues(scheduler.queues, 8)
             plan = scheduler.schedule(0.0)
             made.append(plan)
             scheduler.update(plan, answer(plan), 0.0)

@@ -11,10 +11,10 @@ import pytest
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Identity, Request
-from holdfast.lm.scheduler.drafts import Drafter, Matcher, NgramDrafter, SuffixDrafter
+from holdfast.lm.parts.speculation.drafts import Drafter, Matcher, NgramDrafter, SuffixDrafter
+from holdfast.lm.parts.speculation.planner import GAP, Row, SpeculationPart
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
-from holdfast.lm.scheduler.speculation import GAP, Row, Speculation
 from holdfast.lm.types import StepPlan, StepResult
 from tests.invariants import check_scheduler
 from tests.scheduling import create_requests, create_scheduler
@@ -39,8 +39,8 @@ def cost(row: float, step: float = 5e-3) -> CostModel:
 def speculating(model: CostModel, drafter: Drafter | None = None, most: int = 7, **options: Any) -> Scheduler:
     rows = options.pop("rows", 64)
     target = options.pop("target", float("inf"))
-    policy = Speculation(StallFree(512), drafter or SuffixDrafter(), model, most=most, rows=rows, target=target)
-    return create_scheduler(policy=policy, blocks=1100, max_sequences=256, max_model_len=2000, **options)
+    part = SpeculationPart(drafter or SuffixDrafter(), model, most=most, rows=rows, target=target)
+    return create_scheduler(budget=512, parts=[part], blocks=1100, max_sequences=256, max_model_len=2000, **options)
 
 
 class Device:
@@ -184,7 +184,7 @@ def test_few_decodes_without_drafts_wait_for_the_others(monkeypatch: pytest.Monk
 
     waiting, seconds = sizes()
     assert min(waiting) >= 12
-    monkeypatch.setattr(Speculation, "_too_few", lambda *_: False)
+    monkeypatch.setattr(SpeculationPart, "_too_few", lambda *_: False)
     apart, longer = sizes()
     assert min(apart) < 12 and longer > seconds
 
@@ -242,23 +242,23 @@ def test_the_wait_for_the_host_is_measured_and_counts() -> None:
     model = cost(row=1e-5, step=1e-3)
     scheduler = speculating(model)
     Device(scheduler, model, looping, host=9.9e-4).run(*create_requests(8, max_tokens=400))
-    policy: Any = scheduler._policy
-    assert GAP < policy.account(1).gap < 1e-3
+    part = scheduler.part(SpeculationPart)
+    assert GAP < part.account(1).gap < 1e-3
 
 
 def test_what_is_known_of_a_sequence_ends_with_it() -> None:
     model = cost(row=1e-5)
     scheduler = speculating(model)
-    policy: Any = scheduler._policy
+    part = scheduler.part(SpeculationPart)
     Device(scheduler, model, looping).run(*create_requests(8, 8, max_tokens=30))
-    assert not policy._rows
+    assert not part._rows
     for request in create_requests(8, 8, max_tokens=30):
         scheduler.add(request)
     plan = scheduler.schedule(0.0)
     assert plan is not None and scheduler.schedule(0.0) is not None
     for name in ("0", "1"):
         scheduler.abort(name)
-    assert not policy._rows
+    assert not part._rows
 
 
 def test_the_rate_of_hits_rises_and_falls_with_them() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.types import Identity
-from holdfast.lm.scheduler import drafts
-from holdfast.lm.scheduler.drafts import (
+from holdfast.lm.parts.speculation import drafts
+from holdfast.lm.parts.speculation.drafts import (
     CANDIDATES,
     IDENTITIES,
     LONGEST,

@@ -1,0 +1,1 @@
+"""Penalties on tokens that a sequence has already."""

@@ -1,0 +1,33 @@
+"""PenaltyPart: which steps bring the device the tokens that penalties count."""
+
+from __future__ import annotations
+
+from holdfast.lm.parts.sent_tokens import SentTokens
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.part import Part, PartStep
+from holdfast.lm.types import History, PartPlan
+from holdfast.lm.types.penalties import PenaltyPlan
+
+
+class PenaltyPart(Part):
+    """The device counts the tokens of a row itself, once it has those that its sequence brings into the row."""
+
+    name = "penalties"
+
+    def __init__(self, *, every_step: bool = False) -> None:
+        """`every_step`: the device counts nothing itself, and needs the tokens with each step that samples."""
+        self.awake = False
+        self._sent = SentTokens(every_step=every_step)
+
+    def added(self, entry: Entry) -> None:
+        if entry.sampling.counts:
+            self._sent.add(entry)
+            self.awake = True
+
+    def ended(self, entry: Entry) -> None:
+        self._sent.remove(entry)
+        self.awake = bool(self._sent)
+
+    def finish(self, step: PartStep) -> PartPlan | None:
+        histories = tuple([History(entry.row, tuple(entry.sequence.tokens)) for entry in self._sent.due(step)])
+        return PenaltyPlan(histories) if histories else None

@@ -1,0 +1,69 @@
+"""PromptPart: which segments report the log probabilities of prompt tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.core.types import Request
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.part import Part, PartOutputs, PartStep
+from holdfast.lm.types import PartPlan, StepPlan, StepResult
+from holdfast.lm.types.prompts import PromptPlan, PromptReport, PromptResult
+
+
+class PromptPart(Part):
+    """Each token of a prompt but the first is reported once, by the first segment that gives its log probability.
+
+    Such a prompt is computed from its first token on, whatever is kept of it.
+    """
+
+    name = "prompts"
+
+    def __init__(self) -> None:
+        self.awake = False
+        self._reported: dict[Entry, int] = {}
+        """The position that plans made so far report a prompt up to, for each sequence that asks."""
+        self._in_flight: dict[int, list[Entry]] = {}
+        """By the number of a plan in flight, the sequence of each of its reports."""
+
+    def uses_kept(self, request: Request) -> bool:
+        return request.params.prompt_logprobs is None
+
+    def added(self, entry: Entry) -> None:
+        if entry.sequence.request.params.prompt_logprobs is not None:
+            self._reported[entry] = 0
+            self.awake = True
+
+    def ended(self, entry: Entry) -> None:
+        self._reported.pop(entry, None)
+        self.awake = bool(self._reported)
+
+    def finish(self, step: PartStep) -> PartPlan | None:
+        found = [
+            (entry, report)
+            for index, (entry, span) in enumerate(zip(step.planned, step.spans, strict=True))
+            if entry in self._reported and (report := self._report(entry, index, *span)).targets
+        ]
+        if not found:
+            return None
+        self._in_flight[step.number] = [entry for entry, _ in found]
+        return PromptPlan(tuple([report for _, report in found]))
+
+    def sampled(self, plan: StepPlan, result: StepResult, sampling: Sequence[Entry], outputs: PartOutputs) -> None:
+        entries = self._in_flight.pop(plan.step, [])
+        logprobs = result.part(PromptResult).logprobs
+        if len(logprobs) != len(entries):
+            raise RuntimeError(f"step {plan.step} reports {len(entries)} prompts; got {len(logprobs)}")
+        if entries:
+            outputs.add("prompt_logprobs", dict(zip(entries, logprobs, strict=True)))
+
+    def _report(self, entry: Entry, index: int, start: int, stop: int) -> PromptReport:
+        """What this segment, [start, stop), gives of the prompt and no plan before has reported."""
+        request = entry.sequence.request
+        first = max(start, self._reported[entry])
+        targets = tuple(request.prompt[first + 1 : stop + 1])
+        if targets:
+            self._reported[entry] = first + len(targets)
+        alternatives = request.params.prompt_logprobs
+        assert alternatives is not None
+        return PromptReport(index, first - start, targets, alternatives)

@@ -1,0 +1,1 @@
+"""Speculation: drafted tokens that decodes verify."""

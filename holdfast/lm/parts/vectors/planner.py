@@ -1,0 +1,20 @@
+"""VectorPart: hands out the embeddings that steps give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.part import Part, PartOutputs
+from holdfast.lm.types import StepPlan, StepResult
+from holdfast.lm.types.vectors import VectorResult
+
+
+class VectorPart(Part):
+    """An embedding is the hidden state of a prompt's last token. It comes with the token that is drawn from it."""
+
+    name = "vectors"
+
+    def sampled(self, plan: StepPlan, result: StepResult, sampling: Sequence[Entry], outputs: PartOutputs) -> None:
+        if vectors := result.part(VectorResult).vectors:
+            outputs.add("vector", {entry: vector for entry, vector in zip(sampling, vectors, strict=True) if vector})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from holdfast.core.columns import Columns
 from holdfast.lm.types.sampling import Sampling
@@ -97,10 +96,16 @@ class PartPlan:
 P = TypeVar("P")
 
 
-@cache
+_NOTHING: dict[object, Any] = {}
+"""By class, the value that stands for nothing."""
+
+
 def nothing(kind: type[P]) -> P:
-    """The value of this class that stands for nothing. Made once: it is asked for at every step."""
-    return kind()
+    """The value of this class that stands for nothing. Made once, as it is asked for at every step."""
+    if kind not in _NOTHING:
+        _NOTHING[kind] = kind()
+    value: P = _NOTHING[kind]
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class History:
         self.scheduler = create_scheduler(
             stages=stages,
             policy=policy,
-            parts=self.parts,
+            parts=[*self.parts, *self.more_parts()],
             order=self.order,
             blocks=self.blocks,
             block_size=self.block_size,
@@ -175,6 +175,10 @@ class History:
     def more_settings(self):
         """Of the scheduler, for histories with more in them."""
         return {}
+
+    def more_parts(self):
+        """Parts of the scheduler, for histories with more in them."""
+        return []
 
     def policy(self, name):
         """The policy of that name; `budget` becomes the most tokens of its steps."""

@@ -163,7 +163,7 @@ class SpeculationPart(Verification):
         """Predicted tokens a second of the step that waits so that drafts can be made; 0: no step waits."""
         self._promised = 0.0
         """`_promise` as it stood when the step under construction began."""
-        self._planned: dict[int, tuple[list[Entry], dict[Entry, tuple[int, ...]], float]] = {}
+        self._planned: dict[int, tuple[Sequence[Entry], dict[Entry, tuple[int, ...]], float]] = {}
         """Of each step in flight: who samples, who drafts what, and its predicted seconds if it has decodes alone."""
         self._last = Planned(-1, 0.0, waited=False)
         self._seconds, self._given = inf, 0

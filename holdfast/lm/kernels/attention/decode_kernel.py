@@ -24,8 +24,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute one record of `tiles.TileList.work` for one KV head. Program (KV head, record).
 
-    Programs that run together read the same slots, since the heads of a slot are adjacent. All loads of the only loop
-    are masked: a second loop for the last keys would have to fill its pipeline again.
+    Programs that run together read the same slots, because the heads of a slot are adjacent. All loads of the only loop
+    are masked. A second loop for the last keys would have to fill its pipeline again.
     """
     launch_dependents(DEPENDENT)
     kv_head = tl.program_id(0)

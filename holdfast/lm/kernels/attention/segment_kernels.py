@@ -1,6 +1,6 @@
 """Triton kernels of paged attention: long segments on any GPU, the merge of partial results, and the cache write.
 
-Their online softmax also serves `decode_kernel`.
+`decode_kernel` uses their online softmax too.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -65,7 +65,7 @@ def put_rows(
 ):  # fmt: skip
     """Store the tile's result in `out`, or as partial result `partial` - 1 with the logarithm of its sum.
 
-    The grid has the KV heads on its axis HEADS_AXIS.
+    HEADS_AXIS is the axis of the grid that counts the KV heads.
     """
     dim = tl.arange(0, BLOCK_D)
     held = real[:, None] & (dim < HEAD_DIM)[None, :]

@@ -26,7 +26,7 @@ from holdfast.lm.kernels.collectives.reduce_kernels import (
 ROOM_BYTES = 64 << 20
 """Bytes for sums on each device. Longer sums take several launches."""
 EXCHANGE_BYTES = 64 << 20
-"""Bytes for rows of logits on each device. More rows are exchanged piece by piece."""
+"""Memory for rows of logits on each device. More of them go piece by piece."""
 
 COPIED_BYTES = 512 << 20
 """Bytes on each device for sums that copy engines carry: 8,192 rows of 8,192 numbers, for two devices."""

@@ -222,7 +222,7 @@ class FusedLayerOps(LayerOps):
         launch: SkinnyLaunch,
         **fused: Any,
     ) -> None:
-        """Call `int4_skinny_gemm` for 4-bit weights, `fp8_skinny_gemm` for FP8 and several tokens, else `skinny_gemm`."""
+        """`int4_skinny_gemm` for 4-bit weights, `fp8_skinny_gemm` for FP8 and several tokens, else `skinny_gemm`."""
         if isinstance(weight, Int4Weight):
             int4_skinny_gemm(x, weight, bias, out, launch, **fused)
         elif isinstance(weight, Fp8Weight) and len(x) > 1:

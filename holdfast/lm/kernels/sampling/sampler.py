@@ -216,7 +216,7 @@ class Sampler:
         return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in told]))
 
     def tell_targets(self, hidden: torch.Tensor, logits: ToLogits, targets: torch.Tensor, most: int) -> Logprobs:
-        """Log probabilities of targets [T] int64 after hidden states [T, hidden], and of the `most` most probable tokens.
+        """Log probabilities of targets [T] int64 after hidden states [T, hidden], and of the `most` likeliest tokens.
 
         `logits` computes the logits [R, V], or [R, V_own] in a group, of some of the hidden states, so that few exist
         at a time. Nothing waits for the device.

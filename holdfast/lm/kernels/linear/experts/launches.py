@@ -73,9 +73,9 @@ GROUPED = (
     (48, GroupedLaunch(64, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(128, 64, 8, 4))),
     (1 << 30, GroupedLaunch(128, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(256, 64, 8, 3), halved=True)),
 )
-"""The launch of the grouped products, by the largest mean number of pairs per expert. Tuned on an H200
+"""The launch of the grouped products, by the largest mean number of pairs per expert.
 
-(benchmarks/engine/experts_gpu.py --tune).
+Tuned on an H200 (benchmarks/engine/experts_gpu.py --tune).
 """
 
 

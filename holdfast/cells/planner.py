@@ -106,7 +106,7 @@ class CellPlanner:
         self._completed = [0] * workers
         """Number of completed rounds, by worker."""
         self._retired: list[tuple[list[int], list[_Request]]] = []
-        """Requests that ended early. Their rows are free once each worker has completed the number of rounds in the list."""
+        """Requests that ended early. Their rows are free once each worker has completed this number of rounds."""
         self._numbers = Numbers(FIRST_ROW, capacity)
         self._table = empty_table(capacity)
         self._sources = np.full((capacity, self._widths.shape[1]), NOBODY, np.int32)

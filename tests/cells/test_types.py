@@ -1,4 +1,4 @@
-"""Which cells are one type."""
+"""The cells that are one type."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def step(weights: Tensors, x: torch.Tensor, h: torch.Tensor) -> dict[str, torch.
 
 
 def step_in_other_words(weights: Tensors, x: torch.Tensor, h: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same operations, written in another way."""
+    """The same operations, written differently."""
     total = torch.matmul(x, weights["w"]) + torch.matmul(h, weights["u"])
     return {"h": total.tanh()}
 
@@ -168,7 +168,10 @@ def test_a_cell_that_cannot_be_traced_has_a_fingerprint_of_what_it_does_to_zeros
 
 
 def test_fingerprints_are_equal_in_every_process() -> None:
-    """So none of them holds an address. And they import no compiler, which would take a second of a start."""
+    """A fingerprint must hold no address.
+
+    Computing it must not import a compiler, which would take a second at a start.
+    """
     code = """
 import sys
 from holdfast.cells import applications

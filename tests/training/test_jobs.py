@@ -1,4 +1,4 @@
-"""Jobs as values: what is refused, the automatic choices, steps and units."""
+"""Jobs as values: refused values, the automatic choices, steps and units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The storage of jobs: states beside later steps, reports, checkpoints, disks that are slow or full."""
+"""The storage of jobs: states stored during later steps, reports, checkpoints, and slow or full disks."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_job_is_settled_when_its_last_state_is_written_and_whoever_waits_is_wo
 
 
 class HeldWriter:
-    """Lets no state be written until it is told to."""
+    """A writer that stores no state until the test releases it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free, self.steps = threading.Event(), list[int]()

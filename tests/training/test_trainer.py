@@ -1,4 +1,4 @@
-"""The trainer: slices, memory that is lent and given back, what is refused."""
+"""The trainer: slices, lending and reclaiming memory, and refused calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the checkpoint of a native decoder holds: its sizes and options, and the names and shapes of its tensors."""
+"""The contents of a native decoder's checkpoint: its sizes and options, and its tensors' names and shapes."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class WeightNames:
     project_out: str = ""
     """The names of the projections between embeddings and the stream, if their widths differ."""
     parts: Mapping[str, Part] = field(default_factory=dict)
-    """Where a weight is stored, for each name in `fields` that is not a tensor of its own."""
+    """The place of each weight in `fields` that is not a tensor of its own."""
     base: str = ""
     """The beginning of all names but the LM head's."""
     bases: tuple[str, ...] = ("",)

@@ -102,7 +102,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 class Source(Protocol):
-    """Where weights come from; see `decoder.WeightSource`."""
+    """The source of a model's weights; see `decoder.WeightSource`."""
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None: ...
 

@@ -37,7 +37,7 @@ class Rope:
     """The share of each head that is rotated, from its first number on."""
 
     def rotated(self, dim: int) -> int:
-        """How many numbers of a head are rotated."""
+        """Number of a head's elements that are rotated."""
         return int(dim * self.share)
 
     def pairs(self, dim: int) -> torch.Tensor | None:

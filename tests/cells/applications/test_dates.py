@@ -18,7 +18,7 @@ from tests.cells.applications.references import DatesReference, returning_h, tex
 
 @cache
 def cases() -> list[cell_data.Case]:
-    """What the application is held to."""
+    """The cases that the application must solve."""
     return cell_data.cases_of_test("dates", 1000)
 
 

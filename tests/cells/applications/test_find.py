@@ -1,4 +1,4 @@
-"""How an application is found: built in, or in a module of the user's. The application that docs/cells.md shows."""
+"""Finding an application, built in or in a module of the user's; and the application that docs/cells.md shows."""
 
 from __future__ import annotations
 

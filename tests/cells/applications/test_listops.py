@@ -20,7 +20,7 @@ from tests.cells.applications.references import ListOpsReference, returning_h, t
 
 @cache
 def cases() -> list[cell_data.Case]:
-    """What the application is held to."""
+    """The cases that the application must solve."""
     return cell_data.cases_of_test("listops", 1000)
 
 

@@ -1,4 +1,4 @@
-"""The tagger: words of held-out sentences, as plain PyTorch reads them, by what came before each."""
+"""The tagger: each word of held-out sentences is tagged as in plain PyTorch, by the words before it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.cells.applications.references import TaggerReference, returning_h, te
 
 @cache
 def cases() -> list[cell_data.Case]:
-    """What the application is held to."""
+    """The cases that the application must solve."""
     return cell_data.cases_of_test("tagger", 1000)
 
 
 def tags_of(text: str) -> dict[str, str]:
-    """The tag of each word; a word that comes twice has its last."""
+    """The tag of each word. A word that occurs twice has its last tag."""
     application = tagger.load()
     outputs = application.finish(run_together(application, [application.unfold(text_of(text))])[0])
     return dict(zip(outputs["word"].tolist(), outputs["tag"].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What a checkpoint must be, and how each refusal says why."""
+"""The checkpoints that are loaded, and the reason in each refusal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def rewrite(directory: Path, **changes: Any) -> None:
-    """Change keys of config.json; None takes a key away."""
+    """Change keys of config.json. None removes a key."""
     path = directory / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))

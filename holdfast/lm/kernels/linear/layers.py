@@ -325,7 +325,7 @@ class LayerOps:
         key.copy_(key * torch.rsqrt(means[1] + self.shape.eps) * k_norm)
 
     def _whole_widths(self, q_norm: torch.Tensor, k_norm: torch.Tensor) -> tuple[int, int]:
-        """How many numbers a token's queries and its keys have on all devices, each KV head counted once."""
+        """Widths of a token's queries and of its keys over all devices, each KV head counted once."""
         size = 1 if self.group is None else self.group.size
         return len(q_norm) * size, len(k_norm) * size // self.shape.kv_copies
 

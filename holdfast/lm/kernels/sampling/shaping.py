@@ -143,7 +143,7 @@ class Histories:
         tokens.index_put_((now[0], now[1]), last.index_select(0, now[2]))
 
     def counts(self, changes: Changes, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """How often each penalised row has each token, in the whole sequence and in the answer: both [P, V] float32."""
+        """Counts of each token in each penalised row, in the whole sequence and in the answer: both [P, V] float32."""
         assert self._tokens is not None
         numbers = upload(np.stack((changes.rows, changes.positions, changes.prompts)), self._tokens.device)
         longest = int(changes.positions.max())

@@ -18,7 +18,7 @@ WANTED = [None, 0, 3, 20, *[None] * 5, 1, 2, None, 7]
 
 
 def given(rows: int = ROWS) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and how the rows are drawn: greedily, at random, and filtered."""
+    """Logits, and the columns of rows that are drawn greedily, at random, and filtered."""
     logits = 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1))
     columns = {
         "temperature": torch.tensor([(0.0, 0.7, 1.5)[row % 3] for row in range(rows)]),

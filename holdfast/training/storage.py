@@ -41,7 +41,7 @@ STORED = ("params", "means", "variances")
 """The vectors of a stored state. They are the same on host and device if no update came in between."""
 
 Vectors = Mapping[str, Sequence[torch.Tensor]]
-"""Vectors on the device, by name and layer. Those in STORED are copied."""
+"""Vectors on the device, by name and layer. Vectors in STORED are copied."""
 
 
 @dataclass(frozen=True)

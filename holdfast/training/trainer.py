@@ -43,7 +43,7 @@ class LaunchedSlice:
         self._slice, self._tokens, self._loss, self._timer = slice_, tokens, loss, timer
 
     def result(self) -> TrainingResult:
-        """What it took and gave, once the device is done with it."""
+        """The result of the slice. Waits until the device is done with it."""
         given = self._slice
         seconds = self._timer.seconds()
         return TrainingResult(

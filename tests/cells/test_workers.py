@@ -353,7 +353,7 @@ class Fragile:
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_a_cell_that_fails_ends_all_workers_and_tells_once(devices: int) -> None:
+def test_a_cell_that_fails_ends_all_workers_and_reports_once(devices: int) -> None:
     model = Fragile()
     with running(model, devices) as (workers, outcomes):
         workers.submit(model.request("good", 1, 2))

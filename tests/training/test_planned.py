@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @pytest.mark.parametrize("name", ["deferred", "slices", "scarce"])
-def test_jobs_beside_requests_have_the_losses_and_parameters_of_jobs_alone(
+def test_jobs_next_to_requests_have_the_losses_and_parameters_of_jobs_alone(
     model: Decoder, name: str, tmp_path: Path
 ) -> None:
     validation = drawn_examples(3, seed=9)

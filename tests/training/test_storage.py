@@ -80,7 +80,7 @@ def test_a_slow_disk_delays_reports_and_no_step(
     assert written[0] == 1 and 2 not in written and written[-1] == 18
 
 
-def test_a_job_is_settled_when_its_last_state_is_written_and_whoever_waits_is_woken_after_that(
+def test_a_job_is_settled_when_its_last_state_is_written_and_waiters_are_woken_after_that(
     model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_for(model)
@@ -124,7 +124,7 @@ class HeldWriter:
         monkeypatch.setattr(StateFiles, "write", held)
 
 
-def test_a_state_is_copied_to_the_host_piece_by_piece_beside_the_slices_of_the_next_step(opened: Trainer) -> None:
+def test_a_state_is_copied_to_the_host_piece_by_piece_during_the_slices_of_the_next_step(opened: Trainer) -> None:
     while opened.next_slice("job")[0] < 1:
         advance(opened, "job")
     known = opened._jobs["job"]

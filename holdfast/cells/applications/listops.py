@@ -99,7 +99,7 @@ def _token(name: str) -> int:
         return int(name)
     operator = name[1:].strip() if name.startswith("[") else name
     if not name.startswith("["):
-        raise ValueError(f"{name!r} is no token; there are digits, ], and [ with one of {', '.join(OPERATORS)}")
+        raise ValueError(f"{name!r} is not a token; there are digits, ], and [ with one of {', '.join(OPERATORS)}")
     if operator not in OPERATORS:
         raise ValueError(f"operator is {operator!r}; it must be one of {', '.join(OPERATORS)}")
     return DIGITS + OPERATORS.index(operator)

@@ -37,7 +37,7 @@ def to_cache_dtype(numbers, to: tl.constexpr):
 
 
 @triton.jit
-def query_beside(query, cached: tl.constexpr):
+def query_for_keys(query, cached: tl.constexpr):
     """The query in the dtype of its product with keys of dtype `cached`; the keys are converted to it.
 
     With FP8 keys, bfloat16 becomes float16. Converting a pair of FP8 numbers to float16 takes one instruction, and to

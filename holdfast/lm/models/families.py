@@ -256,12 +256,12 @@ def gemma3(config: Mapping[str, Any]) -> DecoderSpec:
 
 def gemma3_of_several(config: Mapping[str, Any]) -> DecoderSpec:
     """The text decoder of Gemma 3's multimodal models. Images are refused, and the vision tower is not read."""
-    told = config.get("text_config")
-    if not isinstance(told, Mapping):
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
         raise UnsupportedCheckpoint("config.json has no 'text_config'")
     # Transformers' defaults, which published configs leave out.
     defaults = dict(vocab_size=262_208, num_attention_heads=8, max_position_embeddings=131_072, architectures=None)
-    spec = gemma3({**defaults, **told, "architectures": config["architectures"]})
+    spec = gemma3({**defaults, **text, "architectures": config["architectures"]})
     towers = ("vision_tower.", "multi_modal_projector.")
     others = (*towers, *(f"model.{tower}" for tower in towers))
     bases = ("language_model.model.", "model.language_model.")

@@ -356,9 +356,9 @@ def _check_calls(calls: list[Call], config: Any, length: int) -> None:
         window = None if kind == "full_attention" else getattr(config, "sliding_window", None)
         if getattr(config, "use_sliding_window", True) is False:
             window = None
-        told = call.keywords.get("sliding_window")
-        if min(window or length, length) != min(told or length, length):
-            raise UnsupportedCheckpoint(f"layer {call.layer} has the window {window} and passes {told} to attention")
+        passed = call.keywords.get("sliding_window")
+        if min(window or length, length) != min(passed or length, length):
+            raise UnsupportedCheckpoint(f"layer {call.layer} has the window {window} and passes {passed} to attention")
 
 
 def _plain_logits(module: Any, ids: torch.Tensor) -> torch.Tensor:

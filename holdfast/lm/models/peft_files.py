@@ -170,10 +170,10 @@ def read_peft(directory: str | Path, base: DecoderSizes, *, max_rank: int = MAX_
     _check_targets(config, ranks, base.num_layers)
     pairs = {}
     for (layer, module), rank in ranks.items():
-        told = _patterned(config, "rank_pattern", "r", layer, module)
-        if told is not None and told != rank:
+        listed = _patterned(config, "rank_pattern", "r", layer, module)
+        if listed is not None and listed != rank:
             name = _module_name(layer, module)
-            raise UnsupportedAdapter(f"{name} has rank {rank} in {WEIGHTS_FILE}, and {CONFIG_FILE} gives it {told}")
+            raise UnsupportedAdapter(f"{name} has rank {rank} in {WEIGHTS_FILE}, and {CONFIG_FILE} gives it {listed}")
         a, b = (_finite(file, _tensor_name(layer, module, letter)) for letter in "AB")
         alpha = float(_patterned(config, "alpha_pattern", "lora_alpha", layer, module))
         scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank

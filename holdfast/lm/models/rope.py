@@ -137,7 +137,7 @@ def rope_of(config: Mapping[str, Any], *, theta: float = 10000.0, partial: bool 
     if not partial and share != 1.0:
         if kind != "default":
             raise UnsupportedCheckpoint(
-                f"partial_rotary_factor is {share:g} beside rope scaling {kind!r}, which Transformers cannot compute "
+                f"partial_rotary_factor is {share:g} with rope scaling {kind!r}, which Transformers cannot compute "
                 "for this family; leave it out"
             )
         share = 1.0

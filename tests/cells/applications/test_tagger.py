@@ -127,7 +127,7 @@ def test_unknown_words_and_digits_have_a_shape(word: str, shape: str) -> None:
         ("bad \x00 text", r"character 5 is '\x00'; only what can be printed is allowed"),
     ],
 )
-def test_a_text_that_is_no_good_is_refused_with_the_reason(text: str, reason: str) -> None:
+def test_an_unusable_text_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError) as caught:
         tagger.load().unfold(text_of(text))
     assert str(caught.value) == reason

@@ -154,9 +154,9 @@ def test_partial_rotary_factor_counts_where_transformers_heeds_it(tmp_path: Path
     assert shares == (0.5 if family == "Phi3" else 1.0)
 
 
-def test_a_share_beside_a_scaling_is_refused_where_transformers_fails(llama: Path) -> None:
+def test_a_share_with_a_scaling_is_refused_if_transformers_fails(llama: Path) -> None:
     rewrite(llama, partial_rotary_factor=0.5, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
-    assert "partial_rotary_factor is 0.5 beside rope scaling 'linear'" in refusal(llama)
+    assert "partial_rotary_factor is 0.5 with rope scaling 'linear'" in refusal(llama)
 
 
 def test_a_native_model_without_a_length_has_that_of_its_class(llama: Path) -> None:

@@ -170,9 +170,9 @@ class Sampler:
             allowed = forbid(logits.clone() if len(wishes.told) else logits, masks, wishes.masked_rows)
         shaped = allowed if changes is None else shape(allowed, changes, self._histories)
         tokens = sample(shaped, **columns, **options)
-        return Drawn(tokens, None if wishes is None else self._tell(logits, tokens, wishes))
+        return Drawn(tokens, None if wishes is None else self._asked_logprobs(logits, tokens, wishes))
 
-    def _tell(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
+    def _asked_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
         """The log probabilities that the rows ask for, from whole logits [R, V] as the model computed them."""
         if not len(wishes.told):
             return None
@@ -211,9 +211,9 @@ class Sampler:
         gathered = group.gather(tokens).flatten()[:count]
         if not len(wishes.told):
             return Drawn(gathered)
-        told = self._tell_shares(whole, tokens[: len(rows)], count, wishes.most, group)
+        found = self._all_logprobs(whole, tokens[: len(rows)], count, wishes.most, group)
         at = upload(wishes.told, logits.device)
-        return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in told]))
+        return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in found]))
 
     def tell_targets(self, hidden: torch.Tensor, logits: ToLogits, targets: torch.Tensor, most: int) -> Logprobs:
         """Log probabilities of targets [T] int64 after hidden states [T, hidden], and of the `most` likeliest tokens.
@@ -223,17 +223,17 @@ class Sampler:
         """
         rows = max(1, NUMBERS_AT_ONCE // self._vocab_size)
         pairs = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-        parts = [self._tell_some(logits(some), chosen, most) for some, chosen in pairs]
+        parts = [self._some_logprobs(logits(some), chosen, most) for some, chosen in pairs]
         return Logprobs(*[torch.cat(column) for column in zip(*parts, strict=True)])
 
-    def _tell_some(self, logits: torch.Tensor, targets: torch.Tensor, most: int) -> Logprobs:
+    def _some_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, most: int) -> Logprobs:
         group = self._group
         if group is None:
             return log_probabilities(logits, targets, most)
         whole, rows = group.exchange_rows(logits, self._vocab_size), own_rows(len(logits), group.size, group.rank)
-        return self._tell_shares(whole, targets[rows.start : rows.stop], len(logits), most, group)
+        return self._all_logprobs(whole, targets[rows.start : rows.stop], len(logits), most, group)
 
-    def _tell_shares(self, whole: torch.Tensor, tokens: torch.Tensor, count: int, most: int, group: Group) -> Logprobs:
+    def _all_logprobs(self, whole: torch.Tensor, tokens: torch.Tensor, count: int, most: int, group: Group) -> Logprobs:
         """The log probabilities of all `count` rows. This device has whole logits and tokens of its own rows only."""
         most, own, share = min(most, self._vocab_size), len(tokens), -(-count // group.size)
         numbers = torch.zeros(share, 1 + most, dtype=torch.float32, device=whole.device)

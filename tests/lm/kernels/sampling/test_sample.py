@@ -73,7 +73,7 @@ def test_temperature_zero_takes_the_argmax(dtype: torch.dtype) -> None:
     assert torch.equal(draw(logits, temperature=0.0), logits.argmax(-1))
 
 
-def test_greedy_rows_stay_greedy_beside_random_and_filtered_ones() -> None:
+def test_greedy_rows_stay_greedy_among_random_and_filtered_ones() -> None:
     logits = normal(16, 100)
     temperature = torch.tensor([0.0, 1.3]).repeat(8)
     top_p = torch.tensor([1.0, 1.0, 1.0, 0.7]).repeat(4)

@@ -33,7 +33,9 @@ from holdfast.core.collector import collector_off
 
 ALIGNED_WORDS = 4
 SPINS = 50
+"""Number of polls for a round's end before `collect` sleeps between polls."""
 SLEEP_SECONDS = 20e-6
+"""Seconds of one sleep of `collect`."""
 SLEEPS_PER_CHECK = 1000
 """Number of sleeps of `collect` between two checks whether the device has failed."""
 PR_SET_TIMERSLACK = 29

@@ -208,10 +208,10 @@ def _move(table, ring, begin, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def move_rows(signals: Signals, tables: dict[int, torch.Tensor], widest: int, begin: int, rows: int) -> None:
-    """Copy whole rows of another worker's arenas to the same rows here. Their numbers begin at the ring's word `begin`.
+    """Copy whole rows of another worker's arenas to the same rows here.
 
-    `tables` has lines by unit: the addresses there and here, and a row's units. The other device's memory must be
-    mapped.
+    The row numbers begin at the ring's word `begin`. `tables` has lines by unit: the addresses there and here, and a
+    row's units. The other device's memory must be mapped.
     """
     for unit, table in tables.items():
         grid = (rows, triton.cdiv(widest, _BLOCK), len(table))

@@ -15,6 +15,7 @@ import numpy as np
 NOWHERE = -1
 """The item of `gather` that stands for zeros, like a source below 0 in a task."""
 FAST = {"contract", "nsz", "arcp", "reassoc"}
+"""The fast-math options that are on. NaN and infinity keep their meaning."""
 HALF, LARGEST = np.float32(0.5), np.float32(7.90531110763549805)
 """`LARGEST` is the number beyond which tanh is 1 to the last bit of a float32."""
 P1, P3, P5, P7, P9, P11, P13 = map(

@@ -23,6 +23,7 @@ MEASURED = 2
 LARGEST = 2048
 """The largest size that is measured by default, as in Figure 2.3."""
 MOST = 16384
+"""The largest size that may be measured."""
 HALVES_FROM = 64
 """The size from which on sizes halfway between powers of two are measured, too.
 
@@ -36,6 +37,7 @@ The fastest one, least disturbed, counts.
 POINT_SECONDS = 0.03
 """Seconds for which a pass repeats the rounds of one size, at least LEAST_ROUNDS of them. Their median counts."""
 LEAST_ROUNDS = 3
+"""The least number of rounds of one size in a pass."""
 LONG_SECONDS = 0.3
 """The most seconds for which a pass repeats the rounds of one size, even if there were few."""
 

@@ -13,6 +13,7 @@ from holdfast.cells.graph import CellGraph
 SCRATCH = 0
 """A row that no node has. Padding nodes of a task write to it."""
 FIRST_ROW = 1
+"""The first row that a node may have."""
 
 
 class Layout:

@@ -33,7 +33,9 @@ from holdfast.cells.worker_view import WorkerView
 MAX_TASKS = 5
 """MaxTasksToSubmit (Algorithm 1, line 3), the most tasks of a round."""
 CAPACITY = 16384
+"""The default number of rows."""
 MOST_WORKERS = 62
+"""The most workers. A row's `copies` has one bit for each worker."""
 NO_STOPS = np.zeros(0, np.bool_)
 
 

@@ -28,7 +28,9 @@ VALIDATION_FILE = "validation.bin"
 """Names of a job's files, in its directory."""
 MAGIC = b"HFEXAMP1"
 HEADER = struct.Struct("<8sQQ")
+"""Magic, number of examples, number of tokens."""
 HASHED_AT_A_TIME = 1 << 20
+"""Bytes that are read and hashed together."""
 
 
 def write_examples(path: str | Path, examples: Iterable[tuple[Sequence[int], Sequence[float]]]) -> str:

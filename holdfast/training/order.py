@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 ROUNDS = 4
+"""Number of rounds of the Feistel network."""
 
 
 def example_at(position: int, *, count: int, seed: int, epoch: int) -> int:

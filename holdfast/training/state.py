@@ -33,6 +33,7 @@ HEADER_CRC_END = len(MAGIC) + 4
 """The offset at which the part covered by the checksum begins."""
 RECORD = np.dtype([("loss", "<f8"), ("validation", "<f8"), ("tokens", "<u8")])
 NAMES = ("a", "b")
+"""Names of a job's two state files."""
 JOB_FILE = "job.json"
 SHARED_MEMORY = Path("/dev/shm")
 """A file system in the host's memory. Its files survive the engine, but not the host."""

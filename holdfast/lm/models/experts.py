@@ -43,7 +43,7 @@ def mixtral_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
 
 
 def qwen3_moe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
-    """Experts in every `decoder_sparse_step`-th layer but `mlp_only_layers`; shares may be normalized."""
+    """Experts in every `decoder_sparse_step`-th layer except `mlp_only_layers`; shares may be normalized."""
     step, dense = _size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     rule = ExpertRule(
         top_k=_size(config, "num_experts_per_tok", 8), normalized=bool(config.get("norm_topk_prob", False))

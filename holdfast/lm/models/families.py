@@ -185,7 +185,7 @@ def phi3(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def olmo2(config: Mapping[str, Any]) -> DecoderSpec:
-    """OLMo 2: norms of what each half adds to the stream, and of queries and keys over all heads together."""
+    """OLMo 2: each half's output is normed before it is added, and queries and keys over all heads together."""
     fields = shared(config, rms_norm_eps=1e-5, max_position_embeddings=2048)
     biased = bool(config.get("attention_bias", False))
     fields["names"] = named(

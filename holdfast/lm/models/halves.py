@@ -57,7 +57,7 @@ class AdapterLayout:
 
     sizes: DecoderSizes
     modules: tuple[str, ...]
-    """Keys of MODULES."""
+    """The modules that the adapter changes, as keys of MODULES."""
     rank: int
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class PackedTokens:
 
 
 class Halves:
-    """The halves of a decoder's layers, and its head. Callers turn gradients off."""
+    """The halves of a decoder's layers, and its head. Callers must turn autograd off."""
 
     def __init__(self, model: Decoder, layout: AdapterLayout, scale: float) -> None:
         """`scale` is LoRA's s. Raises ValueError for a model with FP8 or 4-bit weights."""

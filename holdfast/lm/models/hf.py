@@ -42,6 +42,7 @@ HARMLESS = frozenset(
 """Keywords that do not change how attention is computed here."""
 
 PROBE_LENGTH, PROBE_CHUNK, PROBE_BLOCK = 24, 17, 16
+"""The probe's tokens, the tokens of its first chunk, and its block size. The chunk ends within the second block."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 """The largest relative difference of the probe's logits, by dtype.
 

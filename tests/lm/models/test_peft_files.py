@@ -137,7 +137,7 @@ def test_a_written_adapter_changes_peft_s_model_as_its_product_says(tmp_path: Pa
             r=4,
             lora_alpha=6,
             target_modules="all-linear",
-            # A key with ^ must match the whole name: the first never does, the second does in layer 1. The first match wins.
+            # A key with ^ must match the whole name: the first never does, the second does in layer 1.
             alpha_pattern={
                 "^self_attn.q_proj": 99,
                 "^model.layers.1.self_attn.q_proj": 3,

@@ -17,9 +17,11 @@ from holdfast.lm.kernels.collectives.protocol import SumInParts, halves, own_row
 FLAG_BYTES = 128
 """Bytes that each flag occupies. A flag says that a device's rows have arrived."""
 MOST_DEVICES = 32
+"""The most devices of a group. In `take_flags_kernel`, one warp has a thread for each."""
 TURNS = 2
 """Number of halves of the memory, which successive sums use in turns."""
 PARTS = 2
+"""Number of parts of a sum: one travels while the other is computed."""
 HOPS = 2
 """The most transfers of a row: once to all other devices, or first to the device that adds it up and then to all."""
 FLAGS_BYTES = TURNS * PARTS * HOPS * MOST_DEVICES * FLAG_BYTES

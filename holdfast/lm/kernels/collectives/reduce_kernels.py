@@ -28,6 +28,7 @@ EMPTY_WORD = -0x8000
 BEST_ROWS = 128
 """Number of rows that one program of `best_kernel` handles."""
 BEST_PROGRAMS = 64
+"""The most programs of one launch of `best_kernel`."""
 
 
 @dataclass(frozen=True)

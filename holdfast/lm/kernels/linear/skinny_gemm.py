@@ -86,6 +86,7 @@ PROGRAMS = 128
 PART_INPUTS = 4096
 """The most inputs that one program reads before a GEMM is cut further, so that all processors finish together."""
 MAX_PARTS = 8
+"""The most pieces that inputs are cut into."""
 
 
 def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> SkinnyLaunch | None:

@@ -373,7 +373,7 @@ class RowPool:
         return max((*(state.capacity for state in self.members), *self.ended.values()), default=0)
 
     @property
-    def beside(self) -> int:
+    def outside(self) -> int:
         """Bytes of states outside the batch."""
         return sum(self.bytes(state.capacity) for state in self.ahead)
 
@@ -381,7 +381,7 @@ class RowPool:
     def in_use(self) -> int:
         """Bytes in use, including rows that are about to leave for the host."""
         leaving = sum(self._stored) + sum(size for _, size in self._storing)
-        return self._batch_bytes() + self.beside + leaving + sum(self._leaving.values())
+        return self._batch_bytes() + self.outside + leaving + sum(self._leaving.values())
 
     @property
     def host_free(self) -> int:
@@ -415,13 +415,13 @@ class RowPool:
     @property
     def cached(self) -> int:
         """Positions of the states of ended sequences on the device, as far as rows do not need their memory."""
-        free = max(0, self.shape.memory - self._batch_bytes() - self.beside)
+        free = max(0, self.shape.memory - self._batch_bytes() - self.outside)
         return min(self.kept.device_bytes, free) // self.shape.bytes.position
 
     @property
     def used(self) -> int:
         """Positions in use, of all rows as wide as the longest, rounded up; also where the batch has settled."""
-        used = self.rows * self.row_bytes(self.width) + self.beside
+        used = self.rows * self.row_bytes(self.width) + self.outside
         return min(self.num_blocks, -(-used // self.shape.bytes.position))
 
     def blocks_for(self, positions: int) -> int:
@@ -430,7 +430,7 @@ class RowPool:
 
     def holds(self, count: int, blocks: int, longest: int) -> bool:
         """Whether a batch of `count` rows of at most `longest` positions fits; one row always does."""
-        return count <= 1 or count * self.row_bytes(longest) + self.beside <= self._most
+        return count <= 1 or count * self.row_bytes(longest) + self.outside <= self._most
 
     def admits(self, found: FoundRow, length: int, reserved: int) -> bool:
         """Whether one more row of `length` positions, and one to come, may join and leave `reserved` available."""
@@ -478,7 +478,7 @@ class RowPool:
 
     def can_grow(self, state: SequenceState[Any]) -> bool:
         """Whether this row may become one position longer."""
-        return self._grown_bytes(state.capacity + 1) + self.beside <= self._most
+        return self._grown_bytes(state.capacity + 1) + self.outside <= self._most
 
     def can_decode(self, states: Iterable[RowState]) -> bool:
         """Whether each running row and each ended row of the batch may become one position longer.
@@ -487,7 +487,7 @@ class RowPool:
         """
         longest = max((state.planned + 1 for state in states), default=0)
         longest = max(longest, max(self.ended.values(), default=-1) + 1)
-        return self._grown_bytes(longest) + self.beside <= self._most
+        return self._grown_bytes(longest) + self.outside <= self._most
 
     def note_decode(self, *, newcomers: bool = False) -> None:
         """Record that a forward of the batch is planned. It settles the batch if that fits and no `newcomers` are on
@@ -592,7 +592,7 @@ class RowPool:
                 if self.in_use + kept.device_bytes <= self.memory:
                     break
         most = int(self.memory * (1 - self._low_water))
-        resident = self._batch_bytes() + self.beside
+        resident = self._batch_bytes() + self.outside
         if not self.shape.host_memory or resident + kept.device_bytes <= most:
             return
         for slot in kept.victims(self._now, on_host=False):

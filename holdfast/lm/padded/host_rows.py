@@ -23,7 +23,7 @@ class CompletedCopies(NamedTuple):
 
 
 class CopyEnd(Protocol):
-    """The end of a copy."""
+    """The end of one copy, which computation or the caller can wait for."""
 
     def wait(self) -> None:
         """Make computation started from now on, on the current stream, wait for the copy. Does not block the caller."""
@@ -39,18 +39,18 @@ class CopyEnd(Protocol):
 
 
 class CopyQueue(Protocol):
-    """Runs copies in order, beside the computation."""
+    """Runs copies in order, at the same time as the computation."""
 
     def follow(self) -> None:
         """Make later copies wait for the computation started so far on the current stream."""
 
     def copy(self, work: Callable[[], None], after: CopyEnd | None = None) -> CopyEnd:
-        """Run `work` once `after` is done; its end."""
+        """Run `work` once `after` is done. Returns the end of the copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoneAtOnce:
-    """The end of a copy that a CPU has made at once."""
+    """The end of a copy that a CPU made immediately."""
 
     took: float
 
@@ -68,7 +68,7 @@ class DoneAtOnce:
 
 
 class AtOnce:
-    """The copies of a CPU: they run in the thread that computes."""
+    """The copy queue of a CPU: copies run in the thread that computes."""
 
     def follow(self) -> None:
         pass
@@ -99,7 +99,7 @@ class StreamEnd:
 
 
 class OnStream:
-    """Copies on a CUDA stream of their own."""
+    """A copy queue on a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -119,7 +119,7 @@ class OnStream:
 
 
 def copies_on(device: torch.device) -> CopyQueue:
-    """What runs copies beside the computation of this device."""
+    """The copy queue for this device."""
     return OnStream(device) if device.type == "cuda" else AtOnce()
 
 
@@ -136,14 +136,14 @@ class LoadingState:
         self.end.wait()
         state, self.state = self.state, None
         for tensor in self._layout.tensors(state):
-            if tensor.is_cuda:  # it belongs to the copies' stream: its memory must not go back there too soon
+            if tensor.is_cuda:  # it was allocated on the copy stream: its memory must not be reused there too soon
                 tensor.record_stream(torch.cuda.current_stream())
         return state
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A state on the host; None until its copy has run."""
+    """A state on the host. `state` is None until its copy has run."""
 
     length: int
     bytes: int
@@ -159,13 +159,14 @@ class _Copy:
     bytes: int
     end: CopyEnd
     source: State
-    """Held until the copy has read it."""
+    """The state being copied, held until the copy has read it."""
 
 
 class HostRows:
     """Copies states to the host and back on streams of their own; on a CPU a copy is complete at once.
 
-    A store waits for the computation begun so far. A load waits for the store of its slot, and what reads the state
+    A store waits for the computation begun so far. A load waits for the store of its slot, and work that reads the
+    state
     afterwards waits for the load (`LoadingState.take`). So a load that begins a plan ahead costs that plan no time.
     """
 
@@ -178,14 +179,14 @@ class HostRows:
         row_bytes: RowBytes | None = None,
         make_queue: Callable[[], CopyQueue] | None = None,
     ) -> None:
-        """`capacity` in bytes. States come from `device` and go back there.
+        """`capacity` is in bytes. States come from `device` and go back there.
 
-        `row_bytes` is by default the layout's. `make_queue` makes what copies run on, one for each direction.
+        `row_bytes` is by default the layout's. `make_queue` makes the copy queue of one direction.
         """
         self.layout = layout
         self.capacity = capacity
         self.used = 0
-        """Bytes of the states that are stored."""
+        """Bytes of the stored states."""
         self._device = device
         self._row_bytes = row_bytes or layout.row_bytes()
         make = make_queue or (lambda: copies_on(device))
@@ -202,7 +203,8 @@ class HostRows:
         return self._slots[slot].length
 
     def store(self, slot: int, state: State, length: int, step: int) -> None:
-        """Begin to copy a state of one row to the slot, in plan `step`. Consumes it. What the slot held is lost.
+        """Begin to copy a state of one row to the slot, in plan `step`. Consumes the state and replaces the slot's old
+        one.
 
         Raises MemoryError beyond the capacity, which the scheduler counts too.
         """
@@ -248,13 +250,13 @@ class HostRows:
             self.used -= stored.bytes
 
     def completed(self, step: int, *, wait: bool) -> CompletedCopies:
-        """Copies that have completed, of plans up to `step`. With `wait`, block until all begun so far have."""
+        """Copies of plans up to `step` that have completed. With `wait`, block until all begun so far have."""
         copies: list[CopyTime] = []
         out = self._passed(self._going_out, step, wait, copies)
         return CompletedCopies(out, self._passed(self._coming_in, step, wait, copies), tuple(copies))
 
     def close(self) -> None:
-        """Wait for the copies under way and give back the memory."""
+        """Wait for the copies under way and free the memory."""
         for copy in (*self._going_out, *self._coming_in):
             copy.end.finish()
         self._going_out.clear()
@@ -263,7 +265,7 @@ class HostRows:
         self.used = 0
 
     def _passed(self, queue: deque[_Copy], step: int, wait: bool, copies: list[CopyTime]) -> int:
-        """Move complete copies of plans up to `step` to `copies`; the last plan with all its copies complete."""
+        """Move complete copies of plans up to `step` to `copies`. Returns the last plan with all its copies complete."""
         while queue and queue[0].step <= step:
             copy = queue[0]
             if wait:

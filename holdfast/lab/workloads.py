@@ -19,11 +19,11 @@ from holdfast.core.config import option
 from holdfast.files.regular import read_text
 
 HASH_BLOCK = 512
-"""Tokens of each hash id of a Mooncake trace."""
+"""Number of tokens that each hash id of a Mooncake trace stands for."""
 DEFAULT_REQUESTS = 100
-"""Conversations of a generated workload, unless told otherwise."""
+"""Default number of conversations in a generated workload."""
 CHARACTERS_PER_TOKEN = 4
-"""Estimates the length of a text in tokens where no tokenizer is available."""
+"""Characters per token, to estimate the length of a text without a tokenizer."""
 MIN_VARIATION, MAX_VARIATION = 0.01, 100.0
 """Bounds of the variation of arrivals. Beyond them, the gamma distribution leaves the range of floats."""
 
@@ -37,12 +37,14 @@ class Turn:
     think: float = 0.0
     """Seconds between the end of the previous turn and this one."""
     hashes: tuple[int, ...] = ()
-    """Ids of the blocks of HASH_BLOCK tokens. Equal ids mean equal tokens. If empty, no other turn has these tokens."""
+    """Ids of the turn's blocks of HASH_BLOCK tokens. Equal ids mean equal tokens. If empty, no other turn has these
+    tokens.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, each of which continues the one before."""
+    """Turns, each of which continues the previous one."""
 
     arrival: float
     """Seconds from the workload's start to the first turn."""
@@ -91,7 +93,7 @@ DATASETS = {
 
 @dataclass(frozen=True, slots=True)
 class ConversationMeans:
-    """Means of a data set: requests of a conversation, new prompt tokens of a request, generated tokens of one."""
+    """Means of a data set: requests per conversation, new prompt tokens per request, generated tokens per request."""
 
     turns: float
     prompt: float
@@ -99,7 +101,7 @@ class ConversationMeans:
 
 
 SHAREGPT, ULTRACHAT = ConversationMeans(5.56, 37.77, 204.58), ConversationMeans(3.86, 51.78, 257.81)
-"""Pensieve, Table 2."""
+"""Means of Pensieve's data sets (Table 2)."""
 
 
 def fixed(count: int, prompt: int, output: int) -> list[Conversation]:
@@ -121,8 +123,9 @@ def sample_dataset(name: str, count: int, seed: int) -> list[Conversation]:
 
 
 LONG, SHORT, SHORTER = (3600, 4400), (36, 400), (36, 200)
-"""Least and most lengths of Baton's queries (§5.1): "around 4,000 words", "a few dozen to 400", "a few dozen to 200".
-A word counts as one token."""
+"""Shortest and longest length of Baton's queries (§5.1): "around 4,000 words", "a few dozen to 400", "a few dozen to
+200". A word counts as one token.
+"""
 
 
 def baton_target_1(seed: int, *, count: int = 120, scale: float = 1.0) -> list[Conversation]:
@@ -150,7 +153,7 @@ def baton_target_2(seed: int, *, count: int = 30, scale: float = 1.0) -> list[Co
 
 
 def _baton(seed: str, kinds: Sequence[tuple[tuple[int, int], tuple[int, int]]], scale: float) -> list[Conversation]:
-    """Requests with prompts and answers of these lengths, least to most, uniformly; in random order."""
+    """Requests whose prompt and answer lengths are uniform between these bounds, in random order."""
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be above 0")
     choose = random.Random(seed)
@@ -187,10 +190,10 @@ def multi_turn(count: int, think: float, seed: int, means: ConversationMeans = S
 
 
 def skewed(count: int, think: float, seed: int, *, long_share: float = 0.08) -> list[Conversation]:
-    """Conversations as `multi_turn`, of which a share is very long, all arriving at once.
+    """Conversations like those of `multi_turn`, but a share of them is very long. All arrive at once.
 
     A long one has 12 to 30 turns. It begins with 8,000 to 32,000 tokens, as if over a document, and each further turn
-    adds 500 to 4,000, as the results of a tool do. Its answers and think times are as those of the others.
+    adds 500 to 4,000, like the results of a tool. Its answers and think times are those of the other conversations.
     """
     choose, outputs = random.Random(f"skewed/{seed}"), Lengths.of_mean(SHAREGPT.output, 0.8, 4, 1024)
     conversations = multi_turn(count, think, seed)
@@ -261,7 +264,7 @@ def sharegpt_json(path: str | Path, count_tokens: Callable[[str], int]) -> list[
 
 
 def gamma_arrivals(workload: Workload, rate: float, seed: int, variation: float = 1.0) -> list[Conversation]:
-    """The same conversations, arriving at `rate` a second with gamma-distributed intervals.
+    """The same conversations, arriving at `rate` per second with gamma-distributed intervals.
 
     `variation` is the standard deviation of the intervals divided by their mean. 1 is a Poisson process; above it,
     arrivals come in bursts.
@@ -299,7 +302,7 @@ def fit_context(workload: Workload, max_model_len: int) -> list[Conversation]:
 
 
 def num_requests(workload: Workload) -> int:
-    """Requests of all conversations together."""
+    """Number of requests in all conversations together."""
     return sum(len(conversation.turns) for conversation in workload)
 
 
@@ -310,7 +313,7 @@ def _base_tokens(vocab_size: int, length: int) -> tuple[int, ...]:
 
 
 class PromptTokens:
-    """Token ids for prompts. Turns differ, except that equal hash ids give equal tokens. The same in every run."""
+    """Token ids for prompts, equal in every run. No two turns have equal tokens, unless they have equal hash ids."""
 
     BASE = 1 << 16
 
@@ -322,10 +325,10 @@ class PromptTokens:
         self._vocabulary = range(16, vocab_size)
         self._base = _base_tokens(vocab_size, self.BASE)
         self._block = lru_cache(maxsize=1 << 14)(lambda block: self._text(f"#{block}", HASH_BLOCK))
-        """The tokens of a hash id. Cached: a prefix comes again and again."""
+        """The tokens of a hash id. Cached, because prefixes come again and again."""
 
     def prompt(self, conversation: int, index: int, turn: Turn) -> tuple[int, ...]:
-        """The new prompt tokens of a turn: number `index` of conversation number `conversation`."""
+        """The new prompt tokens of turn number `index` of conversation number `conversation`."""
         if not turn.hashes:
             return self._text(f"{conversation}/{index}", turn.prompt)
         return tuple(chain.from_iterable(map(self._block, turn.hashes)))[: turn.prompt]
@@ -392,7 +395,7 @@ class WorkloadConfig:
 
     @property
     def title(self) -> str:
-        """The workload's name for a report, a file without its directory."""
+        """The workload's name for a report; a file without its directory."""
         return "fixed lengths" if self.workload == "fixed" else self.workload.rpartition("/")[2]
 
     @property

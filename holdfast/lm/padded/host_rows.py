@@ -265,7 +265,7 @@ class HostRows:
         self.used = 0
 
     def _passed(self, queue: deque[_Copy], step: int, wait: bool, copies: list[CopyTime]) -> int:
-        """Move complete copies of plans up to `step` to `copies`. Returns the last plan with all its copies complete."""
+        """Move complete copies of plans up to `step` to `copies`. Returns the last plan whose copies are complete."""
         while queue and queue[0].step <= step:
             copy = queue[0]
             if wait:

@@ -1,4 +1,4 @@
-"""Flags and YAML keys, generated from the config dataclasses, which are the one source of options and help texts."""
+"""Flags and YAML keys, generated from the config dataclasses, the one source of options and help texts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def signed(words: Sequence[str]) -> list[str]:
 
 
 LETTERS = {"prompt": "-p"}
-"""Fields whose flags have a short form, too."""
+"""Fields whose flags also have a short form."""
 
 
 def add_flags(
@@ -55,8 +55,9 @@ def add_flags(
 ) -> None:
     """Add a flag for these fields of a config: `max_model_len` becomes --max-model-len, a bool --x and --no-x.
 
-    A flag that is not given sets no attribute, so that a file and the defaults apply. The help has those that are
-    `shown`, by default all.
+    A flag that is not given sets no attribute, so that a file and the defaults apply. The help has the fields in
+    `shown`,
+    by default all.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)
@@ -123,7 +124,7 @@ def milliseconds(text: str) -> float:
 
 
 def full_url(given: str) -> str:
-    """A server's URL, where the scheme may be left out, as in localhost:8123 or :8123."""
+    """A server's URL, with the scheme added if it was left out, as in localhost:8123 or :8123."""
     if re.fullmatch(r":\d+(/\S*)?", given):
         given = f"127.0.0.1{given}"
     if "://" not in given and re.match(r"(localhost|\[[0-9a-fA-F:]+\]|[\w.-]+(?=[:.]))[\w.-]*(:\d+)?(/|$)", given):
@@ -196,7 +197,7 @@ def read_file(path: str, configs: Sequence[type]) -> dict[str, Any]:
 
 
 def checked(data: Mapping[Any, Any], configs: Sequence[type], *, from_text: bool = False) -> dict[str, Any]:
-    """Options by name, checked against the fields of `configs`, of which the last with a name counts.
+    """Options by name, checked against the fields of `configs`. If several have a name, the last of them counts.
 
     With `from_text`, a value may be text that reads as one, as in `replicas: "2"`. Raises UsageError.
     """
@@ -229,7 +230,7 @@ def checked(data: Mapping[Any, Any], configs: Sequence[type], *, from_text: bool
 
 
 def from_words(text: str, hint: Any) -> Any:
-    """What a text stands for in YAML; where a list is meant, a single item may stand for it. Raises ValidationError."""
+    """The value that a text stands for in YAML. A single item may stand for a list. Raises ValidationError."""
     import msgspec
     import yaml
 

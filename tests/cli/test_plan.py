@@ -75,7 +75,7 @@ def test_a_plan_simulates_all_replicas_behind_a_router(profile, tmp_path, capsys
     options = ("--profile", profile, *SMALL, "--schedulers", "stall-free", "--devices", "2", "--routing", "priced")
     assert plan(*options, "--json", str(out)) == 0
     shown = capsys.readouterr().out
-    assert "behind a priced router: 2 replicas sustain" in shown
+    assert "with a priced router: 2 replicas sustain" in shown
     parsed(shown.strip().splitlines()[-1])
     written = json.loads(out.read_text())
     best = max(row["fleet_capacity"] for row in written["candidates"])

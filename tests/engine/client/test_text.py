@@ -178,7 +178,7 @@ def test_text_that_cannot_be_tokenized_is_refused():
         BYTES.encode("ab\ud800")
 
 
-def test_a_text_whose_tokens_begin_at_the_border_needs_nothing_of_the_text_before():
+def test_a_text_whose_tokens_begin_at_the_border_needs_no_text_before_it():
     assert BYTES.encode_after("before", " text") == BYTES.encode(" text", add_special_tokens=False)
 
 

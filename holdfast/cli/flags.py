@@ -56,8 +56,7 @@ def add_flags(
     """Add a flag for these fields of a config: `max_model_len` becomes --max-model-len, a bool --x and --no-x.
 
     A flag that is not given sets no attribute, so that a file and the defaults apply. The help has the fields in
-    `shown`,
-    by default all.
+    `shown`, by default all.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(config)

@@ -70,6 +70,6 @@ def titled(config: type, title: str, names: Sequence[str]) -> list[tuple[str, li
 
 
 def common(config: type, names: Sequence[str]) -> list[str]:
-    """Those of `names` that the short help shows."""
+    """The fields in `names` that the short help shows."""
     shown = COMMON.get(config.__name__)
     return [name for name in names if shown is None or name in shown]

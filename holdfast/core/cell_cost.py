@@ -19,8 +19,7 @@ class CellCost:
     """Seconds of one batch of one type of cell, by the number of nodes in it, as measured at some sizes.
 
     The time is flat below the first measured size, a power law between two, and in proportion to the size beyond the
-    last.
-    Raises ValueError if sizes are missing or do not rise from at least 1, or if a time is not above 0 and finite.
+    last. Raises ValueError if sizes are missing or do not rise from at least 1, or if a time is not above 0 and finite.
     """
 
     sizes: tuple[int, ...]

@@ -1,8 +1,8 @@
 """The cost model: predicts the time of a step from measurements. The only place where hardware enters policy.
 
-The time of a step is the time of its linear layers, by token count, plus the time of each segment's attention, by
-query length and context. Both are measured at powers of two and interpolated in between (Pensieve §4.3.1,
-Sarathi-Serve §4.3). Times are in seconds. They are measured for each model and device.
+The time of a step is the time of its linear layers, by token count, plus the time of each segment's attention, by query
+length and context. Both are measured at powers of two and interpolated in between (Pensieve §4.3.1, Sarathi-Serve
+§4.3). Times are in seconds. They are measured for each model and device.
 """
 
 from __future__ import annotations
@@ -206,8 +206,7 @@ class CostModel:
 
         It differs from the Cost(l) of Pensieve §4.3.1 in the constant c. Here c is the chunk's share of the linear
         layers of a full step, because recomputed tokens run in one step with others. The paper seems to profile a chunk
-        of
-        32 tokens alone (its Fig. 4), whose non-attention cost is higher. So position weighs more here than in the
+        of 32 tokens alone (its Fig. 4), whose non-attention cost is higher. So position weighs more here than in the
         paper.
         """
         full = self.linear_tokens[-1]

@@ -21,8 +21,8 @@ LORA, LORA_ATTENTION = 1.1, 1.6
 This and the factors below were measured on an H200 with rank 16 and 8,192 tokens.
 """
 BACKWARD = 1.1
-"""Time of a backward half over its forward: the products with the base weights once, those with the adapters twice.
-The base weights have no gradients.
+"""Time of a backward half over its forward: the products with the base weights once, those with the adapters twice. The
+base weights have no gradients.
 """
 ATTENTION, ATTENTION_BACKWARD = 2.0, 5.5
 """Time of attention and of its backward in training, over that of attention in inference, which has another kernel."""
@@ -115,8 +115,7 @@ class TrainingCost:
         """Largest number of tokens in a micro-batch of a job that gives none: a power of two from 512 to 8,192.
 
         It is the largest size whose longest unit takes at most a sixth of `target` seconds; without a target, 8,192. It
-        is at
-        least `longest`, the number of tokens of the longest example.
+        is at least `longest`, the number of tokens of the longest example.
         """
         sizes = [size for size in MICRO_BATCHES if target is None or 6 * self.largest_unit(size) <= target]
         return max(longest, max(sizes, default=MICRO_BATCHES[0]))

@@ -186,8 +186,7 @@ class Request:
     id: str
     prompt: abc.Sequence[int]
     """Token ids, 32-bit numbers. It must not be changed. An array of typecode I is best for long prompts: it is passed
-    on
-    without reading each token.
+    on without reading each token.
     """
     params: SamplingParams
     priority: int = 0

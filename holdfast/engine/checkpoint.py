@@ -107,8 +107,8 @@ def settled(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
 def for_other_hosts(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     """The configuration for an engine on another host, which finds the model and adapters itself.
 
-    Paths are absolute: they must lead to the same files there. A hub model is named by id and commit; the
-    host fetches that commit if its cache lacks it.
+    Paths are absolute: they must lead to the same files there. A hub model is named by id and commit; the host fetches
+    that commit if its cache lacks it.
     """
     adapters = tuple(f"{name}={Path(path).expanduser().resolve()}" for name, path in config.adapters)
     config = replace(config, adapter=adapters, served_model_name=config.served_model_name or (checkpoint.name,))
@@ -164,8 +164,8 @@ def read_text(path: Path, limit: int) -> str:
 def tokenizer_file(directory: Path) -> Path:
     """The checkpoint's tokenizer.json. If it is missing, it is converted once and kept in the user's cache.
 
-    The conversion loads Transformers and so torch, in a process of its own. Raises NoTokenizer if there is
-    none to convert, and ValueError with the reason if the conversion fails.
+    The conversion loads Transformers and so torch, in a process of its own. Raises NoTokenizer if there is none to
+    convert, and ValueError with the reason if the conversion fails.
     """
     own = directory / "tokenizer.json"
     if own.is_file():

@@ -29,8 +29,7 @@ def snapshot(model: str, revision: str | None = None, *, weights: bool = True, c
     """The directory of a model's snapshot: the one in the hub's cache if it is complete, else fetched into the cache.
 
     A cached snapshot takes no network, and is not compared with the hub's. `weights` False leaves the weights out;
-    `code`
-    includes the model's own Python files. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count as in
+    `code` includes the model's own Python files. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count as in
     huggingface_hub. Progress goes to stderr. Raises ValueError with the reason and the way out.
     """
     # Imported here because it takes a while, and a local directory does not need it.

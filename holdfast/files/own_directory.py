@@ -20,10 +20,8 @@ class OwnDirectory:
     """A directory of this user that nobody else may write to, held open. Its files are opened relative to it.
 
     Anybody who can write to a directory could put links there, through which this process would overwrite files
-    elsewhere
-    with its own rights. So a directory of another owner, or one that others may write to, is refused, and so are links
-    in
-    it. Held open, the directory stays the one that was checked, whatever its path leads to later.
+    elsewhere with its own rights. So a directory of another owner, or one that others may write to, is refused, and so
+    are links in it. Held open, the directory stays the one that was checked, whatever its path leads to later.
     """
 
     def __init__(self, path: Path, parent: OwnDirectory | None = None) -> None:

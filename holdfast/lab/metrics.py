@@ -88,13 +88,11 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
 def queue_growth(records: Sequence[Record], window: float) -> float:
     """The share of requests arriving in the later half of `window` seconds that was left waiting at its end.
 
-    The window begins with the first arrival. A request begins when its first step is planned or, if that is not
-    known, when its first token comes. The shortest wait of all requests counts as no wait. The later half is expected
-    to
-    begin as many requests as arrive on average in half a window, or as many as arrived there if they are
-    fewer: then neither a burst nor a lull counts as growth. The share is 0 if chance explains it: if no more requests
-    were
-    left than the square root of the expected number, the usual deviation of random arrivals.
+    The window begins with the first arrival. A request begins when its first step is planned or, if that is not known,
+    when its first token comes. The shortest wait of all requests counts as no wait. The later half is expected to begin
+    as many requests as arrive on average in half a window, or as many as arrived there if they are fewer: then neither
+    a burst nor a lull counts as growth. The share is 0 if chance explains it: if at most the square root of the
+    expected number was left, the usual deviation of random arrivals.
     """
     begun = [
         (record.arrival, record.token_times[0] if record.scheduled is None else record.scheduled)

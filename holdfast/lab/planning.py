@@ -40,8 +40,8 @@ SHARED_OPTIONS = (
 MIN_CONVERSATIONS = 40
 """Least number of conversations in a run, however low its rate."""
 LIFETIMES = 3.0
-"""Length of a run's arrivals, in mean lifetimes of its conversations. During about the first lifetime more and
-more conversations run at once, and no queue forms however high the rate is.
+"""Length of a run's arrivals, in mean lifetimes of its conversations. During about the first lifetime more and more
+conversations run at once, and no queue forms however high the rate is.
 """
 MOST_EXTENSION = 8.0
 """Longest time of arrivals in a run, divided by the time that was asked for."""
@@ -62,8 +62,8 @@ def sustained(figures: Mapping[str, float], tbt_ms: float, ttft_ms: float | None
     """Whether P99 TBT and P99 TTFT are within their limits and the queue is short and does not grow.
 
     The queue is short if the median wait for the first step is at most MAX_QUEUED_MS. Its growth is the figure
-    `queue_growth`; without that figure only its length counts. If `figures` has no queueing times, TTFT replaces
-    them. Without `ttft_ms`, TTFT has no limit.
+    `queue_growth`; without that figure only its length counts. If `figures` has no queueing times, TTFT replaces them.
+    Without `ttft_ms`, TTFT has no limit.
     """
     queued = figures["median_queued_ms" if "median_queued_ms" in figures else "median_ttft_ms"]
     prompt = ttft_ms is None or figures["p99_ttft_ms"] <= ttft_ms

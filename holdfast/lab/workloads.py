@@ -264,7 +264,7 @@ def sharegpt_json(path: str | Path, count_tokens: Callable[[str], int]) -> list[
 
 
 def gamma_arrivals(workload: Workload, rate: float, seed: int, variation: float = 1.0) -> list[Conversation]:
-    """The same conversations, arriving at `rate` per second with gamma-distributed intervals.
+    """These conversations, arriving at `rate` per second with gamma-distributed intervals.
 
     `variation` is the standard deviation of the intervals divided by their mean. 1 is a Poisson process; above it,
     arrivals come in bursts.
@@ -280,7 +280,7 @@ def gamma_arrivals(workload: Workload, rate: float, seed: int, variation: float 
 
 
 def speed_up(workload: Workload, factor: float) -> list[Conversation]:
-    """The same conversations, arriving `factor` times as fast as in the trace."""
+    """These conversations, arriving `factor` times as fast as in the trace."""
     if not factor > 0:
         raise ValueError(f"the factor is {factor}; it must be above 0")
     return [replace(conversation, arrival=conversation.arrival / factor) for conversation in workload]

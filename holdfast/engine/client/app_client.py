@@ -61,8 +61,7 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
         `app` is a built-in application's name, or module:object. `on_progress` is called with the name of each stage,
         `threads` is the number of CPU threads. With `measure` above 0, the engine measures how long tasks of each cell
         type take, of up to `measure` nodes, and writes the times to `info.profile_path`. Raises EngineStartError with
-        the
-        reason. If the wait ends early, for whatever reason, so does the process.
+        the reason. If the wait ends early, for whatever reason, so does the process.
         """
         client = cls(app, config, on_progress, threads, measure)
         async with client._starting():

@@ -173,8 +173,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
         and writes it to `info.profile_path`; with `priced`, it finds one even if it needs none. With `chunk_host`,
         engines of one `chunk_secret` fetch blocks from each other; with an empty secret, from none. Raises
-        EngineStartError
-        with the reason. If the wait ends early, for whatever reason, so does the process.
+        EngineStartError with the reason. If the wait ends early, for whatever reason, so does the process.
         """
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
@@ -228,12 +227,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
-        the same `tenant`, and with the same adapter. `deadline` is the time until
-        the first token is due, in seconds from now, for the deadline order. `shown` are special tokens whose names
-        belong to the text. `conversation` names the conversation that this is a turn of, for a router among several
-        engines.
-        Leaving the iterator before its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at
-        once for a request that can never be served, QueueFull, and EngineDead, even while it runs.
+        the same `tenant`, and with the same adapter. `deadline` is the time until the first token is due, in seconds
+        from now, for the deadline order. `shown` are special tokens whose names belong to the text. `conversation`
+        names the conversation that this is a turn of, for a router among several engines. Leaving the iterator before
+        its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can
+        never be served, QueueFull, and EngineDead, even while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
@@ -288,10 +286,8 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
         Returns how many tokens have come. Requests then find them in the host tier. It is less than asked for if the
         source does not have all, if the host tier holds more valuable state, if the source ends, or if this engine
-        moves
-        nothing; the engine's log has the reason. Blocks that have come stay in any case, even if this is cancelled.
-        Raises
-        EngineDead.
+        moves nothing; the engine's log has the reason. Blocks that have come stay in any case, even if this is
+        cancelled. Raises EngineDead.
         """
         self._check_alive()
         number = next(self._numbers)

@@ -61,8 +61,7 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         """Seconds that the engine's clock is ahead of ours; 0 on the same machine.
 
         The value is never above the true difference, and below it only by the fastest travel time of the last messages.
-        So
-        an event that the engine dates never seems to precede its cause here.
+        So an event that the engine dates never seems to precede its cause here.
         """
         self._clocks: deque[float] = deque(maxlen=CLOCKS)
         self._ticking: asyncio.Task[None] | None = None

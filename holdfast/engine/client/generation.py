@@ -28,8 +28,7 @@ NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "token_healing": (False,),
 }
 """Fields that change the tokens of Transformers' `generate` and are not applied here. Each has the values, besides
-null,
-that have no effect.
+null, that have no effect.
 """
 
 log = logging.getLogger("holdfast.engine")
@@ -62,8 +61,8 @@ class GenerationDefaults:
 def find_generation(directory: Path, source: str = "auto", overrides: str | None = None) -> GenerationDefaults:
     """The defaults of a checkpoint. `source` is auto, none, or the file or directory to read in its place.
 
-    `overrides` is a JSON object whose fields replace the file's; null removes a field. Raises ValueError, naming
-    the file and the field. Fields that would change tokens, and are not applied, are named in the log.
+    `overrides` is a JSON object whose fields replace the file's; null removes a field. Raises ValueError, naming the
+    file and the field. Fields that would change tokens, and are not applied, are named in the log.
     """
     given: dict[str, Any] = {}
     if source == "auto":

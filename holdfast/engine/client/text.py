@@ -119,8 +119,7 @@ class Text:
         """The ids of a text, with the model's special tokens around it.
 
         Raises ValueError for an invalid text. Raises RequestRefused, before any work, for a text whose length shows
-        that it has
-        more than `most` tokens. Other threads run meanwhile.
+        that it has more than `most` tokens. Other threads run meanwhile.
         """
         self._check(text, most)
         # A batch releases Python's lock, a single encode does not.
@@ -206,8 +205,7 @@ class Text:
 
         `tools` are those that the model may call, as in requests for chat completions; `options` are further variables
         of the template. All values are escaped: when the result is tokenized, only the template's own special tokens
-        count.
-        Raises ValueError if there is no template, or if it fails on these messages or exceeds its limits.
+        count. Raises ValueError if there is no template, or if it fails on these messages or exceeds its limits.
         """
         template = (tools and self._tool_template) or self._template
         if template is None:
@@ -361,7 +359,7 @@ class TextStream:
         fresh = text[len(self._shown) : end]
         self._shown += fresh
         if (fresh and end == len(text)) or overdue:
-            # The tokens before the last settled point are not needed as neighbours any more.
+            # The tokens before the last settled point are no longer needed as neighbours.
             if self._settled:
                 del window[: self._settled]
                 self._shown = self._text.decode(window)

@@ -1,10 +1,9 @@
 """TuningClient: tuning jobs of an engine, as the API process sees them: start, pause, resume, cancel, and their events.
 
 A job lives in a directory of its own, which the caller makes: it puts `examples.bin` there, and `validation.bin` if
-there is one (`write_examples`). The engine adds job.json, the job's states and its checkpoints. To continue a job
-after an engine has ended, start it again over the same directory: job.json then decides, and the job continues
-after its last stored step. A caller that wants the job in the next engine must remember its directory; engines do not
-look for jobs.
+there is one (`write_examples`). The engine adds job.json, the job's states and its checkpoints. To continue a job after
+an engine has ended, start it again over the same directory: job.json then decides, and the job continues after its last
+stored step. A caller that wants the job in the next engine must remember its directory; engines do not look for jobs.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ class TuningRun:
         """The events of the job, in order, from its start here: for one reader. JobEnded is the last.
 
         A JobStep is stored before it is reported. It is reported once, unless the engine is killed in between: this
-        engine
-        does not report the steps before `info.step`. Raises EngineDead when the engine ends before the job.
+        engine does not report the steps before `info.step`. Raises EngineDead when the engine ends before the job.
         """
         while True:
             while self._events:
@@ -95,7 +93,7 @@ class TuningRun:
             await self._changed.wait()
 
     async def pause(self) -> None:
-        """Plan no more of the job until `resume`. JobStatus "paused" follows when its state is on the disk."""
+        """Stop planning the job until `resume`. JobStatus "paused" follows when its state is on the disk."""
         await self._client.change(self.id, "pause")
 
     async def resume(self) -> None:

@@ -44,8 +44,7 @@ class Timeline:
     """The middle of each bin, in seconds from the first arrival."""
     waiting: tuple[int, ...]
     """Number of requests that have arrived but not started. A request starts with its first step, or with its first
-    token
-    if its steps are unknown.
+    token if its steps are unknown.
     """
     running: tuple[int, ...]
     """Number of requests that have started and not yet received their last token."""

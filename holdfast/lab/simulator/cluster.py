@@ -73,8 +73,7 @@ class ClusterOutcome:
     """Queues and memory of each replica at the end."""
     prompts: tuple[tuple[int, int], ...]
     """For each request that began: the number of its prompt tokens, and how many of them one replica with endless
-    memory
-    would find if their state were there once the turn is sent.
+    memory would find if their state were there once the turn is sent.
     """
     fetched_tokens: int
     """Number of tokens copied between replicas for a turn."""
@@ -130,13 +129,12 @@ def simulate_cluster(
     Each replica is as in `simulate`, with a host tier of its own. State goes from replica to replica over `link`, from
     host tier to host tier; each replica sends and receives one chain at a time. Without a link or a host tier nothing
     is moved. With `asks`, each replica reports to the router what it holds; else the router knows only its own map, as
-    the
-    server does. A replica that fails loses its state; its requests continue on others, with the tokens that they have.
-    A
-    replica that drains finishes its requests. After `until` virtual seconds the run ends with the records made by then.
+    the server does. A replica that fails loses its state; its requests continue on others, with the tokens that they
+    have. A replica that drains finishes its requests. After `until` virtual seconds the run ends with the records made
+    by then.
 
-    `sharing` is the slowdown of replicas that share a device, such as `on_cores`. `wrap` is as for `make_loop`,
-    for each replica.
+    `sharing` is the slowdown of replicas that share a device, such as `on_cores`. `wrap` is as for `make_loop`, for
+    each replica.
 
     Deterministic. Raises ValueError as `simulate`, for less than one replica, for an event of an unknown replica, for
     padded rows, and if no replica is left.

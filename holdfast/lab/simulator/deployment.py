@@ -64,8 +64,7 @@ class Pipeline:
         """The stages that a profile was measured on; None for one stage. Each takes its share of any step.
 
         A stage's share includes the time that it takes to send. A step therefore takes longer than in the profile by
-        the
-        transfer times between stages, which no stage sees.
+        the transfer times between stages, which no stage sees.
         """
         if profile.pp == 1:
             return None

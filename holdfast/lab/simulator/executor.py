@@ -16,8 +16,7 @@ from holdfast.lm.types import PENDING, CopyTime, StepPlan, StepResult, TrainingR
 
 TOKEN, OTHER = 7, 8
 """The tokens that steps sample: the first, or the other if a guess should be wrong. No model runs: a sequence ends at
-its
-maximum length.
+its maximum length.
 """
 
 
@@ -138,8 +137,8 @@ class SimulatedExecutor:
       so far. A step that needs these blocks reads them layer by layer, so it ends no earlier than they do. Swap-out
       waits for both the computation and swap-in. Results report the copies that have completed.
     - Drafts: at each sampled position the token is TOKEN, the guess, with probability `acceptance`.
-    - Training: a plan's slice follows its segments, on one stage; the copies of a job's vectors take as
-      long as they do on the link.
+    - Training: a plan's slice follows its segments, on one stage; the copies of a job's vectors take as long as they do
+      on the link.
     """
 
     def __init__(

@@ -25,8 +25,7 @@ class RowSoftware:
     """Least seconds of a forward, because the host launches its kernels one by one."""
     beside: bool = False
     """Whether forwards outside the batch run at the same time as the batch's (Baton §3.2). A step then takes the longer
-    time,
-    not the sum.
+    time, not the sum.
     """
     host_adds: bool = False
     """Whether the host cannot launch ahead of the device: a forward then takes `forward_seconds` plus the device's
@@ -54,8 +53,7 @@ class Batch:
 
     `junk` keeps the columns that shaping adds to the other rows. Then the batch is cut only before an insertion, by the
     placeholders that all its rows have in common (Baton §4.1, resources releasing). With `kept` it is cut even then
-    only if
-    it would have more positions than that.
+    only if it would have more positions than that.
     """
 
     def __init__(self, *, junk: bool = False, kept: int = 0) -> None:
@@ -146,8 +144,7 @@ class PaddedStepTimes(StepTimes):
 
     A forward of the batch takes rows × padded length, attended over the width of the batch. A forward outside the batch
     takes the same for its own prompts. A state that is loaded from the host delays the step by its copy; stores run at
-    the
-    same time as the computation.
+    the same time as the computation.
     """
 
     def __init__(

@@ -98,8 +98,7 @@ def simulate(
     requests; the run ends with the last request. After `until` virtual seconds it ends with the records made by then.
 
     If `config` has a directory for a disk tier, that tier is empty at first and moves `disk_rate` bytes per second.
-    There
-    is no remote tier.
+    There is no remote tier.
 
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
@@ -288,8 +287,7 @@ def row_shape(config: EngineConfig, profile: CostProfile) -> RowShape:
     """Padded rows in the memory of the profile's cache, with the layout that the profile was measured on.
 
     If the profile is of a paged cache, the rows are of a model with full attention, which has every ability. A host
-    tier
-    is as large as `config` says; "auto" is none. Raises ValueError if the profile has no size of a position.
+    tier is as large as `config` says; "auto" is none. Raises ValueError if the profile has no size of a position.
     """
     if not profile.token_bytes:
         cost = profile.cost

@@ -62,9 +62,8 @@ class BlockMap:
 
     A request continues a conversation if its prompt begins with all full blocks of it; otherwise it begins another one.
     Blocks that were idle before are grouped by their last use, because one request frees its blocks together. Blocks
-    that
-    only the disk has are read last, during the first rounds over the others: a disk may hold far more than the tiers
-    above.
+    that only the disk has are read last, during the first rounds over the others: a disk may hold far more than the
+    tiers above.
 
     The map reads the pool and the tiers below it, and changes nothing. Each call of `advance` reads a bounded number of
     blocks.

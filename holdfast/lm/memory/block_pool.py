@@ -47,8 +47,8 @@ class BlockPool:
     its contents are copied; the block is pinned until the copy is complete. It is then reclaimable: still found, and
     shared again, until it is allocated. A block worth less than everything on a full host is reclaimable at once.
 
-    `lend` gives the highest blocks to training, and `reclaim` takes them back. A lent block is in no other state:
-    free + cached + used + training = total.
+    `lend` gives the highest blocks to training, and `reclaim` takes them back. A lent block is in no other state: free
+    + cached + used + training = total.
 
     Methods raise RuntimeError for a call that would break these states. `now` is in seconds and never decreases.
     """
@@ -69,8 +69,7 @@ class BlockPool:
 
         The first `host_ready` of `host_blocks` can be used from the start (None: all), the others once `host.resize`
         says so. A plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more. A
-        plan
-        that computes anything copies at most `copies_for_others` of the blocks asked for by `want_on_host`.
+        plan that computes anything copies at most `copies_for_others` of the blocks asked for by `want_on_host`.
         """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_size} tokens; both must be at least 1")
@@ -178,10 +177,9 @@ class BlockPool:
         """Lend up to `count` more blocks to training, the highest that are not lent yet. `training` is the total lent.
 
         The idle blocks of the lowest value make room. Other blocks in the lent range that hold state, owned or idle,
-        are
-        moved below it, at most `most_moves` of them. The plan must do the moves before anything else, and every block
-        table must name the new places at once. A block that is being copied between the tiers is not lent, nor are the
-        blocks below it.
+        are moved below it, at most `most_moves` of them. The plan must do the moves before anything else, and every
+        block table must name the new places at once. A block that is being copied between the tiers is not lent, nor
+        are the blocks below it.
 
         If idle state is still to be copied to the host before `count` blocks can be had, the next `swap_out` makes room
         and fewer are lent. O(`num_blocks`).
@@ -407,9 +405,8 @@ class BlockPool:
         """Reserve a host block for state from elsewhere, the `index`-th block of a sequence that is active at `now`.
 
         Returns None if everything on the host is worth at least as much, or if there is no host tier. To reserve
-        several
-        blocks in a row, pass one `host.victims` for all. `HostPool.reserve` says when the block may be written to.
-        `cache_on_host` or `HostPool.free` ends the reservation.
+        several blocks in a row, pass one `host.victims` for all. `HostPool.reserve` says when the block may be written
+        to. `cache_on_host` or `HostPool.free` ends the reservation.
         """
         if self.host is None:
             return None
@@ -485,8 +482,7 @@ class BlockPool:
         """Ask for copies on the host of the device blocks with these digests. The next plans begin them.
 
         Call it between plans: a plan must not copy blocks that it computes. `coming_to_host` reports which copies are
-        still
-        to come. A copy does not come if the host is too full, or if the block is evicted first.
+        still to come. A copy does not come if the host is too full, or if the block is evicted first.
         """
         host = self.host
         if host is not None:

@@ -93,8 +93,7 @@ class KeptRows:
         return sum(row.length for row in self._rows.values() if row.on_host == on_host)
 
     def find(self, root: bytes, tokens: Sequence[int]) -> FoundRow | None:
-        """The state that saves most of these tokens; None if there is none. Of two that save as many, one on the
-        device.
+        """The state that saves most of these tokens, on the device if two save as many; None if there is none.
 
         The last token never counts: it must be computed to give logits.
         """
@@ -127,8 +126,7 @@ class KeptRows:
         """Record that the slot, on the device, holds the state of these tokens. Returns the slots that became useless.
 
         If another state serves all that this one would, that is the new slot, and the other counts as used now.
-        Otherwise
-        they are the slots of states that this one replaces. They are already forgotten here; the caller gives
+        Otherwise they are the slots of states that this one replaces. They are already forgotten here; the caller gives
         them up. Raises RuntimeError for a slot that holds a state, and ValueError without tokens.
         """
         if slot in self._rows:

@@ -66,8 +66,7 @@ class Prices:
         first.
 
         The cost of computing a block grows with its place, and the cost of copying it does not. So the last blocks are
-        worth
-        copying, or none if the latency and the bytes ahead outweigh all savings.
+        worth copying, or none if the latency and the bytes ahead outweigh all savings.
         """
         if self._recompute is None or not indices:
             return [*indices]

@@ -327,7 +327,7 @@ class IdleBlocks:
     def reclaim(self, count: int, now: float, batch: int) -> list[int]:
         """Remove `count` blocks, so that they can be allocated. At least that many must be idle.
 
-        If too few are reclaimable, at least `batch` retained blocks are evicted, or all if there are fewer. Those not
+        If too few are reclaimable, at least `batch` retained blocks are evicted, or all if there are fewer. Blocks not
         needed yet can be shared again until they are allocated.
         """
         if count > len(self.reclaimable):

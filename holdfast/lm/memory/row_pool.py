@@ -279,9 +279,8 @@ class RowPool:
     leaves, below it rows come back (Baton §4.3, batch size scaling). The first sequence in rank may use all the memory.
 
     Captured decodes may have memory of their own (`RowShape.settled`). A batch that fits there takes none of this
-    memory,
-    once it has been decoded. A new row may take the batch out of there, so the batch counts in full while one is on its
-    way in.
+    memory, once it has been decoded. A new row may take the batch out of there, so the batch counts in full while one
+    is on its way in.
 
     Moves of states are recorded in order (`move`). The builder of plans takes them (`take_moves`) each time it begins a
     forward, so they happen before it.
@@ -540,8 +539,7 @@ class RowPool:
         """The state that saves most of these tokens. `root` None finds nothing.
 
         Where prompts cannot be computed in chunks, the tokens that a state does not save are computed one by one. A
-        state
-        then serves only if they are at most half as many as it saves.
+        state then serves only if they are at most half as many as it saves.
         """
         found = None if root is None or not len(self.kept) else self.kept.find(root, tokens)
         if found is None:

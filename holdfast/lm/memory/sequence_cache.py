@@ -42,15 +42,14 @@ class SequenceCache:
         └ full blocks whose   └ some plan         └ cached before   └ end of the
           tokens are known      writes them                           blocks
 
-    If state was dropped before cached state, it leaves a hole (Pensieve §4.3.4). The digests of a sequence's
-    blocks follow from its tokens alone, so an island after a hole is found too. Holes are planned in ascending order,
-    so everything that a segment attends to is resident or is computed in the same step.
+    If state was dropped before cached state, it leaves a hole (Pensieve §4.3.4). The digests of a sequence's blocks
+    follow from its tokens alone, so an island after a hole is found too. Holes are planned in ascending order, so
+    everything that a segment attends to is resident or is computed in the same step.
 
     Sharing is safe while steps are in flight, because a block is cached only when all of its tokens are known to the
     host and all of its positions are planned. A plan writes position p of a sequence with the token at p, so a plan
     that writes to a cached block writes what the block already holds. A plan in flight for a sequence that has ended
-    writes
-    beyond its last known token, into a block that is not cached. Only later plans use that block again.
+    writes beyond its last known token, into a block that is not cached. Only later plans use that block again.
     """
 
     __slots__ = ("_cached", "_digests", "_islands", "_pool", "_root", "blocks", "capacity", "next_full", "planned")

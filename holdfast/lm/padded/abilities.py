@@ -30,9 +30,9 @@ _SIZES = ("window", "chunk", "rate", "conv", "stride")
 def probe(driver: Driver, layout: StateLayout) -> Abilities:
     """Run short histories of several rows, and compare their logits with those of each prompt alone.
 
-    Parameters that fit in float32 are raised to it meanwhile. Otherwise a history counts as right only if it
-    differs by at most four times the noise of a batch of equal lengths. Raises UnsupportedCheckpoint if even a prompt
-    alone gives logits that are not finite, or other logits in one forward than in a prefill and decodes.
+    Parameters that fit in float32 are raised to it meanwhile. Otherwise a history counts as right only if it differs by
+    at most four times the noise of a batch of equal lengths. Raises UnsupportedCheckpoint if even a prompt alone gives
+    logits that are not finite, or other logits in one forward than in a prefill and decodes.
     """
     with torch.inference_mode():
         try:

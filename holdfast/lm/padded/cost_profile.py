@@ -1,9 +1,8 @@
 """Measures the time of forwards of padded rows, as the points of a `core.cost.PaddedCost`.
 
-Plans run through the executor that serves, so captured decodes and copies of states are measured, too. For each
-width one prompt is computed, and its state is copied to all rows of a batch. Its decode is timed, half of the rows
-leave, and so on. Then one prompt is computed for each chunk length, and the chunks that end at several contexts are
-timed.
+Plans run through the executor that serves, so captured decodes and copies of states are measured, too. For each width
+one prompt is computed, and its state is copied to all rows of a batch. Its decode is timed, half of the rows leave, and
+so on. Then one prompt is computed for each chunk length, and the chunks that end at several contexts are timed.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def measure_padded_cost(
 ) -> PaddedCost:
     """Measure decodes by rows and width, and chunks by length and context. `device` is its name in words.
 
-    Nothing may be in flight, and no row may have a state. The same holds afterwards. Raises ValueError for an engine of
+    Nothing may be in flight, and no row may have a state. Afterwards no row has one either. Raises ValueError for an engine of
     packed tokens or for sequences too short to be measured, and RuntimeError if the device runs out of memory.
     """
     return _measure(executor, shape, max_sequences, device, WIDTHS, CHUNKS)

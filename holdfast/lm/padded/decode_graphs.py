@@ -3,8 +3,8 @@
 The batch's layers settle in memory that does not move (`growing_layer.FixedLayer`). A decode of it is captured once for
 each (rows, columns): its rows are padded, and each row sees all columns under a mask. The inputs that change from step
 to step are in one small tensor: the column to write, the rows, their lengths. The layers keep their types, so every
-verb on the batch works on them. Parts that leave the memory (a batch that outgrew it, a row longer than the others)
-are copied back before the next decode.
+verb on the batch works on them. Parts that leave the memory (a batch that outgrew it, a row longer than the others) are
+copied back before the next decode.
 """
 
 from __future__ import annotations
@@ -422,8 +422,8 @@ def probe_graphs(driver: Driver, layout: StateLayout) -> tuple[MaskKind | None, 
     """The kind of mask for captured decodes of this model, found by comparing with plain decodes; or None, and the
     reason.
 
-    Rows join and leave meanwhile. In float32, if the parameters fit, the same launches without a graph must give
-    the same logits. On a GPU they are captured too, in the model's own precision.
+    Rows join and leave meanwhile. In float32, if the parameters fit, the same launches without a graph must give the
+    same logits. On a GPU they are captured too, in the model's own precision.
     """
     if reason := why_not_settled(layout, driver.run(1, 2)):
         return None, reason

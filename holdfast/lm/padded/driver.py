@@ -82,8 +82,8 @@ class Driver:
     def forward(self, inputs: Inputs, state: State | None) -> tuple[torch.Tensor, State | None]:
         """Logits [B, vocab_size] at the columns asked for, and the state afterwards, of width L + q.
 
-        `state` None starts rows at position 0. The state given is consumed. If `keyword` is None the state stays
-        None, and each call must give the rows whole. Waits for the device only if the model's own code does.
+        `state` None starts rows at position 0. The state given is consumed. If `keyword` is None the state stays None,
+        and each call must give the rows whole. Waits for the device only if the model's own code does.
         """
         with torch.inference_mode():
             rows, tokens = inputs.ids.shape
@@ -260,8 +260,8 @@ def state_names(names: Collection[str], output: Any) -> list[tuple[str, str | in
     """Arguments that may take the state in `output`, with its key there, most likely first; empty if there is none.
 
     `names` are the arguments of `forward`. An output of a newer Transformers may have the state under another name than
-    the argument of older code that gave it out, so known names are paired with each other, too. Reads no key that
-    the output lacks: Transformers answers to deprecated names, with a warning.
+    the argument of older code that gave it out, so known names are paired with each other, too. Reads no key that the
+    output lacks: Transformers answers to deprecated names, with a warning.
     """
     known = [name for name in KEYWORDS if name in names]
     if isinstance(output, tuple):

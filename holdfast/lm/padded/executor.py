@@ -107,9 +107,9 @@ class PaddedExecutor:
 
     If the model lacks an ability, a forward is run in parts, at worst one row at a time, with the same tokens.
 
-    If memory runs out in a forward, the states of that forward are dropped. `StepResult.lost` names its sequences
-    and `counts` says that they gave no token. Segments of a lost sequence in later plans compute nothing, until one
-    starts at 0.
+    If memory runs out in a forward, the states of that forward are dropped. `StepResult.lost` names its sequences and
+    `counts` says that they gave no token. Segments of a lost sequence in later plans compute nothing, until one starts
+    at 0.
     """
 
     def __init__(
@@ -569,8 +569,8 @@ class PaddedExecutor:
     ) -> tuple[Drawn, Wishes | None]:
         """Sample after the segments that ask for it. The tokens also become the last ones of their rows.
 
-        logits [n, vocab_size] has a row for each segment, or the rows `at`. The tokens are on the host once the work
-        on the current stream is done.
+        logits [n, vocab_size] has a row for each segment, or the rows `at`. The tokens are on the host once the work on
+        the current stream is done.
         """
         sampled = [index for index, segment in enumerate(segments) if segment.sampling is not None]
         if logits is None or not sampled:

@@ -123,8 +123,7 @@ class _Grows(DynamicLayer):  # type: ignore[misc]
         """Move to these buffers [rows or more, heads, positions, size], so that the columns end at `end`.
 
         The layer grows there as long as it has room. All other columns in the buffers become 0. The buffers may share
-        memory
-        with those that the layer is in.
+        memory with those that the layer is in.
         """
         rows, width = self.keys.shape[0], self.keys.shape[-2]
         for buffer, given in ((keys, self.keys), (values, self.values)):
@@ -210,8 +209,8 @@ class GrowingWindowLayer(_Grows, DynamicSlidingWindowLayer):  # type: ignore[mis
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
     """A layer of one decode over buffers that do not move: [rows, heads, columns, size] each. Models see all of them.
 
-    The keys and values go to a column that a tensor names, so the same launches serve each decode. Models are given
-    it as the last column: then causality hides nothing, and the mask alone says which columns are tokens.
+    The keys and values go to a column that a tensor names, so the same launches serve each decode. Models are given it
+    as the last column: then causality hides nothing, and the mask alone says which columns are tokens.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, column: torch.Tensor) -> None:

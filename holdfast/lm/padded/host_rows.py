@@ -166,8 +166,8 @@ class HostRows:
     """Copies states to the host and back on streams of their own; on a CPU a copy is complete at once.
 
     A store waits for the computation begun so far. A load waits for the store of its slot, and work that reads the
-    state
-    afterwards waits for the load (`LoadingState.take`). So a load that begins a plan ahead costs that plan no time.
+    state afterwards waits for the load (`LoadingState.take`). So a load that begins a plan ahead costs that plan no
+    time.
     """
 
     def __init__(

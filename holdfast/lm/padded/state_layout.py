@@ -284,8 +284,7 @@ class StateLayout:
         """The state without the positions after the first `width`.
 
         Raises ValueError if row leaves make that wrong, or if a window has moved on, so that positions that it would
-        show
-        are gone.
+        show are gone.
         """
         self._check()
         behind = self.width(state) - width

@@ -144,8 +144,8 @@ class LLM:
 
         Each example is its token ids and one weight per token: 1 for a token whose prediction is to be learned, 0 for
         others. `hyperparameters` are fields of JobStart: epochs, batch_size, learning_rate, rank, seed. `directory`
-        keeps the job: its checkpoints, in PEFT's format, are in `checkpoints` by step. A repeated call continues where an
-        earlier one was interrupted (Ctrl-C). Raises TuningError (a ValueError) with the reason.
+        keeps the job: its checkpoints, in PEFT's format, are in `checkpoints` by step. A repeated call continues where
+        an earlier one was interrupted (Ctrl-C). Raises TuningError (a ValueError) with the reason.
         """
         place = Path(directory).resolve()
         place.mkdir(parents=True, exist_ok=True)

@@ -40,8 +40,9 @@ def measure_padded_cost(
 ) -> PaddedCost:
     """Measure decodes by rows and width, and chunks by length and context. `device` is its name in words.
 
-    Nothing may be in flight, and no row may have a state. Afterwards no row has one either. Raises ValueError for an engine of
-    packed tokens or for sequences too short to be measured, and RuntimeError if the device runs out of memory.
+    Nothing may be in flight, and no row may have a state. Afterwards no row has one either. Raises ValueError for an
+    engine of packed tokens or for sequences too short to be measured, and RuntimeError if the device runs out of
+    memory.
     """
     return _measure(executor, shape, max_sequences, device, WIDTHS, CHUNKS)
 

@@ -1,9 +1,14 @@
-"""One word for one thing: the words that docs/glossary.md replaces do not come back as public names."""
+"""One word for one thing: the words that docs/glossary.md replaces do not come back as public names.
+
+Docstrings and comments name the thing that they are about.
+"""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -196,3 +201,96 @@ def test_no_public_name_uses_a_word_that_was_replaced(rule: Rule) -> None:
 @pytest.mark.parametrize("term", sorted({rule.instead for rule in RULES}))
 def test_the_glossary_has_the_word_to_use_instead(term: str) -> None:
     assert term in TERMS
+
+
+CLEAN = """
+    cli core files.own_directory files.regular lab.load_client lab.metrics lab.planning lab.reports lab.simulator
+    lab.workloads lm.memory lm.padded engine.activity engine.checkpoint engine.client engine.curve engine.hub
+    engine.link engine.messages engine.profiles engine.spawn
+"""
+"""Packages and modules whose docstrings and comments follow PROSE."""
+NOT_CLEAN = "cli.ray_serve lm.memory.adapter_pool lm.memory.lower_tiers lm.padded.embedding"
+"""Modules in them that do not yet."""
+PROSE = (
+    (
+        r"(?:^|[.:;] )(?:(?:Of|What|Those|The same|Theirs)\b|As `)|^Their ",
+        "name the thing that the sentence is about",
+    ),
+    (r"\bso many\b", "name the number"),
+    (r"\bbehind\b|\bbeside\b", "say after, below, next to or with"),
+    (r"\btells?\b|\btold\b", "say report or send"),
+    (r"\bany ?more\b|\bno more\b", "say no longer, or stop"),
+)
+"""Patterns that a docstring or comment must not match, each with the advice."""
+
+
+def prose(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, field doc and comment, as one line without names in backquotes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, without_names(node.value.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], without_names(token.string.lstrip("# "))
+
+
+def without_names(text: str) -> str:
+    """The text on one line, with each name in backquotes shortened to a backquote."""
+    return re.sub(r"`[^`]*`", "`", " ".join(text.split()))
+
+
+def faults(text: str) -> list[str]:
+    """The advice for each pattern of PROSE that the text matches."""
+    return [advice for pattern, advice in PROSE if re.search(pattern, text)]
+
+
+def is_clean(module: str) -> bool:
+    """Whether the module, dotted without the package's name, is in CLEAN."""
+    return any(within(module, room) for room in CLEAN.split()) and module not in NOT_CLEAN.split()
+
+
+def within(module: str, room: str) -> bool:
+    """Whether a module is a room, or in it."""
+    return module == room or module.startswith(f"{room}.")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Of the step.",
+        "Their tokens.",
+        "Blocks so far. The same of slots.",
+        "As `submit`, for many.",
+        "What a step costs.",
+        "A step of so many tokens.",
+        "The tiers behind the host.",
+        "Conversations that are told of.",
+        "It is not followed any more.",
+    ],
+)
+def test_a_headless_fragment_is_refused(text: str) -> None:
+    assert len(faults(without_names(text))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["Bytes of the batch.", "Largest number of tokens in `told`.", "Seconds trained, besides `busy`."]
+)
+def test_a_fragment_that_names_its_noun_is_allowed(text: str) -> None:
+    assert faults(without_names(text)) == []
+
+
+def test_docstrings_field_docs_and_comments_are_read() -> None:
+    source = '"""Module."""\nA = 1  # why\n"""Field."""\ndef f():\n    """Function."""\n'
+    assert sorted(prose(source)) == [(1, "Module."), (2, "why"), (3, "Field."), (5, "Function.")]
+
+
+def test_docstrings_and_comments_of_clean_rooms_name_their_nouns() -> None:
+    package = ROOT / "holdfast"
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {advice}: {text[:80]}"
+        for path in sorted(package.rglob("*.py"))
+        if is_clean(".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"))
+        for line, text in prose(path.read_text())
+        for advice in faults(text)
+    ]
+    assert found == []

@@ -247,8 +247,9 @@ class Conversation:
                 self.note(f"there is no {name}; /help lists what there is")
 
     async def batch(self, line: str, begin: int) -> bool:
-        """Switch to batching mode, and submit the batch that the line holds from `begin` on. Returns whether it did
-        that.
+        """Switch to batching mode, and submit the batch that the line holds from `begin` on.
+
+        Returns whether it did that.
         """
         if self.batching is None:
             self.notes.print(Text("this server takes no batches; a Holdfast server does", style="red"))
@@ -272,8 +273,9 @@ class Conversation:
         return True
 
     async def end(self, *, wait: bool) -> None:
-        """Report the batches that continue after the end. With `wait`, in batching mode, wait for them and show them
-        instead.
+        """Report the batches that continue after the end.
+
+        With `wait`, in batching mode, wait for them and show them instead.
         """
         if wait and self.batching is not None and self.batching.shown:
             await self.batching.finished()

@@ -22,9 +22,7 @@ LARGEST = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """The options of `holdfast profile`. Raises ValueError for values out of range and for a file that cannot be
-    written.
-    """
+    """The options of `holdfast profile`. Raises ValueError for values out of range and files that cannot be written."""
 
     app: str | None = option(
         None, "measure the cells of this application instead of a model: its name, or module:object"

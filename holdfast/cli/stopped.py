@@ -51,8 +51,9 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:
-    """Write the body of a server's answer to a file, completely or not at all. Raises ChatError, httpx.HTTPError,
-    OSError.
+    """Write the body of a server's answer to a file, completely or not at all.
+
+    Raises ChatError, httpx.HTTPError, OSError.
     """
     async with http.stream("GET", path) as response:
         if response.status_code != 200:

@@ -201,8 +201,7 @@ class CostModel:
         return Predictor(self)
 
     def recompute(self, chunk: int, position: int) -> float:
-        """Seconds that computing `chunk` tokens ending at `position` again adds to a full step: Cost(l) = attention +
-        c.
+        """Seconds that computing `chunk` tokens up to `position` again adds to a full step: Cost(l) = attention + c.
 
         It differs from the Cost(l) of Pensieve §4.3.1 in the constant c. Here c is the chunk's share of the linear
         layers of a full step, because recomputed tokens run in one step with others. The paper seems to profile a chunk
@@ -277,9 +276,7 @@ class Predictor:
         return fewer + share * (self._added(right, contexts) - fewer) if share else fewer
 
     def decode(self, rows: int, context: int) -> float:
-        """Seconds that the attention of one decode adds among `rows`, priced at the next larger measured number of
-        rows.
-        """
+        """Seconds that one decode's attention adds among `rows`, priced at the next larger measured number of rows."""
         return self._added(min(bisect_left(self._rows, rows), len(self._rows) - 1), [context])
 
     def _added(self, index: int, contexts: list[int]) -> float:

@@ -95,9 +95,7 @@ class Checkpoint:
 
 
 def settled(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
-    """The configuration, with the checkpoint's directory in place of a hub id, so that other processes need not look it
-    up.
-    """
+    """The configuration, with the checkpoint's directory in place of a hub id: other processes need not look it up."""
     if config.model == BUILTIN_MODEL or Path(config.model).expanduser().exists():
         return config
     names = config.served_model_name or (checkpoint.name,)

@@ -194,9 +194,7 @@ class Parent:
         return bool(self._poller.poll(int(seconds * 1000)))
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait at most `seconds` for a message, or for a call of `wake` in another thread, even one since the last
-        wait.
-        """
+        """Wait at most `seconds` for a message, or a call of `wake` in another thread, even one since the last wait."""
         self._poller.poll(None if seconds is None else int(1000 * seconds))
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 1 << 16)
@@ -250,8 +248,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def await_link() -> Link:
-    """The address and keys of the parent's socket, from the first line of standard input. Ends this process without
-    one.
+    """The address and keys of the parent's socket, from the first line of standard input.
+
+    Ends this process without one.
     """
     line = b""
     while not line.endswith(b"\n"):

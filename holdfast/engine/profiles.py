@@ -70,8 +70,9 @@ class CostProfile:
 
     @property
     def threads(self) -> int | None:
-        """Number of threads of the CPU it was measured on, from its name (`lm.devices.describe_device`). None: not a
-        CPU.
+        """Number of threads of the CPU it was measured on, from its name (`lm.devices.describe_device`).
+
+        None: not a CPU.
         """
         named = re.fullmatch(r"CPU \(.*, (\d+) threads?\)", self.cost.device)
         return int(named[1]) if named else None
@@ -101,8 +102,7 @@ class CostProfile:
         return "paged" if self.rows is None else "padded"
 
     def require(self, config: EngineConfig) -> None:
-        """Raises ValueError, with both values, if the engine's executor, weights, cache or layout differ from the
-        profile's.
+        """Raises ValueError, with both values, if the engine's executor, weights, cache or layout differ from these.
 
         An engine of one device has no layout, so it may take that of the profile.
         """

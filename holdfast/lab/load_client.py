@@ -35,9 +35,7 @@ class LoadClient:
         self._began = 0.0
 
     async def run(self, workload: Workload, concurrency: int | None = None) -> list[Record]:
-        """Send at the arrival times, or keep `concurrency` conversations open (closed loop). Failures are in the
-        records.
-        """
+        """Send at the arrival times, or keep `concurrency` conversations open. Failures are in the records."""
         gc.collect()
         gc.freeze()  # a full collection would delay the times of all streams
         self._began = time.monotonic()

@@ -72,12 +72,13 @@ def sustained(figures: Mapping[str, float], tbt_ms: float, ttft_ms: float | None
 
 
 def load_figures(records: Sequence[Record], workload: Workload, slo: Slo | None = None) -> dict[str, Any]:
-    """`metrics.summary` of a run, with figures that separate a lasting load from a burst. Raises ValueError as that
-    does.
+    """`metrics.summary` of a run, with figures that separate a lasting load from a burst.
 
     - `arrival_window`: seconds from the first conversation's arrival to the last one's.
     - `queue_growth`: growth of the queue in that window (`metrics.queue_growth`).
     - `mean_lifetime`: seconds from a conversation's arrival to its last token, including the times between its turns.
+
+    Raises ValueError if no request succeeded.
     """
     arrivals = [conversation.arrival for conversation in workload]
     window = max(arrivals) - min(arrivals)

@@ -65,8 +65,9 @@ async def move(source, target, prompt, address=None):
 
 @asynccontextmanager
 async def between(address, change=lambda data, at: data):
-    """A proxy in front of an engine. Yields its address. `change` receives the engine's data, and its offset in all of
-    it.
+    """A proxy in front of an engine.
+
+    Yields its address. `change` receives the engine's data, and its offset in all of it.
 
     It may be a coroutine function. If it gives None, both connections end.
     """

@@ -219,9 +219,7 @@ class Text:
         return template.render(escaped, add_generation_prompt=add_generation_prompt, tools=tools, options=options)
 
     def escape(self, text: str) -> str:
-        """A message's text as `render_chat` gives it to the template: text that spells a special token has a BREAK in
-        it.
-        """
+        """A message's text as `render_chat` gives it to the template, with a BREAK in each spelled special token."""
         return self._spelled.escape(text)
 
     def encode_chat(
@@ -435,9 +433,7 @@ def _borders(pattern: str) -> list[int]:
 
 
 def _check_ids(path: Path, tokenizer: Tokenizer, vocab_size: object) -> None:
-    """Raise ValueError for a token id so far beyond the model's vocabulary that a table of ids would take too much
-    memory.
-    """
+    """Raise ValueError for a token id so far beyond the vocabulary that a table of ids would take too much memory."""
     limit = vocab_size if isinstance(vocab_size, int) and 0 < vocab_size < ID_LIMIT else ID_LIMIT
     last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if last >= limit + SPARE_IDS:

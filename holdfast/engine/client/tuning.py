@@ -105,8 +105,9 @@ class TuningRun:
         await self._client.change(self.id, "cancel")
 
     async def leave(self) -> None:
-        """Store the job on the disk and close it, so that it can be started again. JobEnded "left" follows, or its real
-        end.
+        """Store the job on the disk and close it, so that it can be started again.
+
+        JobEnded "left" follows, or its real end.
         """
         await self._client.change(self.id, "leave")
 
@@ -167,8 +168,9 @@ class TuningClient:
         return await asyncio.shield(asyncio.ensure_future(self._start(job)))
 
     async def change(self, job: str, action: JobAction) -> None:
-        """Pause, resume, cancel or leave an open job. Returns when the engine has received it; events report the
-        effect.
+        """Pause, resume, cancel or leave an open job.
+
+        Returns when the engine has received it; events report the effect.
 
         Pausing a paused job, and so on, is no error. Raises TuningError, with `missing` for a job that is not open (it
         may have ended just now), and EngineDead.

@@ -447,8 +447,9 @@ class Cluster:
     def _transfer(
         self, source: Replica, target: Replica, chain: Sequence[bytes], arrive: Callable[[int], None]
     ) -> None:
-        """Copy the blocks of a chain that the source has and the target lacks. `arrive` receives the number that have
-        come.
+        """Copy the blocks of a chain that the source has and the target lacks.
+
+        `arrive` receives the number that have come.
 
         As with engines, the source holds the blocks until they have arrived, and gaps between them do not matter.
         """

@@ -218,8 +218,7 @@ def derive(
 
 
 def cache_tokens(shape: ModelShape, device: Device, *, devices: int, memory_fraction: float = 0.9) -> int:
-    """Number of positions in a KV cache that fits into the devices' memory next to the weights and a step's
-    activations.
+    """Number of positions in a KV cache that fits into the devices' memory with weights and a step's activations.
 
     Raises ValueError if none fits.
     """

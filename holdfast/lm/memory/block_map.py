@@ -195,8 +195,9 @@ class BlockMap:
         self._found.clear()
 
     def _seed_from_disk(self, most: int) -> int:
-        """`_seed` for about `most` blocks of the disk, which are grouped by the time of their last use. Returns how
-        many it read.
+        """`_seed` for about `most` blocks of the disk, which are grouped by the time of their last use.
+
+        Returns how many it read.
         """
         assert self._disk is not None
         looked = 0

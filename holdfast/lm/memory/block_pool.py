@@ -289,9 +289,7 @@ class BlockPool:
         return fresh + self.pinned_by(kept) <= self.available - reserved and self.fits(fresh, kept)
 
     def needed(self, found: Found, length: int) -> int:
-        """Number of available blocks that starting a sequence of `length` positions takes: new ones, and cached ones it
-        pins.
-        """
+        """Available blocks that starting a sequence of `length` positions takes: new ones, and cached ones it pins."""
         kept = found.shared
         return self.blocks_for(length) - len(kept) + self.pinned_by(kept)
 
@@ -416,8 +414,7 @@ class BlockPool:
         return block
 
     def cache_on_host(self, blocks: Iterable[tuple[int, bytes, int]], now: float) -> int:
-        """Cache reserved host blocks whose state from elsewhere is complete, each with its digest and place in its
-        sequence.
+        """Cache reserved host blocks whose state is complete, each with its digest and place in its sequence.
 
         Returns the number of digests that the host did not have yet. The blocks of the others are freed.
         """

@@ -44,8 +44,9 @@ class CopyLedger:
             self._swap_outs.append((step, copies))
 
     def add_idle(self, blocks: list[int], use: Use) -> list[int]:
-        """Record that these blocks lost their owner and were last used together. Returns those that are not being
-        swapped out.
+        """Record that these blocks lost their owner and were last used together.
+
+        Returns those that are not being swapped out.
         """
         others = [block for block in blocks if block not in self.swapping_out]
         self._last_use.update((block, use) for block in blocks if block in self.swapping_out)
@@ -73,8 +74,6 @@ class CopyLedger:
         return max((under_way.get(block, -1) for block in blocks), default=-1) if under_way else -1
 
     def finish_swap_in(self, step: int) -> None:
-        """Finish the copies from the host that plan `step` and earlier plans began: they are complete, or will be
-        awaited.
-        """
+        """Finish the copies from the host of plan `step` and earlier plans: they are complete, or will be awaited."""
         if self.swapping_in:
             self.swapping_in = {block: number for block, number in self.swapping_in.items() if number > step}

@@ -107,8 +107,9 @@ class HostPool:
         return self._free.pop(), self._index.remove(evicted)
 
     def reserve_all(self, count: int, value: float, victims: Victims) -> tuple[list[int], list[bytes]]:
-        """`reserve` for up to `count` blocks of this value. Returns the blocks that there was room for, and the digests
-        evicted.
+        """`reserve` for up to `count` blocks of this value.
+
+        Returns the blocks that there was room for, and the digests evicted.
         """
         blocks, lost = list[int](), list[bytes]()
         while len(blocks) < count:
@@ -198,8 +199,9 @@ class HostPool:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """End one hold of each block. After its last hold a block is a duplicate or retained, as if it had never been
-        held.
+        """End one hold of each block.
+
+        After its last hold a block is a duplicate or retained, as if it had never been held.
 
         Raises RuntimeError for a block that is not held.
         """

@@ -157,9 +157,7 @@ class KeptRows:
         return [(self._ends, row.prefixes[-1]), *((self._passing, digest) for digest in passing)]
 
     def _standing_in(self, prefix: bytes, tail: array[int]) -> int:
-        """A slot whose state serves every prompt that a state with this last prefix and tail would; -1 if there is
-        none.
-        """
+        """A slot whose state serves every prompt that one with this last prefix and tail would; -1 if there is none."""
         for slot in self._ends.get(prefix, ()):
             theirs = self._rows[slot].tail
             if theirs == tail or (self._croppable and not tail):

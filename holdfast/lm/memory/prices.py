@@ -45,8 +45,9 @@ class Prices:
     """Compares copying blocks back with computing them again (thesis §4.1.3)."""
 
     def __init__(self, recompute: Callable[[int], float] | None, *, block_size: int, block_bytes: int) -> None:
-        """`recompute(position)` is the seconds to compute again the block that ends there. None: copying is always
-        cheaper.
+        """`recompute(position)` is the seconds to compute again the block that ends there.
+
+        None: copying is always cheaper.
 
         Blocks have `block_size` tokens and `block_bytes` bytes.
         """
@@ -62,8 +63,7 @@ class Prices:
         return None if self._recompute is None else sum(map(self._cost, indices))
 
     def worth(self, indices: Sequence[int], link: Link, ahead: int = 0) -> list[int]:
-        """The last of these blocks that `link` copies back in less time than computing them takes; `ahead` bytes go
-        first.
+        """The last of these blocks that `link` copies back sooner than they are computed; `ahead` bytes go first.
 
         The cost of computing a block grows with its place, and the cost of copying it does not. So the last blocks are
         worth copying, or none if the latency and the bytes ahead outweigh all savings.

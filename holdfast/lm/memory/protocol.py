@@ -136,8 +136,7 @@ class SequenceMemory(Protocol[FoundT]):
         ...
 
     def holds(self, count: int, blocks: int, longest: int) -> bool:
-        """Whether `count` sequences of at most `longest` positions fit; `blocks` is the sum over sequences that are
-        alone.
+        """Whether `count` sequences of at most `longest` positions fit; `blocks` is what they take if each is alone.
 
         For policies that reserve a request's longest length.
         """

@@ -295,8 +295,9 @@ class RowPool:
         keeps: bool = True,
         low_water: float = 0.25,
     ) -> None:
-        """`threshold` is the share of the memory above which rows leave. While less than the share `low_water` is free,
-        states of ended sequences are copied to the host.
+        """`threshold` is the share of the memory above which rows leave.
+
+        While less than the share `low_water` is free, states of ended sequences are copied to the host.
 
         `rule` ranks the states of ended sequences; `keeps` False keeps none of them.
         """
@@ -392,7 +393,7 @@ class RowPool:
         """Bytes that rows may grow to."""
         return int(self.memory * self._threshold)
 
-    # What the scheduler asks, in positions.
+    # Sizes in positions, for the scheduler.
 
     @property
     def available(self) -> int:
@@ -463,9 +464,7 @@ class RowPool:
         return wider // self.shape.bytes.position
 
     def freed_by(self, victim: SequenceState[Any], after: Collection[SequenceState[Any]]) -> int:
-        """Number of positions that preempting `victim` makes available: its row, and the narrowing if it was the
-        longest.
-        """
+        """Number of positions that preempting `victim` makes available: its row, and padding if it was the longest."""
         rest = [state.capacity for state in self.members if state not in after]
         without = [state.capacity for state in self.members if state not in after and state is not victim]
         ended = tuple(self.ended.values())
@@ -489,8 +488,9 @@ class RowPool:
         return self._grown_bytes(longest) + self.outside <= self._most
 
     def note_decode(self, *, newcomers: bool = False) -> None:
-        """Record that a forward of the batch is planned. It settles the batch if that fits and no `newcomers` are on
-        their way.
+        """Record that a forward of the batch is planned.
+
+        It settles the batch if that fits and no `newcomers` are on their way.
         """
         lengths = [*(state.capacity for state in self.members if state.place == "batch"), *self.ended.values()]
         self._settled = not newcomers and self.shape.settles(len(lengths), max(lengths, default=0))
@@ -613,8 +613,9 @@ class RowPool:
     # Rows that stay although their sequences have ended.
 
     def extend_ended(self, most: int) -> tuple[list[int], list[int]]:
-        """Count one more position for each ended row. Rows of `most` positions leave. Returns the rows that stay and
-        that left.
+        """Count one more position for each ended row.
+
+        Rows of `most` positions leave. Returns the rows that stay and that left.
         """
         gone = [row for row, length in self.ended.items() if length >= most]
         self.drop_ended(gone)

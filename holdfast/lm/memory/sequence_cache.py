@@ -191,8 +191,9 @@ class SequenceCache:
         self.capacity += self._pool.block_size
 
     def move(self, places: Mapping[int, int]) -> None:
-        """Replace blocks of the table whose contents moved. `places` maps each old block to its new one
-        (`BlockPool.lend`).
+        """Replace blocks of the table whose contents moved.
+
+        `places` maps each old block to its new one (`BlockPool.lend`).
         """
         self.blocks[:] = [places.get(block, block) for block in self.blocks]
 

@@ -111,8 +111,9 @@ class _Histories:
         """By prompt, the logits [DECODES, V] after it and after each decoded token but the last."""
 
     def alone(self) -> float:
-        """Each prompt alone, with its decoded tokens, against one forward over all. The other histories compare with
-        these.
+        """Each prompt alone, with its decoded tokens, against one forward over all.
+
+        The other histories compare with these.
         """
         worst = 0.0
         for row, length in enumerate(self.lengths):

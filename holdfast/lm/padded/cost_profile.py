@@ -131,9 +131,7 @@ class _Steps:
         self._number = self._prompts = 0
 
     def decodes(self, width: int, counts: Sequence[int]) -> dict[int, float]:
-        """Seconds of a decode by number of rows, for each of `counts` that fits. The first decode has rows `width`
-        long.
-        """
+        """Seconds of a decode by number of rows, for each of `counts` that fits. The first has rows `width` long."""
         room = self._rows.memory // (2 * self._rows.bytes.of(width + self._rows.quantum))
         rows = max((count for count in counts if count < room), default=1)
         length = width - 1

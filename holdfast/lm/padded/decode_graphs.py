@@ -211,8 +211,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Capture one shape that has run without a graph so far. Returns whether there was one. No step may be in
-        flight.
+        """Capture one shape that has run without a graph so far.
+
+        Returns whether there was one. No step may be in flight.
         """
         for shape, decode in self._decodes.items():
             if self._wants_capture(shape, decode):
@@ -240,9 +241,7 @@ class DecodeGraphs:
         return logits[: len(rows.rows)]
 
     def _choose(self, rows: RunningRows) -> tuple[Shape | None, int | None]:
-        """The shape to decode in, None if none fits; and the column to write, None if the batch must be copied there
-        first.
-        """
+        """The shape to decode in, None if none fits, and the column to write, None if the batch is not there yet."""
         least, width = padded_rows(len(rows.rows)), rows.width
         if not self._memory:
             return Shape(least, min(QUANTUM, self._most_columns)), 0
@@ -419,8 +418,7 @@ def why_not_settled(layout: StateLayout, state: State) -> str:
 
 
 def probe_graphs(driver: Driver, layout: StateLayout) -> tuple[MaskKind | None, str]:
-    """The kind of mask for captured decodes of this model, found by comparing with plain decodes; or None, and the
-    reason.
+    """The kind of mask for captured decodes of this model, found by comparing with plain ones; or None, and why.
 
     Rows join and leave meanwhile. In float32, if the parameters fit, the same launches without a graph must give the
     same logits. On a GPU they are captured too, in the model's own precision.

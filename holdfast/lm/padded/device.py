@@ -142,9 +142,7 @@ class PaddedDevice(LanguageDevice):
 
     @cached_property
     def row_bytes(self) -> RowBytes:
-        """Bytes of the state of one row. If the model gives no state out, the bytes of its tokens, which are kept
-        instead.
-        """
+        """Bytes of the state of one row, or of its tokens, which are kept instead if the model gives no state out."""
         if self.abilities.keeps_state:
             return self.layout.row_bytes()
         return RowBytes(growing=((torch.int64.itemsize, None),))
@@ -292,9 +290,7 @@ class PaddedDevice(LanguageDevice):
         return self._forward_bytes(rows, 1, width)
 
     def _decode_shares(self) -> tuple[int, float]:
-        """Temporary bytes of a decode of `max_sequences` rows at any width, and the share of its states' bytes added to
-        that.
-        """
+        """Temporary bytes of a decode of `max_sequences` rows at any width, and those per byte of the rows' states."""
         most = self.config.max_sequences
         rows = min(MEASURED_ROWS, most) if self.abilities.batched_decode else 1
         width = max(1, min(MEASURED_WIDTH, self.model.max_model_len // 2 - 1))

@@ -204,8 +204,9 @@ class Driver:
             self._keeps = kind
 
     def _find_keyword_and_mask_style(self, states: list[tuple[str, str | int]], most: float) -> None:
-        """Decode two prompts in turns with each state in each mask style. If none gives right logits, compute rows
-        whole.
+        """Decode two prompts in turns with each state in each mask style.
+
+        If none gives right logits, compute rows whole.
         """
         if not states:
             return

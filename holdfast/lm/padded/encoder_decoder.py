@@ -141,8 +141,9 @@ class EncoderDecoderDriver(Driver):
     """Calls an encoder-decoder of text. A forward from position 0 runs the encoder, and the decoder's first tokens."""
 
     def __init__(self, model: UnmodifiedModel, *, growing: bool = True) -> None:
-        """Find out how to call the model, like `Driver`. Raises UnsupportedCheckpoint for a model that takes more than
-        text.
+        """Find out how to call the model, like `Driver`.
+
+        Raises UnsupportedCheckpoint for a model that takes more than text.
         """
         module, name = model.module, model.architecture
         self.model, self.growing = model, growing
@@ -284,8 +285,9 @@ class EncoderDecoderDriver(Driver):
 
     @torch.inference_mode()
     def _find_cache(self) -> tuple[str, str | int]:
-        """The argument that takes the cache, and its key in the output. Raises UnsupportedCheckpoint if there is no
-        cache.
+        """The argument that takes the cache, and its key in the output.
+
+        Raises UnsupportedCheckpoint if there is no cache.
         """
         module = self.model.module
         output: Any = module(

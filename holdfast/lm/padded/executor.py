@@ -478,8 +478,9 @@ class PaddedExecutor:
     def _join_in_parts(
         self, segments: Sequence[Segment], running: Sequence[Segment], joining: Sequence[Segment]
     ) -> tuple[Drawn, Wishes | None]:
-        """Decode the running rows, compute the prompts outside the batch, and embed them. Replaces shaping if a model
-        lacks it.
+        """Decode the running rows, compute the prompts outside the batch, and embed them.
+
+        Replaces shaping if a model lacks it.
         """
         by_row: dict[int, torch.Tensor] = {}
         if self.rows.rows:
@@ -552,8 +553,9 @@ class PaddedExecutor:
         return logits
 
     def _ids(self, segment: Segment) -> torch.Tensor:
-        """The tokens of a segment [1, q] on the device. A first token that is PENDING is the one that its row sampled
-        last.
+        """The tokens of a segment [1, q] on the device.
+
+        A first token that is PENDING is the one that its row sampled last.
         """
         if segment.tokens[0] != PENDING:
             return upload(segment.tokens, self._device)[None]

@@ -29,9 +29,7 @@ class _Buffers:
     __slots__ = ("begin", "end", "keys", "seen", "values")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: int, positions: int, front: int = 0) -> None:
-        """Buffers of `rows` rows and `positions` positions: `front` columns that are not written, then these keys and
-        values.
-        """
+        """Buffers of `rows` rows and `positions` positions: `front` unwritten columns, then these keys and values."""
         wide = rounded(positions)
         self.keys, self.values = (x.new_empty(rows, *x.shape[1:-2], wide, x.shape[-1]) for x in (keys, values))
         self.begin, self.end = 0, front + keys.shape[-2]
@@ -237,8 +235,9 @@ def growing(state: Any) -> list[_Grows]:
 
 
 def let_grow(state: Any) -> Any:
-    """Replace the layers of exactly Transformers' dynamic classes in a state by ones that grow in place. Returns the
-    state.
+    """Replace the layers of exactly Transformers' dynamic classes in a state by ones that grow in place.
+
+    Returns the state.
     """
     for cache in (state, getattr(state, "self_attention_cache", None)):
         layers = getattr(cache, "layers", None)

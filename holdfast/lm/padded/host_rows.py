@@ -203,8 +203,9 @@ class HostRows:
         return self._slots[slot].length
 
     def store(self, slot: int, state: State, length: int, step: int) -> None:
-        """Begin to copy a state of one row to the slot, in plan `step`. Consumes the state and replaces the slot's old
-        one.
+        """Begin to copy a state of one row to the slot, in plan `step`.
+
+        Consumes the state and replaces the slot's old one.
 
         Raises MemoryError beyond the capacity, which the scheduler counts too.
         """

@@ -134,8 +134,9 @@ class RunningRows:
         return inputs
 
     def shaped_inputs(self, newcomers: Newcomers) -> Inputs:
-        """Inputs of one token for each place, together with whole prompts of `newcomers` (row, tokens) (BA-A). Releases
-        first.
+        """Inputs of one token for each place, together with whole prompts of `newcomers` (row, tokens) (BA-A).
+
+        Releases first.
 
         In an empty batch this is a left-padded prefill. `columns` is 0 for running rows and the last for newcomers.
         `advance` must follow: the state has the newcomers' rows from now on.

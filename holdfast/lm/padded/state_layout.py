@@ -179,9 +179,7 @@ class StateLayout:
         )
 
     def width(self, state: State) -> int:
-        """Number of positions of the state, from its counter or its widest time leaf, without slack; 0 if it has
-        neither.
-        """
+        """Number of positions of the state, by its counter or widest time leaf, without slack; 0 if it has neither."""
         for leaf in self._counters:
             if isinstance(count := _part(state, leaf.path), int):
                 return count
@@ -370,8 +368,7 @@ class StateLayout:
     def _frame(
         self, state: State, width: int, *, rows: int | None = None, behind: int = 0, count: bool = False
     ) -> State:
-        """Give every time leaf the width and the rows: add placeholders in front, or remove columns in front and at the
-        end.
+        """Give every time leaf the width and the rows, with placeholders in front or fewer columns at either end.
 
         `behind` is the number of columns to remove at the end.
         """

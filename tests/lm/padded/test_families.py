@@ -1,5 +1,6 @@
-"""docs/families.md lists the abilities of models, and how they were compared. `make families` measures that and writes
-it.
+"""docs/families.md lists the abilities of models, and how they were compared.
+
+`make families` measures that and writes it.
 """
 
 from __future__ import annotations

@@ -87,12 +87,12 @@ class HostPool:
         return self._retained.victims(now)
 
     def reserve(self, value: float, victims: Victims) -> tuple[int | None, list[bytes]]:
-        """Reserve a block for state of this value. Returns the block, and the digests of what was evicted for it.
+        """Reserve a block for state of this value. Returns the block, and the digests evicted for it.
 
-        Returns no block if everything here is worth at least as much. Duplicates are evicted before anything else.
-        A block that the current plan copies to the device may be reserved at once: a step reads the host before it
-        writes there. Whoever else fills the block must first see a result whose `swapped_in` is at least the number of
-        the last plan that was made before the call.
+        Returns no block if everything here is worth at least as much. Duplicates are evicted before anything else. A
+        block that the current plan copies to the device may be reserved at once: a step reads the host before it writes
+        there. Any other writer must first see a result whose `swapped_in` is at least the number of the last plan that
+        was made before the call.
         """
         evicted: list[int] = []
         if not self._free:

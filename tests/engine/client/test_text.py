@@ -39,7 +39,7 @@ GREETING = [{"role": "system", "content": "Be kind."}, {"role": "user", "content
 
 
 def in_chunks(tokens, random_source):
-    """The same tokens in pushes of random sizes, including empty ones."""
+    """These tokens in pushes of random sizes, including empty ones."""
     at = 0
     while at < len(tokens):
         size = random_source.randrange(0, 6)

@@ -13,6 +13,7 @@ T = TypeVar("T")
 DEFAULT_LENGTH = 128
 """Most tokens of an answer if no length is given."""
 MOST_PROMPTS = 50_000
+"""Largest number of items in a typed list, the API's limit for the lines of a batch."""
 NUMBER = re.compile(r"(-?[0-9]+)([.eE\w]?)")
 SHAPE = '["Prompt 1", "Prompt 2"] [32, 64]'
 

@@ -61,6 +61,7 @@ NAMED = ("/save", "/load", "/branch")
 LAST = "last"
 """The name under which every turn is saved automatically."""
 MAX_NAME = 64
+"""Largest number of characters in the name of a saved conversation."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which a terminal might obey. They are removed from a model's text."""
 

@@ -19,6 +19,7 @@ from holdfast.files.regular import open_file, read_bytes
 
 MARK = "mark.json"
 PIECE = 1 << 20
+"""Bytes that are copied at a time, so that a large file takes little memory."""
 
 
 class Stopped(Protocol):

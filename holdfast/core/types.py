@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 MAX_SEED = 2**63 - 1
+"""Largest seed: a signed 64-bit number."""
 MAX_LOGPROBS = 20
 """Largest number of alternatives whose log probabilities are reported with a token's own."""
 MAX_BIASES = 1024

@@ -23,6 +23,7 @@ TOKENIZER_LIMIT = 256 << 20
 TEMPLATE_LIMIT = 1 << 20
 """Most bytes of a chat template."""
 CONVERSION_SECONDS = 300
+"""Most seconds that converting a tokenizer may take."""
 
 _CONVERT = """\
 import sys

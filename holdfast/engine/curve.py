@@ -16,6 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from holdfast.engine.spawn import Link, Remote
 
 HEARTBEAT_MS = 1000
+"""Milliseconds between two heartbeats."""
 SILENCE_MS = 5000
 """Milliseconds of silence after which a peer is lost: it has not even answered a heartbeat. libzmq's own threads send
 and answer heartbeats, so a busy process is not silent.

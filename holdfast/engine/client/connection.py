@@ -16,6 +16,7 @@ from holdfast.engine.link import Child
 from holdfast.engine.spawn import Process
 
 HEALTH_SECONDS = 10.0
+"""Seconds that a question about health waits for its answer by default."""
 TICK_SECONDS = 1.5
 """Seconds between two questions for the clock of an engine on another host. A lost connection is noticed by then."""
 CLOCKS = 40

@@ -33,7 +33,9 @@ TOKENS = (1, *range(16, 65, 16), *(at for tile in range(64, 256, 64) for at in (
           *(at for tile in range(256, 4096, 128) for at in (tile + 1, tile + 128)), 8192, 16384, 32768)  # fmt: skip
 """Token counts at which the linear layers' time is given: both ends of each tile, because it jumps there."""
 QUERIES = (1, 2, *(size for power in range(2, 15) for size in (1 << power, 3 << power - 1)), 32768)
+"""Chunk lengths at which the time of attention is given: powers of two, and the numbers midway between them."""
 CONTEXTS = tuple(at for at in QUERIES if at >= 16)
+"""End positions at which the time of attention is given."""
 QUERY_TILE = 64
 """Number of query rows that an attention kernel computes at once. Fewer rows take as long."""
 

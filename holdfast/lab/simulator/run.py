@@ -37,6 +37,7 @@ from holdfast.lm.types import (
 from holdfast.loop.loop import Loop
 
 VOCAB_SIZE = 32_000
+"""Vocabulary of the simulated prompts. No model reads them, so any size gives the same times."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class StepRecorder:
         if not self._plans or self._plans[0][0].step != result.step:
             return []
         plan, submitted = self._plans.popleft()
-        # Use the device's own measure where it fits between the neighbours: steps run one after another.
+        # Use the device's own measure if it fits between the neighbours: steps run one after another.
         training = result.part(TrainingReport).seconds
         began = max(submitted, self._free_at, now - result.seconds - training)
         self._free_at = now
@@ -240,14 +240,14 @@ class Scene:
             self.meet(name)
 
     def meet(self, request: str) -> None:
-        """A step computes part of this request's prompt."""
+        """Follow the blocks of a request, because a step computes part of its prompt."""
         entries = self._scheduler.entries
         for map_ in self._maps:
             if request in entries and isinstance(cache := entries[request].cache, SequenceCache):
                 map_.meet(request, cache)
 
     def meet_all(self, plan: StepPlan) -> None:
-        """A plan is made: meet all requests that it does more of than decode."""
+        """Follow the blocks of all requests for which a new plan does more than decode."""
         if not self._maps:
             return
         columns = plan.columns
@@ -259,7 +259,7 @@ class Scene:
                     self.meet(ids[at])
 
     def queues(self) -> QueueReport:
-        """Who waits and why, and who runs."""
+        """The requests that wait, with the reason, and those that run."""
         return report_queues(self._scheduler.queues, MOST_REQUESTS)
 
     def stats(self) -> SchedulerStats:
@@ -267,12 +267,12 @@ class Scene:
         return self._scheduler.stats()
 
     def blocks(self, now: float, most: int) -> list[ConversationBlocks]:
-        """The conversations whose blocks have changed, as far as about `most` blocks show it; 0: all blocks."""
+        """The conversations whose blocks have changed, from reading about `most` blocks; 0 reads all blocks."""
         found, entries = list[ConversationBlocks](), self._scheduler.entries
         for map_ in self._maps:
             found += map_.advance(entries, now, most) if most else map_.everything(entries, now)
         return found
 
     def costs(self) -> list[tuple[int, float]]:
-        """The cost of computing a chunk again, by block of its conversation, at some of them."""
+        """The cost of computing a chunk again, by block of its conversation, for a sample of places."""
         return [cost for map_ in self._maps for cost in map_.costs()]

@@ -93,7 +93,7 @@ class EngineProcess:
         return self._process.pid
 
     def connect(self, link: Link) -> None:
-        """Tell the process where its client's socket is. Lost if the process has ended."""
+        """Send the process the address of its client's socket. Lost if the process has ended."""
         with contextlib.suppress(OSError):
             self._input.write(f"{' '.join(link)}\n".encode())
             self._input.flush()

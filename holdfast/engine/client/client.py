@@ -52,7 +52,7 @@ class Usage:
     completion_tokens: int
     """All generated tokens, including the one that ended the sequence."""
     cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     """`cached_tokens` by lower tier: tokens from the host, from the disk and from the remote tier."""
 

@@ -175,7 +175,7 @@ class Text:
         return [self._tokenizer.id_to_token(id) or "" for id in ids]
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; of a special token, its name. Empty for an id that is not known."""
+        """The bytes that a token adds to a text; the name of a special token. Empty for an unknown id."""
         piece: str = self._tokenizer.id_to_token(token) or ""
         if token not in self._added:
             if self._byte_level and all(character in BYTES for character in piece):
@@ -239,7 +239,7 @@ class Text:
         return self.encode(rendered, add_special_tokens=False, most=most)
 
     def close(self) -> None:
-        """End the template's process, even while it renders: nobody need wait for a template."""
+        """End the template's process, even while it renders. Callers that wait for it are refused."""
         for template in self._templates.values():
             template.close()
 

@@ -159,9 +159,11 @@ class SimulatedExecutor:
         self._pace = pace
         self._reserves = step_times.reserves()
         self._free_at = [0.0] * len(self._reserves)
-        """By stage: when it has finished all submitted steps."""
+        """Time at which each stage has finished all submitted steps."""
         self._in_flight: deque[tuple[StepPlan, tuple[float, ...], float, float, tuple[PartResult, ...]]] = deque()
-        """Plans, each with the seconds of each stage, of what they sent and of its end, and what its slice gave."""
+        """Plans in flight, each with the seconds of its stages, the seconds of its sends, its end, and its slice's
+        result.
+        """
         self._in_free = self._out_free = 0.0
         """Time at which each direction of the copy link becomes free."""
         self._swapping_out: deque[Copying] = deque()

@@ -163,7 +163,7 @@ class PaddedStepTimes(StepTimes):
         self._known: dict[tuple[int, int, int, bool], float] = {}
 
     def stages(self, plan: StepPlan) -> list[float]:
-        """Seconds of the plan, as those of the only stage. Raises ValueError for a plan of packed tokens."""
+        """Seconds of the plan, as a list for its single stage. Raises ValueError for a plan of packed tokens."""
         forwards = plan.part(RowPlan).forwards
         if plan.segments and not forwards:
             raise ValueError(f"plan {plan.step} has no forwards; padded rows need them")

@@ -19,7 +19,7 @@ class SimulatedDisk:
     """A disk that does one job at a time, reads before writes, and loses nothing."""
 
     def __init__(self, part: TierPart, clock: VirtualClock, block_bytes: int, rate: float = DISK_RATE) -> None:
-        """`rate` in bytes per second. Raises ValueError unless it is above 0."""
+        """`rate` is in bytes per second. Raises ValueError unless it is above 0."""
         if not rate > 0:
             raise ValueError(f"the disk's rate is {rate} bytes a second; it must be above 0")
         self._part, self._clock = part, clock

@@ -133,7 +133,7 @@ class SimulatedTrainer:
         self.slices = 0
 
     def time(self, slice_: TrainingSlice) -> TrainingReport:
-        """What a slice takes. Slices come in order."""
+        """The result of a slice, with the seconds that it takes. Slices come in order."""
         job = self._jobs[slice_.job]
         (batch,) = job.micro_batches(slice_.step)
         seconds, tokens, loss = 0.0, 0, None

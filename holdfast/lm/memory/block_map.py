@@ -88,7 +88,7 @@ class BlockMap:
     """
 
     def __init__(self, pool: BlockPool, lower: TiersBelow | None = None) -> None:
-        """`lower` are the tiers behind the host tier of `pool`."""
+        """`lower` holds the tiers below the host tier of `pool`."""
         self._pool = pool
         self._lower = lower
         self._disk = lower.disk if lower is not None else None

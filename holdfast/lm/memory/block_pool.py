@@ -100,15 +100,15 @@ class BlockPool:
         """Number of uses of blocks so far. It orders uses of equal time."""
         self._low_water = max(1, int(num_blocks * low_water))
         self._demand = 0
-        """The most blocks that `fits` was asked for in vain since the last `swap_out`."""
+        """Most blocks that a failed call of `fits` asked for since the last `swap_out`."""
         self.lent = 0
         """Blocks that are lent to a part, the highest ones."""
         self.kept_below: Callable[[bytes], bool] | None = None
-        """Whether a tier behind the host has the block of this digest. None: there is no such tier."""
+        """Whether a tier below the host has the block of this digest. None: there is no lower tier."""
         self.prices = prices
-        """What says whether a block of the host is worth its copy. None: each is."""
+        """Decides whether a block of the host is worth its copy. None: every block is."""
         self.host_link = Link(latency=0.0, rate=FASTEST)
-        """Copies from the host to the device, as measured."""
+        """Latency and rate of copies from the host to the device, as measured."""
         self._flushing = False
         """Whether the next plan copies idle blocks to the host however many are free: nobody needs the device."""
 
@@ -127,7 +127,7 @@ class BlockPool:
 
     @property
     def allocatable(self) -> int:
-        """Blocks that can be allocated now."""
+        """Number of blocks that can be allocated now."""
         ready = len(self._free) + len(self._idle.reclaimable)
         return ready if self.host is not None else ready + len(self._idle.retained.blocks)
 
@@ -143,7 +143,7 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Blocks with an owner."""
+        """Number of blocks with an owner."""
         return self.num_blocks - len(self._free) - self.cached - self.lent
 
     def blocks_for(self, positions: int) -> int:

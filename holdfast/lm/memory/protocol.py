@@ -104,7 +104,7 @@ class SequenceMemory(Protocol[FoundT]):
     swapped_out: int
     """Number of blocks copied to the host so far."""
     dropped: int
-    """Blocks so far whose state was lost: no tier has it any more."""
+    """Number of blocks whose state was lost so far: no tier has it."""
     lent: int
     """Blocks that are lent to a part now. They come back when it gives them up (`Part.make_room`)."""
 

@@ -316,7 +316,7 @@ class RowPool:
         self.copies = CopyLedger()
         """Always empty: there are no block copies."""
         self.host: HostPool | None = None
-        """None: states on the host are not blocks."""
+        """Always None: states on the host are not blocks."""
         self.lent = 0
         """No position is ever lent."""
         self._now = 0.0

@@ -211,7 +211,7 @@ class PaddedExecutor:
             self._sources.clear()
 
     def _check(self, plan: StepPlan) -> None:
-        """Raise ValueError for forwards that do not cover the segments, or rows that there are not."""
+        """Raise ValueError for forwards that do not cover the segments, or for rows out of range."""
         rows_plan = plan.part(RowPlan)
         stops = [0, *(each.stop for each in rows_plan.forwards)]
         if stops[-1] != len(plan.segments) or any(stop < start for start, stop in pairwise(stops)):

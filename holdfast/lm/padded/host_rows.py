@@ -141,7 +141,7 @@ class HostRows:
             self.used -= stored.bytes
 
     def completed(self, step: int, *, wait: bool) -> TierCopied:
-        """Copies that have completed, of plans up to `step`. With `wait`, block until all begun so far have."""
+        """Copies of plans up to `step` that have completed. With `wait`, block until all begun so far have."""
         copies: list[CopyTime] = []
         out = self._passed(self._going_out, step, wait, copies)
         return TierCopied(out, self._passed(self._coming_in, step, wait, copies), tuple(copies))

@@ -128,7 +128,7 @@ class RunningRows:
         self.last_token.index_copy_(0, pair[: len(rows)], pair[len(rows) :])
 
     def decode_inputs(self) -> Inputs:
-        """One token for each place: ids [B, 1] from `last_token`, mask [B, width + 1], positions [B, 1]."""
+        """Inputs of one token for each place: ids [B, 1] from `last_token`, mask [B, width + 1], positions [B, 1]."""
         inputs = decode_inputs(*self._on_device())
         self._next_mask = inputs.mask
         return inputs

@@ -249,7 +249,7 @@ class PaddedExecutor:
         rows_plan = plan.part(RowPlan)
         segments, moves, start = list(plan.segments), deque(rows_plan.moves), 0
         self._histories = {each.row: each.tokens for each in plan.part(PenaltyPlan).histories}
-        began = self._event() if self._beside is not None else None
+        began = self._event() if self._second is not None else None
         for index, forward in enumerate(rows_plan.forwards):
             self._move_all(plan.step, index, moves)
             own, start = segments[start : forward.stop], forward.stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -31,18 +31,22 @@ from holdfast.engine.process.tuning_desk import TuningDesk, TuningRules
 from holdfast.engine.profiles import CostProfile, cached_profile_path, held
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
-from holdfast.engine.ranks.paged import check_layout, grammar_compiler, make_paged_device, make_rank, threads_of
+from holdfast.engine.ranks.paged import check_layout, make_paged_device, make_rank, threads_of
 from holdfast.engine.ranks.ranks import Ranks
 from holdfast.lm.choice import choose_policy, make_drafter, make_scheduler, make_tuner, steps_in_flight
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
-from holdfast.lm.grammar.matchers import Matchers
-from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
+from holdfast.lm.execution.part import DevicePart, part_of
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
+from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.parts.adapters.planner import AdapterPart
+from holdfast.lm.parts.grammars.device import GrammarDevice
+from holdfast.lm.parts.tuning.device import TuningDevice, TuningExecutor
 from holdfast.lm.scheduler.deferral import DEFAULT_BOUND
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -157,8 +161,6 @@ def put_together(
     with stages.stage("weights"):
         device, reason = choose_device(config, checkpoint, stages, ranks)
     tuned = tuned_model(config, device)
-    if tuned is not None and isinstance(device, PagedDevice):
-        device.training_bytes = partial(training_workspace, config, tuned)
     adapters = read_adapters(config, device, stages, on_progress)
     memory, shape = allocate(device, stages, on_progress)
     threads = None
@@ -200,15 +202,14 @@ def put_together(
         now=clock(),
     )
     desk = None
-    if isinstance(device, PagedDevice) and device.adapter_store is not None:
+    if isinstance(device, PagedDevice) and config.adapter_slots:
         adapted = scheduler.part(AdapterPart)
-        desk = AdapterDesk(adapted, device.adapter_store)
+        desk = AdapterDesk(adapted, device.part(AdapterDevice).store)
         for adapter in adapters:
             adapted.add(adapter.id)
     tuning = None
     if tuned is not None and tuner is not None and isinstance(device, PagedDevice) and desk is not None:
-        with stages.stage("tuning"):
-            tuning = make_tuning(config, checkpoint, tuned, device, tuner, desk)
+        tuning = make_tuning(config, checkpoint, device, tuner, desk)
     traces = []
     if config.trace:
         about, suspends = about_engine(config, shape), shape.num_host_blocks > 0
@@ -307,10 +308,9 @@ def make_grammars(
         return GrammarDesk(
             scheduler.add, None, "structured output runs on the paged executor, and this model runs on padded rows"
         )
-    compiler = grammar_compiler(checkpoint, shape.vocab_size, shape.eos_token_ids)
+    compiler = device.part(GrammarDevice).compiler
     if isinstance(device, ManyDevice) and config.layout.drawing_rank:
         return GrammarDesk(scheduler.add, compiler, announce=device.expect)
-    device.follow(Matchers(compiler))
     return GrammarDesk(scheduler.add, compiler)
 
 
@@ -318,14 +318,40 @@ def tuned_model(config: EngineConfig, device: LanguageDevice) -> Decoder | None:
     """The model that jobs are tuned on; None if tuning is off. Raises ValueError for a model that cannot be tuned."""
     if not config.tuning:
         return None
-    if not isinstance(device, PagedDevice) or not isinstance(device.model, Decoder):
+    return tunable(device.model if isinstance(device, PagedDevice) else None)
+
+
+def tunable(model: Model | None) -> Decoder:
+    """This model of a paged cache, as one that can be tuned. Raises ValueError for another; None is one without."""
+    if not isinstance(model, Decoder):
         raise ValueError("tuning needs a native decoder over a paged cache, and this model has none; leave it out")
-    if device.model.decoder.experts is not None:
+    if model.decoder.experts is not None:
         raise ValueError("tuning needs a decoder without experts, and this model is a mixture of experts; leave it out")
-    if not device.model.decoder.takes_adapters:
-        name = device.model.spec.architecture
+    if not model.decoder.takes_adapters:
+        name = model.spec.architecture
         raise ValueError(f"tuning is for layers like Llama's, and {name} has others; leave it out")
-    return device.model
+    return model
+
+
+def tuning_parts(
+    config: EngineConfig, stages: Stages, model: Model, parts: Sequence[DevicePart]
+) -> Sequence[TuningDevice[Trainer]]:
+    """The device's side of tuning, where a configuration asks for it. Raises ValueError as `tunable` does."""
+    if not config.tuning:
+        return ()
+    decoder, store = tunable(model), part_of(parts, AdapterDevice).store
+
+    def make_trainer(cache: KVCache) -> Trainer:
+        with stages.stage("tuning"):
+            return Trainer(
+                decoder,
+                arena_of(cache),
+                base_digest=digest_of_model(decoder),
+                mirror=mirror_directory(config.tuning_mirror),
+                pinning=store.packing,
+            )
+
+    return (TuningDevice(make_trainer, partial(training_workspace, config, decoder)),)
 
 
 def training_workspace(config: EngineConfig, model: Decoder) -> int:
@@ -336,22 +362,14 @@ def training_workspace(config: EngineConfig, model: Decoder) -> int:
 
 
 def make_tuning(
-    config: EngineConfig, checkpoint: Checkpoint, model: Decoder, device: PagedDevice, tuner: Tuner, desk: AdapterDesk
+    config: EngineConfig, checkpoint: Checkpoint, device: PagedDevice, tuner: Tuner, desk: AdapterDesk
 ) -> TuningDesk:
-    """The trainer over an allocated device, and the desk that takes jobs for it."""
-    digest = digest_of_model(model)
-    trainer = Trainer(
-        model,
-        arena_of(device.memory.cache),
-        base_digest=digest,
-        mirror=mirror_directory(config.tuning_mirror),
-        pinning=device.adapter_store.packing if device.adapter_store is not None else None,
-    )
-    device.executor.training = trainer
+    """The desk that takes jobs for the trainer of an allocated device."""
+    trainer: Trainer = device.executor.part(TuningExecutor).training
     target = None if config.tbt_target is None else config.tbt_target / 1000
     rules = TuningRules(
         base_model=checkpoint.name,
-        base_digest=digest,
+        base_digest=trainer.base_digest,
         micro_batch=None if config.tuning_micro_batch == "auto" else config.tuning_micro_batch,
         target=target,
         bound=DEFAULT_BOUND if config.deferral_bound is None else config.deferral_bound,
@@ -368,15 +386,16 @@ def read_adapters(
     found: list[AdapterInfo] = []
     if not config.adapter_slots:
         return found
-    if not isinstance(device, PagedDevice) or device.adapter_store is None:
+    if not isinstance(device, PagedDevice):
         raise ValueError("adapters are served on the paged executor only, and this model runs on padded rows")
+    store = device.part(AdapterDevice).store
     on_progress("reading adapters")
     with stages.stage("adapters"):
         for name, path in config.adapters:
             if name == device.name:
                 raise ValueError(f"adapter {name} has the name of the model; give it another one")
             try:
-                found.append(device.adapter_store.register(device.adapter_store.read(name, path)))
+                found.append(store.register(store.read(name, path)))
             except ValueError as error:
                 raise ValueError(f"adapter {name} in {path}: {error}") from error
     return found
@@ -417,7 +436,7 @@ def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, 
         reason = f"scheduler is {config.scheduler}, which plans padded rows"
         return Choice(make_padded_device(config, checkpoint, stages), reason)
     try:
-        return Choice(*make_paged_device(config, checkpoint, stages))
+        return Choice(*make_paged_device(config, checkpoint, stages, more=partial(tuning_parts, config, stages)))
     except UnsupportedCheckpoint as error:
         if config.executor == "paged" or isinstance(error, DamagedCheckpoint):
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,14 +14,19 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client.text import read_tokenizer
 from holdfast.lm.choice import capacity_of
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
+from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.execution.place import Place
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.kernels.attention import backends as attention
-from holdfast.lm.models.base import Model
+from holdfast.lm.models.base import HiddenModel, Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import TransformersModel
 from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.models.shard import shard_of
+from holdfast.lm.parts.adapters.device import adapter_device
+from holdfast.lm.parts.grammars.device import GivenGrammarDevice, GrammarDevice
+from holdfast.lm.parts.prompts.device import PromptDevice
+from holdfast.lm.parts.vectors.device import VectorDevice
 from holdfast.lm.types import DEFAULT_TOKEN_BUDGET
 from holdfast.training.base import digest_of_model
 
@@ -81,15 +86,29 @@ def grammar_compiler(
     return GrammarCompiler(read, vocab_size, eos_token_ids, tested=tested)
 
 
-def rank_grammars(config: EngineConfig, rank: int, device: PagedDevice) -> GrammarCompiler | None:
-    """What compiles grammars on a rank that draws by them, beside rank 0's own; None on others.
+MoreParts = Callable[[Model, Sequence[DevicePart]], Sequence[DevicePart]]
+"""Makes parts of a device whose model is given, and the parts that come after these."""
 
-    Rank 0 tests them all before any comes here.
-    """
-    if rank != config.layout.drawing_rank:
-        return None
-    spec = device.model.spec
-    return grammar_compiler(Checkpoint.of(config), spec.vocab_size, spec.eos_token_ids, tested=True)
+
+def no_more(model: Model, parts: Sequence[DevicePart]) -> Sequence[DevicePart]:
+    """No part."""
+    return ()
+
+
+def parts_of(config: EngineConfig, checkpoint: Checkpoint, model: Model, rank: int) -> list[DevicePart]:
+    """What the steps of a model may carry on one rank, in the order of the parts' work. Raises ValueError."""
+    parts: list[DevicePart] = []
+    if config.adapter_slots:
+        parts.append(adapter_device(model, config))
+    if isinstance(model, HiddenModel):
+        parts += [PromptDevice(model), VectorDevice()]
+    spec = model.spec
+    if rank in (0, config.layout.drawing_rank):  # rank 0 tests every grammar, before the one that draws has it
+        compiler = grammar_compiler(checkpoint, spec.vocab_size, spec.eos_token_ids, tested=rank > 0)
+        parts.append(GrammarDevice(compiler))
+    else:
+        parts.append(GivenGrammarDevice(spec.vocab_size))
+    return parts
 
 
 def lengths_of(model: Model) -> str:
@@ -114,13 +133,18 @@ class PagedChoice(NamedTuple):
 
 
 def make_paged_device(
-    config: EngineConfig, checkpoint: Checkpoint, stages: Stages | None, place: Place | None = None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    stages: Stages | None,
+    place: Place | None = None,
+    more: MoreParts = no_more,
 ) -> PagedChoice:
     """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped.
 
-    With a `place`, this rank's part of it.
+    With a `place`, this rank's part of it. `more` makes parts whose work comes before that of the others.
     """
     device = resolve_device(config.device) if place is None else place.device
+    rank = 0 if place is None else place.rank
     if device.type == "cuda" and config.cuda_graphs:
         from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
 
@@ -134,7 +158,7 @@ def make_paged_device(
         load_format=config.load_format,
         quantization=config.quantization,
         layout=config.layout,
-        rank=0 if place is None else place.rank,
+        rank=rank,
         group=None if place is None else place.group,
     )
     name = model.spec.architecture
@@ -150,8 +174,17 @@ def make_paged_device(
         max_sequences=config.max_sequences,
         limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],
     )
+    parts = parts_of(config, checkpoint, model, rank)
     return PagedChoice(
-        PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages, place=place),
+        PagedDevice(
+            model,
+            config,
+            parts=[*more(model, parts), *parts],
+            name=checkpoint.name,
+            max_step_tokens=capacity,
+            stages=stages,
+            place=place,
+        ),
         f"{name} lets Transformers swap its attention"
         if swapped
         else f"{name} has a native decoder{lengths_of(model)}",

@@ -1,0 +1,1 @@
+"""Grammars: which tokens a row may draw, and which must follow."""

@@ -1,0 +1,1 @@
+"""Prompts: the log probabilities of prompt tokens."""

@@ -1,0 +1,1 @@
+"""Tuning: slices of training steps, computed after a step's segments."""

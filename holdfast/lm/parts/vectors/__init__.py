@@ -1,0 +1,1 @@
+"""Vectors: the hidden states of last tokens, which embeddings are made of."""

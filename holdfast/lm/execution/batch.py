@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -11,19 +12,76 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from holdfast.lm.execution.fields import SAMPLING, Arrays, Fields, PackedStep
-from holdfast.lm.execution.inputs import TOKENS_ONLY, ModelInputs
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.sampling.sampler import Wishes
 from holdfast.lm.models.adapters import StepAdapters
-from holdfast.lm.types import PENDING, Sampling, StepPlan
+from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, PartPlan, Sampling, StepPlan
 from holdfast.lm.types.penalties import PenaltyPlan
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+
+
+SAMPLING = {name: np.float32 if kind is float else np.int64 for name, kind in SAMPLING_COLUMNS.items()}
+"""The columns of a row's sampling record."""
 
 PADDING = {"ids": 0, "positions": 0, "slots": -1}
 """The fields of padding tokens. Attention's `write` skips a negative slot."""
 
 TOKENS_PER_TABLE_WRITE = 4
 """A padded step has room for one new block table entry per this many tokens. Further entries are uploaded apart."""
+
+NO_SIZES: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """The inputs of a step on the device; views of one persistent buffer."""
+
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slot_mapping: torch.Tensor  # [T] int64
+    sample_at: torch.Tensor  # [R] int64
+    sample_rows: torch.Tensor  # [R] int64
+    sampling: Mapping[str, torch.Tensor]  # [R] each: SAMPLING_COLUMNS
+    sample_position: torch.Tensor  # [R] int64
+
+    @property
+    def columns(self) -> dict[str, torch.Tensor]:
+        """How the sampled rows are drawn, as `Sampler.draw` takes it."""
+        return {**self.sampling, "position": self.sample_position}
+
+
+class Fields:
+    """One int64 buffer, and a tensor for each of its fields. Float32 fields use the first half of their place."""
+
+    def __init__(self, sizes: dict[str, int], device: torch.device | str, *, pinned: bool = False) -> None:
+        """`sizes` are the capacities of the fields by name, in the order of the buffer."""
+        self.buffer = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device, pin_memory=pinned)
+        self.tensors = {
+            name: part.view(torch.float32) if SAMPLING.get(name) is np.float32 else part
+            for name, part in zip(sizes, torch.split(self.buffer, [*sizes.values()]), strict=True)
+        }
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The fields of a host buffer as numpy arrays that share its memory."""
+        return {name: tensor.numpy() for name, tensor in self.tensors.items()}
+
+    def take(self, name: str, count: int) -> torch.Tensor:
+        """The first `count` entries of a field."""
+        return self.tensors[name][:count]
+
+    def packed(self, num_tokens: int, num_sampled: int) -> PackedStep:
+        """The inputs of a step with this many tokens and sampled rows."""
+        return PackedStep(
+            ids=self.take("ids", num_tokens),
+            positions=self.take("positions", num_tokens),
+            slot_mapping=self.take("slots", num_tokens),
+            sample_at=self.take("sample_at", num_sampled),
+            sample_rows=self.take("sample_rows", num_sampled),
+            sampling={name: self.take(name, num_sampled) for name in SAMPLING},
+            sample_position=self.take("sample_position", num_sampled),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +119,46 @@ class StagedStep:
     def embeds(self) -> Sequence[int]:
         """Indices of the sampled rows whose hidden states are given."""
         return () if self.wishes is None else self.wishes.embeds
+
+
+class ModelInputs:
+    """What the model reads of some steps of one batch besides their tokens. This class itself adds nothing.
+
+    It has fields of its own at the end of the batch's buffer. They are copied to the device only for steps that have
+    such inputs. Those steps have graphs of their own as well.
+    """
+
+    plans: tuple[type[PartPlan], ...] = ()
+    """The classes of plans that `pack` reads."""
+    sizes: Mapping[str, int] = NO_SIZES
+    """By name, the capacities of the fields."""
+
+    def pack(self, plan: StepPlan, segments: Segments, num_sampled: int) -> Any:
+        """The inputs of a plan with these segments and so many sampled rows, on the host; None: it has none."""
+        return None
+
+    def write(self, packed: Any, arrays: Arrays, num_tokens: int, num_rows: int, *, apart: bool) -> None:
+        """Write what `pack` gave into the fields of a host buffer, for a step of so many tokens and sampled rows.
+
+        `apart`: rows are computed apart from tokens, even if all tokens are sampled.
+        """
+
+    def clear(self, fields: Fields) -> None:
+        """Replace the inputs in the device's fields by those of padding."""
+
+    def entered(self, packed: Any, fields: Fields, num_tokens: int, num_rows: int | None) -> StepAdapters | None:
+        """The inputs of a step that was copied to these fields as the model reads them; None: it has none.
+
+        `num_rows` is None where the model gives a row for each token.
+        """
+        return None
+
+    def captured(self, fields: Fields, num_tokens: int, num_rows: int | None) -> StepAdapters | None:
+        """As `entered`, for any step of this size that has inputs."""
+        return None
+
+
+TOKENS_ONLY = ModelInputs()
 
 
 class Batch:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.lm.execution.batch import StagedStep
-from holdfast.lm.execution.fields import PackedStep
+from holdfast.lm.execution.batch import PackedStep, StagedStep
 from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.execution.part import (
     EVERY_TOKEN,
@@ -47,6 +46,10 @@ class Work(NamedTuple):
     """What is computed from hidden states. Empty: the step needs logits only."""
     rules: DrawRules
     """What its rows may draw."""
+
+    def masks(self) -> torch.Tensor | None:
+        """The masks of rows that may draw some tokens only [M, W] int32, on the device; None: there is no such row."""
+        return self.rules.masks() if self.rules.restricts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +268,9 @@ class PagedExecutor:
         """Pack a plan's segments, and ask the parts what they have to do with them."""
         staged = self.memory.batch.stage(plan)
         hidden: list[HiddenWork] = []
-        for part in self._hooks.hidden:
-            hidden += part.hidden(staged)
+        if plan.parts or staged.wishes is not None:
+            for part in self._hooks.hidden:
+                hidden += part.hidden(staged)
         rules = EVERY_TOKEN
         if staged.masked and self._draws:
             if not self._hooks.rules:
@@ -280,7 +284,8 @@ class PagedExecutor:
             self._hooks.check(plan)
         for part in self._hooks.before:
             part.before(plan)
-        return self.memory.begin_copies(plan)
+        memory = self.memory
+        return memory.layers if memory.transfers is None else memory.transfers.begin(plan)
 
     def _after(self, plan: StepPlan) -> Sequence[Launched]:
         """What the parts launch after a plan's segments."""
@@ -298,9 +303,9 @@ class PagedExecutor:
         outcome = self._nothing
         follows: Sequence[PartResult] = ()
         if work is not None:
-            outcome = self._draw(work, *self._forward(work, layers), work.rules.masks())
+            outcome = self._draw(work, *self._forward(work, layers), work.masks())
         result = outcome.result(plan.step, 0.0)
-        if work is not None:
+        if work is not None and work.rules.reads:
             work.rules.drawn(result)
             work.rules.read()
             follows = work.rules.results()
@@ -341,19 +346,22 @@ class PagedExecutor:
         """Launch a step's draw and what its parts do after it."""
         work, outcome = flight.work, self._nothing
         if work is not None and flight.computed is not None:
-            outcome = self._draw(work, *flight.computed, work.rules.masks())
-            work.rules.drawn(flight)
+            outcome = self._draw(work, *flight.computed, work.masks())
+            if work.rules.reads:
+                work.rules.drawn(flight)
         flight.computed, flight.outcome = None, outcome.on_host()
         flight.done.record()
         flight.launched = self._after(flight.plan)
 
     def _read(self, flight: CudaFlight) -> None:
         """Read the tokens of the oldest step in flight. Then draw the next one, if it waits for that."""
-        flight.rules.read()
+        rules = flight.rules
+        if rules.reads:
+            rules.read()
         if self._undrawn is not None and self._in_flight[0].flight is self._undrawn:
             self._draw_late()
-        if flight.error is None:
-            flight.follows = flight.rules.results()
+        if rules.reads and flight.error is None:
+            flight.follows = rules.results()
 
     @torch.inference_mode()
     def _forward(self, work: Work, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:

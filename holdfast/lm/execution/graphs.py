@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast.lm.execution.batch import Batch, StagedStep
-from holdfast.lm.execution.fields import PackedStep
+from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.capture import capture
 from holdfast.lm.kernels.collectives.protocol import Group

@@ -18,11 +18,10 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.core.version import __version__
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
-from holdfast.lm.execution.batch import Batch
+from holdfast.lm.execution.batch import TOKENS_ONLY, Batch, ModelInputs
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory, HostPart, cuda_pin, shared_memory
-from holdfast.lm.execution.inputs import TOKENS_ONLY, ModelInputs
 from holdfast.lm.execution.link_times import LinkTimes, time_links
 from holdfast.lm.execution.paged_memory import Layers, PagedMemory
 from holdfast.lm.execution.part import Allocated, DevicePart, Kind, PartExecutor, part_of

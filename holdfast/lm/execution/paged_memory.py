@@ -9,8 +9,7 @@ from holdfast.lm.execution.graphs import StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory
 from holdfast.lm.execution.transfer import Transfers
 from holdfast.lm.kernels.cache.kv_cache import KVCache
-from holdfast.lm.models.base import LayerCache, LayerCaches
-from holdfast.lm.types import StepPlan
+from holdfast.lm.models.base import LayerCache
 
 Layers = tuple[LayerCache, ...]
 """By layer, its key cache and its value cache."""
@@ -30,7 +29,3 @@ class PagedMemory:
     transfers: Transfers | None = None
     host_cache: KVCache | None = None
     """The blocks of the host tier, each in one piece; None without one."""
-
-    def begin_copies(self, plan: StepPlan) -> LayerCaches:
-        """Start a plan's copies between the tiers; the layers' caches for its computation."""
-        return self.layers if self.transfers is None else self.transfers.begin(plan)

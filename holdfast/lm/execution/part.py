@@ -10,8 +10,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
-from holdfast.lm.execution.batch import StagedStep
-from holdfast.lm.execution.inputs import TOKENS_ONLY, ModelInputs
+from holdfast.lm.execution.batch import TOKENS_ONLY, ModelInputs, StagedStep
 from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.execution.transfer import CopyStream
 from holdfast.lm.types import EngineShape, PartPlan, PartResult, StepPlan
@@ -62,14 +61,16 @@ class DrawRules:
     thread at a time: `masks`, then `drawn`, then `read` and `results`, each for step after step.
     """
 
+    restricts = False
+    """Whether some row may not draw every token: only then is `masks` called."""
     waits = False
     """Whether `masks` would wait for the tokens of a step that the device may still compute."""
     reads = False
-    """Whether `read` waits for the step's tokens."""
+    """Whether later rules follow from the step's tokens: only then are `drawn`, `read` and `results` called."""
 
-    def masks(self) -> torch.Tensor | None:
-        """The masks [M, W] int32 of the rows `StagedStep.masked`, on the device; None: every token may be drawn."""
-        return None
+    def masks(self) -> torch.Tensor:
+        """The masks [M, W] int32 of the rows `StagedStep.masked`, on the device."""
+        raise NotImplementedError
 
     def drawn(self, step: DrawnStep) -> None:
         """The step's draw was launched."""

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.fields import PackedStep
+from holdfast.lm.execution.batch import Batch, PackedStep
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, TableWrite
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)

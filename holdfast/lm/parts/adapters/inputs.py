@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from holdfast.lm.execution.fields import Arrays, Fields
-from holdfast.lm.execution.inputs import ModelInputs
+from holdfast.lm.execution.batch import Arrays, Fields, ModelInputs
 from holdfast.lm.kernels.attention.protocol import Segments
 from holdfast.lm.kernels.lora.groups import Groups, groups_of, most_tiles, tiles_of
 from holdfast.lm.kernels.lora.torch_lora import TorchLora

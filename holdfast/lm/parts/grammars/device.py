@@ -43,7 +43,7 @@ class MaskBuffers:
 class GrammarRules(DrawRules):
     """What the rows of one step may draw by their grammars."""
 
-    reads = True
+    restricts = reads = True
 
     def __init__(self, executor: GrammarExecutor, rows: Sequence[ConstrainedRow], answers: Sequence[Answer]) -> None:
         """`rows` follow a grammar; `answers` are those of rows that have a new sequence."""
@@ -119,6 +119,8 @@ class GrammarExecutor(PartExecutor):
 
 class GivenMasks(DrawRules):
     """The rules of a step whose masks come from the first of the devices that draw it."""
+
+    restricts = True
 
     def __init__(self, rows: int, words: int, device: torch.device) -> None:
         self._shape, self._device = (rows, words), device

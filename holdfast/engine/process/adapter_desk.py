@@ -13,7 +13,7 @@ from holdfast.lm.parts.adapters.planner import AdapterPart
 
 
 class AdapterFiles(Protocol):
-    """Reads adapters and keeps them for the device: `lm.execution.adapter_transfer.AdapterStore`."""
+    """Reads adapters and keeps them for the device: `lm.parts.adapters.device.AdapterStore`."""
 
     def read(self, name: str, directory: str) -> Any:
         """Read an adapter, in any thread. Raises ValueError."""

@@ -19,7 +19,7 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
-from holdfast.lm.execution.executor import PagedMemory
+from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.kernels.attention.protocol import Attention, CapturableAttention, Segments
 from holdfast.lm.kernels.capture import capture
 from holdfast.lm.models.base import Model

@@ -274,7 +274,7 @@ class PagedExecutor:
         rules = EVERY_TOKEN
         if staged.masked and self._draws:
             if not self._hooks.rules:
-                raise ValueError(f"step {plan.step} has a row with a grammar, and this executor follows none")
+                raise ValueError(f"step {plan.step} has a row with a grammar, and no part of this executor has rules")
             rules = self._hooks.rules[0].rules(staged)
         return Work(staged, hidden, rules)
 

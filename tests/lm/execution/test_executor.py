@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.types import Grammar
 from holdfast.lm.execution.cost_profile import measure_cost
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -136,6 +137,12 @@ def test_a_plan_with_a_part_that_nothing_reads_is_refused(executor: PagedExecuto
     executor.submit(StepPlan(0, (), parts=(TrainingPlan(slice=TrainingSlice("job", 0, 0, "restore")),)))
     with pytest.raises(ValueError, match="step 0 has a TrainingPlan, and this executor has no part that reads it"):
         executor.collect()
+
+
+def test_a_row_with_a_grammar_is_refused_where_no_part_has_rules(executor: PagedExecutor) -> None:
+    with pytest.raises(ValueError, match="step 0 has a row with a grammar, and no part of this executor has rules"):
+        executor.submit(prefill(0, replace(GREEDY, grammar=Grammar("regex", "a"))))
+    assert len(generate(executor, GREEDY, row=1)) == 6
 
 
 def test_the_cost_model_covers_budget_and_contexts(device: PagedDevice) -> None:

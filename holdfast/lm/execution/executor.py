@@ -172,6 +172,7 @@ class PagedExecutor:
         attention: Attention[Any],
         memory: PagedMemory,
         parts: Collection[PartExecutor] = (),
+        *,
         group: Group | None = None,
         stage: StageEnd | None = None,
     ) -> None:

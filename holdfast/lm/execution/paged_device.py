@@ -337,7 +337,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
                 executor.close()
 
     def _executor(self, memory: PagedMemory, parts: Collection[PartExecutor] = ()) -> PagedExecutor:
-        return PagedExecutor(self.model, self.attention, memory, parts, self.group, self._stage)
+        return PagedExecutor(self.model, self.attention, memory, parts, group=self.group, stage=self._stage)
 
     def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes) -> PagedMemory:
         cache, layers, batch = self._empty(num_blocks)

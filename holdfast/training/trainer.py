@@ -130,6 +130,11 @@ class Trainer:
     # Jobs
 
     @property
+    def base_digest(self) -> str:
+        """The digest of the model that jobs are tuned on."""
+        return self._base_digest
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block of the cache in all layers."""
         return 2 * len(self._arena.planes) * self._arena.block_bytes

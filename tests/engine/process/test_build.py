@@ -223,7 +223,7 @@ def test_a_start_with_a_target_estimates_the_pace_and_leaves_what_it_learned_to_
     loop.close()
     corrected = CostProfile.load(path)
     assert corrected.cost.deviation != estimate.cost.deviation
-    assert corrected.cost == loop.planner._policy.inner.corrected
+    assert corrected.cost == loop.planner._policy.corrected
     assert replace(corrected, cost=estimate.cost) == estimate
     stages = []
     build(small(tbt_target=50.0, **options), on_progress=stages.append)

@@ -39,7 +39,7 @@ def make_steps(lengths, *, name="job", epochs=1, batch_size=2, micro_batch=16, v
 
 
 def blocks_of(vectors, tokens_per_block=8):
-    """How many blocks a job takes: kept activations take three times the inputs."""
+    """Number of blocks that a job takes. Kept activations take three times as much as the inputs."""
     return lambda tokens, keep: vectors + (3 if keep else 1) * -(-tokens // tokens_per_block)
 
 
@@ -48,12 +48,12 @@ def make_tuner(cost=None, *, max_blocks=1 << 20, room=None, **options):
 
 
 def room_of(seconds, *, step=0.0, **options):
-    """The room for units of so many seconds, next to a step of 32 decodes that takes `step` seconds."""
+    """The room for units that take this many seconds, next to a step of 32 decodes that takes `step` seconds."""
     return TrainingRoom(seconds + step, 1.0, 32, step, **options)
 
 
 class FakeTrainer:
-    """What the trainer does with slices, without numbers. It checks their order and room, as that one does.
+    """A trainer that follows slices without numbers. It checks their order and room, like the real one.
 
     `slots` are the device's blocks (`FakeDevice.slots`). The trainer writes to the lent ones that it uses, and checks
     at every slice that nobody else has written there.
@@ -66,7 +66,7 @@ class FakeTrainer:
         self.jobs = {}
         self.resident = None
         self.trained = {}
-        """By job, the micro-batches that were computed to their ends, in order."""
+        """The micro-batches of each job that were computed to their ends, in order."""
         self.seen = Counter()
         self._written = 0
 
@@ -82,7 +82,7 @@ class FakeTrainer:
         job = self.jobs[slice_.job]
         self.seen[slice_.action] += 1
         assert (slice_.step, slice_.micro_batch) == (job["step"], job["micro_batch"])
-        if slice_.action in ("release", "drop", "offload"):  # what it gives up may have been written to in this plan
+        if slice_.action in ("release", "drop", "offload"):  # the plan may have overwritten this memory
             stays = self._batch(job).lengths if slice_.action == "release" else ()
             self._written = min(self._written, job["blocks"](sum(stays), False))
         top = range((self.num_blocks - self._written) * self.block_size, len(self.slots))
@@ -170,14 +170,14 @@ class FakeEngine:
         self.steps_in_flight = 1
         self.step_share = self.training_share = lambda: 1.0
         self.predict = None
-        """Of spans, what a step takes, if that is not `step_seconds`."""
+        """A function from spans to a step's seconds; None: `step_seconds`."""
         self.now = 0.0
         self.due = deque()
-        """Requests to come, by arrival."""
+        """Requests to come, in order of arrival."""
         self.plans = []
         """Every plan, with the time at which it was made."""
         self.started = {}
-        """When each request was first planned to start."""
+        """The time at which each request was first planned to start."""
         self.in_flight = deque()
         self.free_at = 0.0
         self.jobs = {}
@@ -191,7 +191,7 @@ class FakeEngine:
         self.scheduler.add(request)
 
     def run(self, steps):
-        """So many steps, or until there is nothing to do."""
+        """Run this many steps, or until there is nothing to do."""
         for _ in range(steps):
             self._step()
 

@@ -1,1 +1,1 @@
-"""Cells: requests are graphs of cells, and cells of one type from different requests run as one batch (BatchMaker)."""
+"""Cells: each request is a graph of cells. Cells of one type from different requests run as one batch (BatchMaker)."""

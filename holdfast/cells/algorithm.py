@@ -1,8 +1,8 @@
 """BatchMaker's bookkeeping, compiled: how rows enter the table, become tasks (Algorithm 1), and end. Pure.
 
-In all functions `table` is [capacity] of ROW; `sources` [capacity, State inputs] says where each row's next step reads
-(below 0: zeros); `ready` and `bounds` are those of Queues; `links` holds the lists of readers, one after the other; and
-`counts` is [released subgraphs, arrived requests], which these functions count on.
+All functions share some arguments. `table` is [capacity] of ROW. `sources` [capacity, State inputs] is where each row's
+next step reads (below 0: zeros). `ready` and `bounds` are those of Queues. `links` holds the lists of readers, one
+after the other. `counts` is [released subgraphs, arrived requests], which these functions increase.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def enter(
     widths: np.ndarray,
     places: np.ndarray,
 ) -> None:
-    """Write graphs into the table, and pass their subgraphs that wait for none to the queues.
+    """Write graphs into the table, and add their subgraphs that wait for none to the queues.
 
-    `rows` are the table's rows of a Partition's; `offsets` [types] where the values of all nodes of a type begin;
-    `link` where in `links` there is room for as many as rows and edges; `stops` [chains, 3] the row of a chain that may
-    end early, by which returned output, and at which value. `widths` [types, State inputs] are those of the inputs'
-    arenas, `places` [types, outputs] the outputs' places in their rows.
+    `rows` are the table's rows, one for each row of a Partition. `offsets` [types] is where the values of all nodes of
+    a type begin. `link` is the start of room in `links` for as many entries as there are rows and edges. `stops`
+    [chains, 3] has, for each chain that may end early, its row, the number of the returned output that ends it, and the
+    value that does. `widths` [types, State inputs] are those of the inputs' arenas, `places` [types, outputs] the
+    outputs' places in their rows.
     """
     total, next_at = len(rows), offsets.copy()
     for at in range(total):
@@ -108,7 +109,7 @@ def _list_readers(
     reader: np.ndarray,
     producer: np.ndarray,
 ) -> None:
-    """Write which rows and subgraphs wait for which."""
+    """Write the lists of the rows and subgraphs that wait for each row and subgraph."""
     edges = len(reader)
     if not edges:
         return
@@ -149,7 +150,7 @@ def _list_readers(
 
 @compiled
 def _next_place(table: np.ndarray, counts: np.ndarray) -> int:
-    """The place in its queue of a subgraph that is released now; those of its rows follow it."""
+    """The place in its queue of a subgraph that is released now. The places of its rows follow it."""
     counts[RELEASED] += 1
     place: int = counts[RELEASED] * len(table)
     return place
@@ -157,7 +158,7 @@ def _next_place(table: np.ndarray, counts: np.ndarray) -> int:
 
 @compiled
 def _append(ready: np.ndarray, bounds: np.ndarray, kind: int, row: int) -> None:
-    """Put a row at the end of a queue."""
+    """Add a row to the end of a queue."""
     if bounds[kind, 1] == ready.shape[1]:
         _centre(ready[kind], bounds[kind])
     ready[kind, bounds[kind, 1]] = row
@@ -166,7 +167,7 @@ def _append(ready: np.ndarray, bounds: np.ndarray, kind: int, row: int) -> None:
 
 @compiled
 def _centre(queue: np.ndarray, bound: np.ndarray) -> None:
-    """Move a queue to where there is room on both of its sides."""
+    """Move a queue to the middle of its memory, so that there is room at both ends."""
     length = bound[1] - bound[0]
     begin = (len(queue) - length) // 2
     queue[begin : begin + length] = queue[bound[0] : bound[1]].copy()
@@ -196,14 +197,16 @@ def batch(
     pinned: np.ndarray,
     moved: np.ndarray,
 ) -> tuple[int, int, int]:
-    """Batch (Algorithm 1, lines 12 to 23): how many tasks there are, how many of `pinned`, how many of `moved`.
+    """Batch (Algorithm 1, lines 12 to 23).
 
-    It writes the tasks, one after the other, into `rows`, `read` (of each task [State inputs, nodes]), `at` (where
-    values and results lie) and `last` (whether it is the row's last step), and where each task ends into `ends`, which
-    has MaxTasksToSubmit places. `carried` [inputs, 3] says of each State input that a chain takes from the step before
-    its position, its arena's width and its place. With several workers, `round_` is above 0, `pinned` gets the
-    subgraphs of the round, and `moved` [reads, 2] the rows whose state must come from another worker first, and which.
-    `widths` [State inputs] are those of the inputs' arenas.
+    Returns the numbers of tasks, of entries in `pinned` and of entries in `moved`.
+
+    It writes the tasks, one after the other, into `rows`, `read` (for each task [State inputs, nodes]), `at` (where
+    values and results lie) and `last` (whether the node is its row's last step). It writes the end of each task into
+    `ends`, whose length is MaxTasksToSubmit. `carried` [inputs, 3] has, for each State input that a chain takes from
+    its previous step, the input's position, its arena's width and its place. With several workers, `round_` is above 0,
+    `pinned` receives the subgraphs of the round, and `moved` [reads, 2] receives the rows whose state must first be
+    copied from another worker, and that worker. `widths` [State inputs] are those of the inputs' arenas.
     """
     states, queue, bound = len(widths), ready[kind], bounds[kind]
     picked = np.empty(most, np.int64)
@@ -247,7 +250,10 @@ def batch(
 def _form(
     table: np.ndarray, queue: np.ndarray, bound: np.ndarray, most: int, worker: int, round_: int, picked: np.ndarray
 ) -> int:
-    """FormBatchedTask (lines 24 to 32): where in the queue a task's nodes are, each a row's ready node; how many."""
+    """FormBatchedTask (lines 24 to 32): pick the places in the queue of a task's nodes. Returns their number.
+
+    Each node is the ready node of a row. With several workers, rows that are pinned to another worker are left out.
+    """
     count = 0
     for place in range(bound[0], bound[1]):
         if round_ > 0:
@@ -275,7 +281,7 @@ def _pin(
     moved: np.ndarray,
     moves: int,
 ) -> tuple[int, int]:
-    """Pin the subgraphs (lines 20 and 21), and note which state must come from other workers before."""
+    """Pin the subgraphs (lines 20 and 21), and note which state must first be copied from other workers."""
     mine = np.uint64(1) << np.uint64(worker)
     for place in picked:
         row = table[queue[place]]
@@ -301,7 +307,7 @@ def _pin(
 
 @compiled
 def _take_out(queue: np.ndarray, bound: np.ndarray, picked: np.ndarray, last: np.ndarray) -> None:
-    """Take out of the queue those rows of a task that have no step left."""
+    """Remove from the queue the rows of a task that have no step left."""
     node = len(picked) - 1
     to = picked[node]
     for place in range(picked[node], bound[0] - 1, -1):
@@ -319,7 +325,7 @@ def _take_out(queue: np.ndarray, bound: np.ndarray, picked: np.ndarray, last: np
 def _open_readers(
     table: np.ndarray, queue: np.ndarray, bound: np.ndarray, links: np.ndarray, rows: np.ndarray, last: np.ndarray
 ) -> None:
-    """UpdateNodesDependency (line 18): rows of the same subgraphs become ready, since tasks run in order."""
+    """UpdateNodesDependency (line 18): rows of the same subgraphs become ready, because tasks run in order."""
     most = 0
     for node in range(len(rows)):
         if last[node]:
@@ -342,7 +348,7 @@ def _open_readers(
     sorted_ = np.argsort(order[:count])
     if bound[0] < count:
         _centre(queue, bound)
-    # Those that come before move to the front, until all that were opened have their places.
+    # Rows that come before an opened one move to the front, until all opened rows have their places.
     place, to = bound[0], bound[0] - count
     bound[0] = to
     done = 0
@@ -359,7 +365,7 @@ def _open_readers(
 
 @compiled
 def unpin(table: np.ndarray, subgraphs: np.ndarray, round_: int) -> None:
-    """Unpin those subgraphs of a round that have no task in flight any more. A worker's rounds complete in order."""
+    """Unpin the subgraphs of a round that have no later task in flight. A worker's rounds complete in order."""
     for number in subgraphs:
         subgraph = table[number]
         if subgraph["last_round"] == round_:
@@ -368,7 +374,7 @@ def unpin(table: np.ndarray, subgraphs: np.ndarray, round_: int) -> None:
 
 @compiled
 def find_stops(table: np.ndarray, rows: np.ndarray, number: int, output: np.ndarray, stops: np.ndarray) -> None:
-    """Mark in `stops` the nodes of a task whose returned output of this number is what ends their chain."""
+    """Mark in `stops` the nodes of a task whose chain ends by the value of returned output `number`."""
     for node in range(len(rows)):
         row = table[rows[node]]
         if row["stop_by"] == number and output[node] == row["stop_at"]:
@@ -387,10 +393,10 @@ def complete(
     last: np.ndarray,
     stops: np.ndarray,
 ) -> np.ndarray:
-    """End rows, subgraphs and requests by a round that has completed, and release the subgraphs that waited for them.
+    """End rows, subgraphs and requests after a round has completed, and release the subgraphs that waited for them.
 
-    `rows`, `at` and `last` are as `batch` wrote them. `stops` says which nodes end their chains; it is empty if none
-    may. The first rows of the requests that end, in the order in which they came.
+    `rows`, `at` and `last` are those that `batch` wrote. `stops` marks the nodes that end their chains; it is empty if
+    no chain may end early. Returns the first rows of the requests that end, in order of arrival.
     """
     ended, ends = np.empty(len(rows), np.int64), 0
     stopped = False
@@ -418,7 +424,7 @@ def complete(
         subgraph = table[number]
         subgraph["rows_left"] -= 1
         if subgraph["rows_left"] == 0:
-            subgraphs[done] = number  # written before what is read next
+            subgraphs[done] = number  # this must be written before the next read
             done += 1
             most += subgraph["readers_count"]
             request = table[subgraph["request"]]
@@ -453,7 +459,7 @@ def _release(
     counts: np.ndarray,
     subgraphs: np.ndarray,
 ) -> None:
-    """Pass subgraphs, whose external dependencies are met, to the queues, in the order of requests and graphs."""
+    """Add subgraphs whose external dependencies are met to the queues, in the order of requests and graphs."""
     if len(subgraphs) > 1:
         subgraphs = subgraphs[np.argsort(table["place"][subgraphs], kind="mergesort")]
         arrivals = table["arrival"][table["request"][subgraphs]]
@@ -472,7 +478,7 @@ def _release(
 
 @compiled
 def leave(table: np.ndarray, ready: np.ndarray, bounds: np.ndarray) -> None:
-    """Take rows that are lost out of the queues."""
+    """Remove lost rows from the queues."""
     for kind in range(len(bounds)):
         queue, end = ready[kind], bounds[kind, 0]
         for place in range(bounds[kind, 0], bounds[kind, 1]):

@@ -1,4 +1,4 @@
-"""What an application of cells is: its cells, and how it unfolds a request into a graph of them. No torch here."""
+"""The interface of an application: its cells, and how it unfolds a request into a graph of them. No torch here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.cells.graph import CellGraph
 
 
 class Application(Protocol):
-    """What is served: it unfolds a request into a graph of its cells, and reads the graph's results."""
+    """An application that is served: it unfolds a request into a graph of its cells, and reads the graph's results."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -17,12 +17,12 @@ class Application(Protocol):
     outputs: tuple[Field, ...]
 
     def unfold(self, inputs: Arrays) -> CellGraph:
-        """The graph of one request. Raises ValueError, naming the value and the limit, for inputs that are no good.
+        """The graph of one request. Raises ValueError, naming the value and the limit, for unusable inputs.
 
-        Dtypes, ranks and dimensions have been checked against `inputs`.
+        Dtypes, ranks and dimensions have already been checked against `inputs`.
         """
         ...
 
     def finish(self, results: Arrays) -> Arrays:
-        """The outputs that a client gets, from the results that the graph names."""
+        """The outputs that the client receives, from the results that the graph names."""
         ...

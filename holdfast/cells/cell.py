@@ -1,8 +1,7 @@
-"""What a programmer defines: cells, and what clients send to an application of them and get. No torch here.
+"""The definitions of a programmer: cells, and the fields that clients send and receive. No torch here.
 
-A cell is a part of a model that runs many times for one request: one step of an LSTM, one node of a tree
-(BatchMaker, section 2.3.1). Its weights belong to it; its inputs and outputs are batches, whose first dimension counts
-the nodes.
+A cell is a part of a model that runs many times for one request: one step of an LSTM, one node of a tree (BatchMaker,
+section 2.3.1). Its weights belong to it. Its inputs and outputs are batches, whose first dimension counts the nodes.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import numpy as np
 from holdfast.cells.gated import Gated
 
 DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "bool")
-"""Types of inputs and outputs. Values and returned outputs, which pass through NumPy, cannot be bfloat16."""
+"""Dtypes of inputs and outputs. Values and returned outputs, which pass through NumPy, cannot be bfloat16."""
 FIELD_DTYPES = ("float32", "float16", "int64", "int32", "bool", "string")
-"""Types of what clients send and get. An array of strings has NumPy's type object and holds str."""
+"""Dtypes of fields that clients send and receive. An array of strings has NumPy's dtype object and holds str."""
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The shape and type of one node's share of a batched tensor: without the batch dimension."""
+    """The shape and dtype of one node's part of a batched tensor, without the batch dimension."""
 
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -57,7 +56,7 @@ class Output(Spec):
     """An output, kept on the device for the nodes that read it."""
 
     returned: bool = False
-    """Whether each task also copies it to the host, for the results of requests and for chains that end by it."""
+    """Whether each task also copies the output to the host, for results of requests and for chains that end by it."""
 
     def __post_init__(self) -> None:
         Spec.__post_init__(self)
@@ -75,26 +74,32 @@ class Cell:
     """A type of cell.
 
     Two cells are the same type only if they compute the same operations, with the same weights, on inputs of the same
-    shapes; the executor finds that out (section 2.3.1), and nodes of equal types share tasks.
+    shapes. The executor finds that out (section 2.3.1), and nodes of equal types share tasks.
     """
 
     name: str
     run: Callable[..., Any]
-    """run(weights, **inputs) -> outputs by name. All are tensors [size, *shape], weights are tensors of any shape.
+    """The function run(weights, **inputs) -> outputs by name.
 
-    It must treat the rows of a batch apart, and must not change an input."""
+    Inputs and outputs are tensors [size, *shape]; weights are tensors of any shape. The function must compute each row
+    of a batch independently, and must not change an input.
+    """
     inputs: Mapping[str, State | Value]
     outputs: Mapping[str, Output]
     weights: Mapping[str, Any] = field(default_factory=dict)
-    """Tensors by name."""
+    """The weights, as tensors by name."""
     priority: int = 0
-    """Higher runs first. Later cells of a graph should have the higher: a decoder before an encoder."""
-    sizes: tuple[int, ...] = DEFAULT_SIZES
-    """Batch sizes that are made ready at the start, unless sizes are given by type there (`sizes_by_type`).
+    """The priority: higher runs first.
 
-    A task between two sizes is padded up to the larger one."""
+    Later cells of a graph should have a higher one, such as a decoder after an encoder.
+    """
+    sizes: tuple[int, ...] = DEFAULT_SIZES
+    """The batch sizes that are prepared at the start, unless `sizes_by_type` is given other ones.
+
+    A task whose number of nodes lies between two sizes is padded up to the larger one.
+    """
     gated: Gated | None = None
-    """A form of `run` that executors compute with fewer passes over memory. It must give what `run` gives."""
+    """A form of `run` that executors compute with fewer passes over memory. It must give the results of `run`."""
 
     def __post_init__(self) -> None:
         if not self.outputs:
@@ -117,12 +122,12 @@ class Cell:
 
     @cached_property
     def takes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """By State input: its shape and type."""
+        """For each State input, its shape and dtype."""
         return {name: (self.inputs[name].shape, self.inputs[name].dtype) for name in self.states}
 
     @cached_property
     def gives(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """By output: its shape and type."""
+        """For each output, its shape and dtype."""
         return {name: (output.shape, output.dtype) for name, output in self.outputs.items()}
 
     @cached_property
@@ -137,14 +142,14 @@ class Cell:
 
     @cached_property
     def carried(self) -> tuple[str, ...]:
-        """The State inputs that a chain of this cell takes from the step before: those that are outputs, too."""
+        """The State inputs that a chain of this cell takes from its previous step: those that are also outputs."""
         return tuple(name for name in self.states if name in self.outputs)
 
 
 def sizes_by_type(
     types: Mapping[Cell, int], sizes: Sequence[tuple[int, ...]] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The batch sizes of each type, by its number: those given, or those of its first cell. Raises ValueError."""
+    """The batch sizes of each type, by its number: the given ones, or those of its first cell. Raises ValueError."""
     first: dict[int, Cell] = {}
     for cell, number in types.items():
         first.setdefault(number, cell)
@@ -158,7 +163,7 @@ def sizes_by_type(
 
 
 def padded_size(sizes: tuple[int, ...], nodes: int) -> int:
-    """The supported size that a task of so many nodes is padded to."""
+    """The supported size that a task of `nodes` nodes is padded to."""
     return sizes[bisect_left(sizes, nodes)]
 
 
@@ -174,7 +179,7 @@ class Field:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """-1 is a dimension of any size from 1 to `limit`."""
+    """The shape. -1 is a dimension of any size from 1 to `limit`."""
     limit: int = 4096
     help: str = ""
 

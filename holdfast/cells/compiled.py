@@ -1,4 +1,4 @@
-"""Functions that are compiled to machine code: loops over the rows of the planner's table, by Numba."""
+"""Compile functions to machine code with Numba: the loops over the rows of the planner's table."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function at its first call, and keep the code on disk. Other threads run while it runs."""
+    """Compile a function at its first call, and keep the code on disk. It runs without Python's lock."""
     return cast(Function, numba.njit(cache=True, nogil=True)(function))

@@ -1,6 +1,6 @@
-"""Executors of cells: they hold the arenas of state, and run rounds of tasks. The one for CPUs is here.
+"""Executors of cells: they hold the arenas of state, and run rounds of tasks. The executor for CPUs is here.
 
-An arena holds all outputs of one shape and type, of all nodes that live. A task gathers its State inputs from arenas by
+An arena holds all outputs of one shape and dtype, of all live nodes. A task gathers its State inputs from arenas by
 index, runs its cell, and scatters the outputs into the arenas by row.
 """
 
@@ -25,21 +25,24 @@ from holdfast.loop.contracts import Executor
 
 Tensors = dict[str, torch.Tensor]
 FINE_ROWS = 32
-"""Matrix products on CPUs have any number of rows up to this, and above it as many as `_Linear.rows` says."""
+"""The most rows for which a CPU's matrix product has exactly as many rows as nodes. Above it, see `_Linear.rows`."""
 LEAST_PACKED = 128
-"""Outputs. PyTorch's own product is faster with fewer, as read-outs of labels have."""
+"""The least number of outputs of a packed product.
+
+PyTorch's own product is faster with fewer, such as label read-outs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """How the State inputs of tasks were read. Inputs that are zeros for all nodes are not counted."""
+    """Counts of how the State inputs of tasks were read. Inputs that are zeros for all nodes are not counted."""
 
     gathered: int = 0
-    """Inputs that were copied into one place."""
+    """Number of inputs that were copied together."""
     in_place: int = 0
-    """Inputs that lay in one piece in their order already, and were read there (BatchMaker, section 2.4.3)."""
+    """Number of inputs that were read in place, already contiguous and in order (BatchMaker, section 2.4.3)."""
     moved: int = 0
-    """Rows that were copied from other workers."""
+    """Number of rows that were copied from other workers."""
 
 
 class CellExecutor(Executor[Round, Returned], Protocol):
@@ -47,25 +50,25 @@ class CellExecutor(Executor[Round, Returned], Protocol):
 
     arenas: Arenas
     gated: dict[int, tuple[Kind, Gated]]
-    """The types that it runs in their gated form."""
+    """The types that the executor runs in their gated form, by number."""
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
-        """Say which executor each worker has, so that rows can be copied from it. Needed where there are several."""
+        """Set the executor of each worker, so that rows can be copied from it. Needed if there are several workers."""
         ...
 
     def timed(self, plan: Round) -> float:
-        """Run a round while no other is in flight. The seconds that its tasks took."""
+        """Run a round while no other is in flight. Returns the seconds that its tasks took."""
         ...
 
     def copies(self) -> Copies:
-        """How inputs were read so far."""
+        """Counts of how inputs were read so far."""
         ...
 
 
 class Arenas:
-    """The state of all rows on one device: by shape and type, a tensor [capacity * width + 1, *shape].
+    """The state of all rows on one device: for each shape and dtype, a tensor [capacity * width + 1, *shape].
 
-    The place of an output is `row * width + place`. The last item of each is zeros.
+    The index of an output is `row * width + place`. The last item of each arena is zeros.
     """
 
     def __init__(self, cells: Sequence[Cell], device: torch.device, capacity: int) -> None:
@@ -87,14 +90,14 @@ class Arenas:
 
 
 class Kind:
-    """A cell type on one device: its cell and sizes, its weights there, and where its states and outputs lie."""
+    """A cell type on one device: its cell and sizes, its weights there, and the places of its states and outputs."""
 
     def __init__(self, cell: Cell, arenas: Arenas, weights: Tensors, sizes: tuple[int, ...]) -> None:
         self.cell, self.weights, self.sizes = cell, weights, sizes
         self.states = [(name, arenas.of(cell.inputs[name])) for name in cell.states]
         self.values, self.returned = cell.values, cell.returned
         self.outputs: list[tuple[str, torch.Tensor, int, int]] = []
-        """Name, arena, the width of its rows, and the place in a row."""
+        """For each output: its name, its arena, the width of the arena's rows, and its place in a row."""
         for name in cell.outputs:
             spec, place = arenas.layout.place(cell, name)
             self.outputs.append((name, arenas.items[spec], arenas.layout.widths[spec], place))
@@ -107,7 +110,10 @@ class Kind:
         return outputs
 
     def try_out(self, size: int, device: torch.device) -> None:
-        """Run the cell once on zeros of this batch size. Raises ValueError if it does not do what it declares."""
+        """Run the cell once on zeros of this batch size.
+
+        Raises ValueError if the outputs differ from its declaration.
+        """
         cell = self.cell
         with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count their changes
             inputs = {name: example(spec, size, device) for name, spec in cell.inputs.items()}
@@ -127,7 +133,7 @@ class Kind:
 def kinds_of(
     cells: Sequence[Cell], types: Mapping[Cell, int], arenas: Arenas, sizes: Sequence[tuple[int, ...]] | None = None
 ) -> list[Kind]:
-    """The types in the order of their numbers. Each has the first of its cells. Shared weights are copied once.
+    """The types in the order of their numbers. Each uses the first of its cells. Shared weights are copied once.
 
     `sizes` are by type number, by default those of the cells. Raises ValueError for sizes that do not fit.
     """
@@ -148,7 +154,7 @@ def kinds_of(
 
 
 def check_outputs(cell: Cell, outputs: object, size: int, device: torch.device) -> None:
-    """Raises ValueError if these are not what the cell declares."""
+    """Raise ValueError if the outputs differ from the cell's declaration."""
     if not isinstance(outputs, Mapping):
         raise ValueError(f"cell {cell.name} gives {type(outputs).__name__}; it must give outputs by name")
     if set(outputs) != set(cell.outputs):
@@ -172,7 +178,7 @@ def check_outputs(cell: Cell, outputs: object, size: int, device: torch.device) 
 class CpuExecutor:
     """Runs rounds on a CPU, with PyTorch's operators.
 
-    `collect` computes the oldest round, in the thread that calls it: `submit` only queues. A task runs with as many
+    `collect` computes the oldest round, in the calling thread; `submit` only queues. A task runs with exactly as many
     nodes as it has; on a CPU, padding would only add work. Buffers for gathered inputs are allocated once. Gated cells
     of float32 run with PyTorch's matrix product and the kernels of `kernels_cpu`.
     """
@@ -216,11 +222,11 @@ class CpuExecutor:
         self._rounds: deque[Round] = deque()
         self._last_rows = np.zeros(0, np.int64)
         self._last: list[tuple[int, int, int, torch.Tensor]] = []
-        """What the task before gave to its rows: arena, width and place in it, and the batch of outputs itself."""
+        """Outputs of the previous task: the arena, its width, the place in a row, and the batch of outputs itself."""
         self._gathered = self._in_place = self._moved = 0
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
-        """Say which executor each worker has."""
+        """Set the executor of each worker."""
         self._peers = executors
 
     def submit(self, plan: Round) -> None:
@@ -236,18 +242,18 @@ class CpuExecutor:
             return [self._run(plan.type, task) for task in plan.tasks]
 
     def timed(self, plan: Round) -> float:
-        """Run a round while no other is in flight. The seconds that it took."""
+        """Run a round while no other is in flight. Returns the seconds that it took."""
         began = time.perf_counter()
         self.submit(plan)
         self.collect()
         return time.perf_counter() - began
 
     def copies(self) -> Copies:
-        """How inputs were read so far."""
+        """Counts of how inputs were read so far."""
         return Copies(self._gathered, self._in_place, self._moved)
 
     def close(self) -> None:
-        """Forget the rounds that were not computed."""
+        """Drop the rounds that were not computed."""
         self._rounds.clear()
 
     def _move(self, move: Move) -> None:
@@ -286,7 +292,7 @@ class CpuExecutor:
         return tuple([outputs[name].numpy() for name in kind.returned])
 
     def _read(self, arena: torch.Tensor, source: np.ndarray, buffer: torch.Tensor, *, copy: bool) -> torch.Tensor:
-        """A State input as [nodes, *shape]: where it lies if it lies there in order, else gathered into the buffer."""
+        """A State input as [nodes, *shape]: in place if contiguous and in order, else gathered into the buffer."""
         nodes = len(source)
         if source.min() < 0:
             if source.max() < 0:
@@ -305,7 +311,7 @@ class CpuExecutor:
         return torch.index_select(arena, 0, torch.from_numpy(np.ascontiguousarray(source)), out=buffer[:nodes])
 
     def _is_last(self, source: np.ndarray, width: int, place: int) -> bool:
-        """Whether a State input is an output of the task before, for the same nodes' successors in the same order."""
+        """Whether a State input is an output of the previous task, for the same rows in the same order."""
         rows = self._last_rows
         if len(rows) != len(source) or int(rows[0]) * width + place != int(source[0]):
             return False
@@ -313,9 +319,9 @@ class CpuExecutor:
 
 
 class _Linear:
-    """x @ weight.T + bias. Where PyTorch has oneDNN, the weight is packed once, and not for each product again.
+    """x @ weight.T + bias. If PyTorch has oneDNN, the weight is packed once instead of for each product.
 
-    With 1,024 inputs, 2,560 outputs and 8 to 128 rows, products are 1.4 to 2 times as fast for it.
+    With 1,024 inputs, 2,560 outputs and 8 to 128 rows, this makes products 1.4 to 2 times as fast.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
@@ -334,7 +340,7 @@ class _Linear:
 
     @staticmethod
     def rows(nodes: int) -> int:
-        """The rows to compute for so many nodes, at most 1/16 more.
+        """The number of rows to compute for `nodes` nodes, at most 1/16 more.
 
         oneDNN prepares itself for each number of rows, which takes a millisecond, and remembers 1,024 products.
         """
@@ -343,10 +349,10 @@ class _Linear:
 
 
 class _GatedOnCpu:
-    """The tasks of a gated cell of float32: gather what the product reads, the product, and one kernel for the rest."""
+    """Runs tasks of a gated float32 cell: gathers the product's input, multiplies, and runs one kernel for the rest."""
 
     def __init__(self, kind: Kind, gated: Gated, arenas: Arenas) -> None:
-        """Allocate the buffers, and compile the kernels by a task of one node."""
+        """Allocate the buffers, and compile the kernels by running a task of one node."""
         cell, matrix, most = kind.cell, kind.weights["w"], kind.sizes[-1]
         hidden = len(matrix) // len(gated.gates)
         self._cell, self._linear = cell, _Linear(matrix, kind.weights["b"])
@@ -376,14 +382,14 @@ class _GatedOnCpu:
 
     @classmethod
     def of(cls, kind: Kind, arenas: Arenas) -> _GatedOnCpu | None:
-        """For this type, if its cells are gated, of float32, and keep c on the device."""
+        """The gated form of this type; None unless its cells are gated, of float32, and keep c on the device."""
         gated = kind.cell.gated
         if gated is None or "c" in kind.returned or kind.weights["w"].dtype != torch.float32:
             return None
         return cls(kind, gated, arenas)
 
     def run(self, task: Task) -> tuple[tuple[np.ndarray, ...], int]:
-        """The returned outputs, and how many State inputs were gathered. Raises IndexError for an unknown token."""
+        """The returned outputs, and the number of gathered State inputs. Raises IndexError for an unknown token."""
         nodes = len(task.rows)
         gathered = sum([gather(task) for gather in self._gathers])
         products = self._linear(self._x[: self._linear.rows(nodes)]).numpy()
@@ -399,7 +405,10 @@ class _GatedOnCpu:
         return tuple([returned[name] for name in self._cell.returned]), gathered
 
     def _gather(self, name: str, table: torch.Tensor | None, column: int, arenas: Arenas) -> Callable[[Task], int]:
-        """What copies one part of a task's inputs into the columns from `column` on; 1 if it is a State, else 0."""
+        """A function that copies one part of a task's inputs into the columns from `column` on.
+
+        The function returns 1 if the part is a State input, else 0.
+        """
         cell, x = self._cell, self._x.numpy()
         is_state = name in cell.states
         place = (cell.states if is_state else cell.values).index(name)

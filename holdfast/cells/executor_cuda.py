@@ -1,8 +1,8 @@
 """The executor of cells for CUDA: one graph for each type and size, which finds its task by a cursor on the device.
 
-`submit` writes the words of a round's tasks into a pinned ring, copies them to the same place of a ring on the device
-with one copy, and replays a graph for each task; it waits for nothing. The last kernel of a task adds 1 to a counter in
-pinned memory, which `collect` polls (BatchMaker, section 2.5). Returned outputs lie in a pinned ring by then.
+`submit` writes the words of a round's tasks into a pinned ring, copies them with one copy to the same place of a ring
+on the device, and replays a graph for each task. It waits for nothing. The last kernel of a task adds 1 to a counter in
+pinned memory, which `collect` polls (BatchMaker, section 2.5). By then the returned outputs are in a pinned ring.
 """
 
 from __future__ import annotations
@@ -33,26 +33,28 @@ from holdfast.core.collector import collector_off
 
 ALIGNED_WORDS = 4
 SPINS = 50
+"""Number of polls for a round's end before `collect` sleeps between polls."""
 SLEEP_SECONDS = 20e-6
+"""Seconds of one sleep of `collect`."""
 SLEEPS_PER_CHECK = 1000
-"""How often `collect` asks whether the device has failed."""
+"""Number of sleeps of `collect` between two checks whether the device has failed."""
 PR_SET_TIMERSLACK = 29
 HELD_CYCLES, MOST_HELD_CYCLES = 1 << 20, 1 << 31
-"""How long the device waits before a round that is timed: half a millisecond at first, up to a second."""
+"""Cycles that the device waits before a timed round: half a millisecond at first, up to a second."""
 NO_SOURCE = -1
 
 
 class TaskWords:
-    """Where the parts of a task of one type and size lie in its words, and its returned outputs in their bytes."""
+    """The layout of a task of one type and size: where its parts are in its words, and its outputs in their bytes."""
 
     def __init__(self, cell: Cell, size: int) -> None:
         self.size = size
         self.sources = {name: HEADER + (1 + place) * size for place, name in enumerate(cell.states)}
         at = _aligned(HEADER + (1 + len(cell.states)) * size)
         self.head = HEADER + (1 + len(cell.states)) * size
-        """Words of header, rows and sources."""
+        """Number of words of header, rows and sources."""
         self.values: dict[str, tuple[int, int, tuple[int, ...], np.dtype]] = {}
-        """By Value input: its first word, how many numbers it has, its shape, its type."""
+        """For each Value input: its first word, its number of words, its shape, its dtype."""
         for name in cell.values:
             shape, dtype = (size, *cell.inputs[name].shape), np.dtype(cell.inputs[name].dtype)
             items = math.prod(shape)
@@ -60,7 +62,7 @@ class TaskWords:
             at = _aligned(at - (-items * dtype.itemsize // 4))
         self.words = at
         self.returned: dict[str, tuple[int, int, tuple[int, ...], np.dtype]] = {}
-        """By returned output: its first byte, the bytes of one node, one node's shape, its type."""
+        """For each returned output: its first byte, the bytes of one node, one node's shape, its dtype."""
         at = 0
         for name in cell.returned:
             shape, dtype = cell.outputs[name].shape, np.dtype(cell.outputs[name].dtype)
@@ -72,7 +74,7 @@ class TaskWords:
 
 @cache
 def _sleep_precisely(thread: int) -> None:
-    """Let this thread's sleeps end within microseconds; Linux allows them 50 more by default."""
+    """Make this thread's sleeps end within microseconds; by default Linux delays them by up to 50 more."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
@@ -92,13 +94,13 @@ class _Flight:
 
     type: int
     tasks: list[tuple[int, TaskWords, int]]
-    """Nodes, words, and the byte at which the returned outputs begin."""
+    """For each task: the number of nodes, its layout, and the byte at which its returned outputs begin."""
     target: int
     """The counter's value when the round's last task has completed."""
 
 
 class CudaExecutor:
-    """Runs rounds on one CUDA device, on a stream of its own.
+    """Runs rounds on one CUDA device, on its own stream.
 
     On a CPU device it runs the same kernels under Triton's interpreter, at once and without graphs, for tests.
     """
@@ -117,7 +119,7 @@ class CudaExecutor:
         """Allocate arenas of `capacity` rows and capture every cell at each of its sizes.
 
         `sizes` are by type number, by default those of the cells. Rounds have at most `max_tasks` tasks, and at most
-        `rounds_in_flight` may be in flight. Raises ValueError for a cell that does not do what it declares.
+        `rounds_in_flight` may be in flight. Raises ValueError for a cell that differs from its declaration.
         """
         self.device = torch.device(device)
         self._max_tasks, self._rounds_in_flight = max_tasks, rounds_in_flight
@@ -135,7 +137,7 @@ class CudaExecutor:
             states = max(len(kind.cell.states) for kind in self._kinds)
             largest = max(kind.sizes[-1] for kind in self._kinds)
             self._most_moved = states * largest * max_tasks
-            """Rows that a round can move: no more than its tasks read."""
+            """The most rows that a round can move: no more than its tasks read."""
             self._round_words = _aligned(max_tasks * max(words.words for words in most) + self._most_moved)
             self._ring_words = self._round_words * (rounds_in_flight + 1)
             self._task_bytes = max(words.returned_bytes for words in most)
@@ -149,7 +151,7 @@ class CudaExecutor:
             )
             self._staged = self._pinned(self._ring_words, torch.int32)
             self._bodies: list[Callable[[], None]] = []
-            """What was captured: graphs read the tables and buffers that these hold."""
+            """The captured functions. Graphs read the tables and buffers that these hold, so they must stay alive."""
             self._run: list[dict[int, Callable[[], None]]] = self._materialize()
         self._host_words, self._done = self._staged.numpy(), self._signals.done.numpy()
         self._host_returned = self._signals.returned.numpy()
@@ -161,7 +163,7 @@ class CudaExecutor:
         self._held_cycles = HELD_CYCLES
 
     def connect(self, executors: Sequence[CellExecutor]) -> None:
-        """Say which executor each worker has. Raises ValueError if this device cannot read another's memory."""
+        """Set the executor of each worker. Raises ValueError if this device cannot read another's memory."""
         self._peers = [None if each is self else self._move_tables(each.arenas) for each in executors]
 
     def submit(self, plan: Round) -> None:
@@ -202,7 +204,9 @@ class CudaExecutor:
         self._in_flight.append(flight)
 
     def collect(self) -> Returned:
-        """Wait for the oldest round. Its arrays lie in the ring, until a round more than may be in flight is submitted.
+        """Wait for the oldest round.
+
+        Its arrays lie in the ring until `rounds_in_flight` + 1 later rounds are submitted.
 
         Raises RuntimeError if the device has failed.
         """
@@ -219,7 +223,7 @@ class CudaExecutor:
         return found
 
     def timed(self, plan: Round) -> float:
-        """Run a round while no other is in flight. The seconds that the device took, once all was queued.
+        """Run a round while no other is in flight. Returns the seconds that the device took, once all was queued.
 
         Raises RuntimeError if queuing a round takes the host longer than a second.
         """
@@ -231,7 +235,7 @@ class CudaExecutor:
         while True:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             with self._on_stream():
-                # The device waits until the host has queued all.
+                # The device waits until the host has queued everything.
                 torch.cuda._sleep(self._held_cycles)  # type: ignore[no-untyped-call]
                 begin.record()
                 self.submit(plan)
@@ -246,11 +250,11 @@ class CudaExecutor:
             self._held_cycles *= 2
 
     def copies(self) -> Copies:
-        """How many rows were moved. Inputs are read by the kernels that need them, so they are not counted."""
+        """The number of moved rows. Kernels read inputs where they need them, so other reads are not counted."""
         return Copies(moved=self._moved)
 
     def close(self) -> None:
-        """Wait for the device, if it works, and release the graphs."""
+        """Wait for the device, if it still works, and release the graphs."""
         if self._stream is not None:
             with suppress(RuntimeError):
                 self._stream.synchronize()
@@ -275,7 +279,7 @@ class CudaExecutor:
                 target[nodes:] = 0
 
     def _wait(self, target: int) -> None:
-        """Wait until so many tasks have completed."""
+        """Wait until `target` tasks have completed."""
         done = self._done
         for _ in range(SPINS):
             if done[0] >= target:
@@ -288,7 +292,7 @@ class CudaExecutor:
             if sleeps % SLEEPS_PER_CHECK == 0 and (self._stream is None or self._stream.query()) and done[0] < target:
                 raise RuntimeError(f"the device is idle after {done[0]} tasks; {target} were submitted")
 
-    # Made once, at the start.
+    # The functions below run once, at the start.
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -297,7 +301,10 @@ class CudaExecutor:
         return torch.zeros(length, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def _materialize(self) -> list[dict[int, Callable[[], None]]]:
-        """What runs a task of each type and size. The words are zeros here, so all of a task's nodes are padding."""
+        """The functions that run a task, by type and size.
+
+        The words are zeros here, so all of a task's nodes are padding.
+        """
         pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
         made: list[dict[int, Callable[[], None]]] = []
         for number, kind in enumerate(self._kinds):
@@ -335,7 +342,7 @@ class CudaExecutor:
                 raise ValueError(f"workers are on {theirs.device} and {self.device}; all must be CPUs or all GPUs")
             if not torch.cuda.can_device_access_peer(self.device, theirs.device):
                 raise ValueError(f"{self.device} cannot read the memory of {theirs.device}; use one of them only")
-            probe = torch.zeros(1, device=self.device)  # a copy between two devices maps their memory into each other
+            probe = torch.zeros(1, device=self.device)  # copying between two devices maps their memory into each other
             probe.to(theirs.device).to(self.device)
         tables: dict[int, list[list[int]]] = {}
         widest = 1
@@ -356,7 +363,7 @@ class CudaExecutor:
 
 
 def _gated_of(kind: Kind) -> Gated | None:
-    """The gated form in which tasks of a type run; None if they run as the cell's `run` does."""
+    """The gated form in which tasks of a type run; None if they run as `run`."""
     return kind.cell.gated if "c" not in kind.returned else None
 
 
@@ -381,7 +388,7 @@ class _Buffers:
                 self._h = torch.empty(largest, hidden, dtype=w.dtype, device=self._device)
 
     def body(self, size: int) -> Callable[[], None]:
-        """Launches the kernels of a task of this size, on the current stream."""
+        """A function that launches the kernels of a task of this size on the current stream."""
         if self._gated is not None:
             return self._gated_body(self._gated, size)
         tables = _tables_of({name: self._scatter_entries(name, size) for name in self._cell.outputs}, self._device)
@@ -431,7 +438,7 @@ class _Buffers:
         return run
 
     def _source(self, part: str | tuple[str, str], words: TaskWords) -> Source:
-        """Where a part of a gated cell's inputs comes from."""
+        """The source of one part of a gated cell's inputs."""
         if isinstance(part, str):
             spec = self._cell.inputs[part]
             wide = math.prod(spec.shape)
@@ -480,7 +487,7 @@ class _Buffers:
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """Outputs that are written in one unit."""
+    """The outputs that are written in one unit."""
 
     names: list[str]
     lines: torch.Tensor

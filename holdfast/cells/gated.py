@@ -1,4 +1,4 @@
-"""Gated: the form that LSTM and binary TreeLSTM cells have in common, which executors run with few kernels. Pure."""
+"""Gated: the common form of LSTM and binary TreeLSTM cells, which executors run with few kernels. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ class Gated:
     """
 
     parts: tuple[str | tuple[str, str], ...]
-    """One or two: an input [wide], or an input that is an int32 scalar, and the weight that it takes a row of."""
+    """The one or two parts of the product's input.
+
+    A part is an input [wide], or a pair: an int32 scalar input, and the weight of which it selects a row.
+    """
     gates: str
     """The order of gates in `w`: a permutation of i, o, u and, for each child in turn, f."""
     children: tuple[str, ...] = ()
-    """The State inputs that are the children's c; at most two."""
+    """The names of the State inputs that are the children's c; at most two."""
     read_out: tuple[str, str, str] | None = None
-    """A third output, an int32 scalar, and its weights: label = argmax of h @ w.T + b, for `w` [labels, hidden]."""
+    """The name of a third output, an int32 scalar, and the names of its weights `w` [labels, hidden] and `b`.
+
+    The output is label = argmax of h @ w.T + b.
+    """
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.parts) <= 2 or len(self.children) > 2:

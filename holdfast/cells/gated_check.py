@@ -1,4 +1,4 @@
-"""Compares a cell's gated form, as an executor runs it, with the cell's `run`, before any request does."""
+"""Compares a cell's gated form, as an executor runs it, with the cell's `run`, before any request is served."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from holdfast.cells.plan import FIRST_ROW, Round, Task
 from holdfast.cells.types import dtype
 
 LIMITS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
-"""Most difference that rounding may make, as a share of 1 + the largest value of an output."""
+"""The largest difference that rounding may make, relative to 1 + the largest value of an output."""
 TF32_LIMIT = 2e-2
 ZEROS_SHARE = 0.2
-"""Share of the nodes that read zeros instead of a state."""
+"""The share of the nodes that read zeros instead of a state."""
 SEED = 0
 
 
 @torch.inference_mode()
 def check_gated(executor: CellExecutor) -> None:
-    """Run tasks of random inputs of each gated type, at its smallest and largest size. Leaves zeros in their rows.
+    """Run tasks of random inputs for each gated type, at its smallest and largest size. Leaves zeros in their rows.
 
     Call it while no round is in flight. Raises ValueError, which names the cell, the output, the largest difference and
     the limit, if an output differs from that of `run` by more than rounding explains.
@@ -80,7 +80,7 @@ def _check(executor: CellExecutor, number: int, kind: Kind, gated: Gated, size: 
 
 
 def _random(random: np.random.Generator, shape: tuple[int, ...], kind: torch.dtype, bound: int) -> torch.Tensor:
-    """Numbers near 1, or words below the bound."""
+    """Numbers near 1, or integers below the bound."""
     if kind.is_floating_point:
         return torch.from_numpy(random.standard_normal(shape, np.float32)).to(kind)
     return torch.from_numpy(random.integers(0, bound, shape)).to(kind)
@@ -89,7 +89,7 @@ def _random(random: np.random.Generator, shape: tuple[int, ...], kind: torch.dty
 def _compare(
     kind: Kind, gated: Gated, size: int, name: str, found: torch.Tensor, expected: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise ValueError if an output is not as expected. Labels may differ where their scores hardly do."""
+    """Raise ValueError if an output differs from the expected one. Labels may differ if their scores hardly do."""
     state = expected["h"]
     share = LIMITS[state.dtype]
     if state.dtype == torch.float32 and state.is_cuda and torch.get_float32_matmul_precision() != "highest":
@@ -108,7 +108,7 @@ def _compare(
 
 
 def _scores(weights: Tensors, read_out: tuple[str, str, str], h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The scores that labels have by the gated form's read-out; -inf for one that is none."""
+    """The scores of labels by the gated form's read-out; -inf for a number that is not a label."""
     _, matrix, bias = read_out
     scores = torch.nn.functional.linear(h, weights[matrix], weights[bias]).double()
     inside = (labels >= 0) & (labels < scores.shape[1])

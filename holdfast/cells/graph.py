@@ -21,40 +21,43 @@ from holdfast.cells.cell import Cell
 from holdfast.cells.compiled import compiled
 
 ZEROS = -1
-"""In place of a node: a State input of zeros."""
+"""The node number that stands for a State input of zeros."""
 FEW = 16
-"""Nodes are looked up one by one among more than so many blocks for each."""
+"""The most blocks per node for which nodes are looked up among blocks one by one."""
 _FIRST = attrgetter("first")
 
 
 Read = tuple[str, str, int]
-"""A State input of a block, the output that it reads, and which of the block's columns names the nodes."""
+"""A State input of a block, the output that it reads, and the number of the block's column that names the nodes."""
 
 
 @dataclass(slots=True)
 class Block:
-    """Nodes of one call of `add` or `chain`. Their ids follow one another."""
+    """The nodes of one call of `add` or `chain`. Their ids are consecutive."""
 
     cell: Cell
     first: int
     count: int
     values: list[np.ndarray]
-    """For each Value input of the cell: [count, *shape]."""
+    """For each Value input of the cell, its values [count, *shape]."""
     chain: bool
     stop: tuple[str, int] | None
-    """The chain ends early, at a step whose output of this name has this value."""
+    """The returned output and the value at which the chain ends early; None if it does not."""
     columns: list[np.ndarray] = field(default_factory=list)
-    """Ids of the nodes whose outputs are read, or ZEROS: [count], or [1] for a chain. No two are the same array."""
+    """Arrays of ids of the nodes whose outputs are read, or ZEROS: [count], or [1] for a chain.
+
+    No two are the same object.
+    """
     reads: list[Read] = field(default_factory=list)
     whole: bool = False
-    """A chain of which no node but the last is read from outside. It is one row."""
+    """Whether this is a chain that is read from outside only at its last node. It is then one row."""
 
     @property
     def rows(self) -> int:
         return 1 if self.whole else self.count
 
     def unrolled(self) -> Block:
-        """A chain as a block of single nodes, each of which reads the one before."""
+        """The chain as a block of single nodes, each of which reads the previous one."""
         before = np.arange(self.first - 1, self.first + self.count - 1)
         columns = [np.full(self.count, column[0]) for column in self.columns]
         reads = [read for read in self.reads if read[0] not in self.cell.carried]
@@ -63,7 +66,7 @@ class Block:
             begun = before.copy()
             output, begun[0] = begin.get(name, (name, ZEROS))
             if output != name and begun[0] != ZEROS:
-                # The first step reads another output than the later ones.
+                # The first step reads a different output from the later ones.
                 first = np.full(self.count, ZEROS)
                 first[0], begun[0] = begun[0], ZEROS
                 reads.append((name, output, len(columns)))
@@ -76,7 +79,7 @@ class Block:
 class CellGraph:
     """The nodes of one request. Nodes are numbered in the order in which they are added.
 
-    Arrays that it is given are not copied: do not change them later.
+    Given arrays are not copied: do not change them later.
     """
 
     __slots__ = ("_cells", "_chains", "_common", "blocks", "constants", "nodes", "results", "rows")
@@ -84,35 +87,34 @@ class CellGraph:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.nodes = 0
-        """How many there are."""
+        """Number of nodes so far."""
         self.rows = 0
-        """The same, where a chain that is one row counts as one."""
+        """Number of rows so far. A chain that is one row counts as one."""
         self.results: list[tuple[str, str, Sequence[int]]] = []
-        """Name, output, and nodes of each."""
+        """For each result: its name, its output, and its nodes."""
         self.constants: dict[str, np.ndarray] = {}
         """Results that are known without any node, by name."""
         self._cells: set[Cell] = set()
         self._common: dict[str, tuple[tuple[int, ...], str]] = {}
-        """Outputs that all cells of the graph give, of the same shape and type."""
+        """Shape and dtype, by name, of the outputs that all cells of the graph have in common."""
         self._chains: list[Block] = []
 
     def add(self, cell: Cell, count: int = 1, /, **inputs: Any) -> range:
-        """Add `count` nodes of one cell; their ids.
+        """Add `count` nodes of one cell. Returns their ids.
 
         A Value input is an array [count, *shape]. A State input is a pair: the ids of the nodes that it comes from, one
-        for each new node or ZEROS, and the name of their output. A State input that is left out is zeros. Nodes of the
-        same call may be named, if they come before. Raises ValueError for what does not fit.
+        for each new node or ZEROS, and the name of their output. A State input that is left out is zeros. Earlier nodes
+        of the same call may be named. Raises ValueError for inputs that do not fit.
         """
         return self._add(cell, count, inputs, False, None)
 
     def chain(self, cell: Cell, steps: int, /, *, stop: tuple[str, int] | None = None, **inputs: Any) -> range:
-        """Add a chain of `steps` nodes; their ids.
+        """Add a chain of `steps` nodes. Returns their ids.
 
-        State inputs that have an output's name come from the step before; what is given for them, as (id, output), is
-        for the first step. Other State inputs, as (id, output), are the same for each step.
-        With `stop` the chain ends at the first step whose returned scalar output of that name has that value; no other
-        node may then read its outputs, because steps beyond it may have run already. Raises ValueError for what does
-        not fit.
+        State inputs with an output's name come from the previous step; an (id, output) that is given for them is for
+        the first step. Other State inputs, as (id, output), are the same for each step. With `stop`, the chain ends at
+        the first step whose returned scalar output of that name has that value. No other node may then read its
+        outputs, because later steps may have run already. Raises ValueError for inputs that do not fit.
         """
         if not cell.carried:
             raise ValueError(
@@ -125,13 +127,13 @@ class CellGraph:
     def result(self, name: str, nodes: int | Sequence[int], output: str) -> None:
         """Name a result: a returned output of these nodes [nodes, *shape], in their order.
 
-        Of a chain that is not read before its end, all nodes must be named, one after the other. If it stops early, the
-        result has no more than its steps up to there.
+        If a chain is read only at its end, all its nodes must be named, in order. If it stops early, the result has
+        only the steps up to the stop.
         """
         self.results.append((name, output, (nodes,) if isinstance(nodes, (int, np.integer)) else nodes))
 
     def constant(self, name: str, value: np.ndarray) -> None:
-        """Name a result that is known already, such as the words of a sentence; it passes to `finish` as it is."""
+        """Name a result that is known already, such as the words of a sentence. `finish` receives it unchanged."""
         self.constants[name] = value
 
     def _add(self, cell: Cell, count: int, inputs: dict[str, Any], chain: bool, stop: tuple[str, int] | None) -> range:
@@ -160,7 +162,7 @@ class CellGraph:
         return range(first, first + count)
 
     def _note_outputs(self, cell: Cell) -> None:
-        """Keep in `_common` what all cells of the graph give alike."""
+        """Keep in `_common` the outputs that all cells of the graph have in common."""
         if cell not in self._cells:
             gives = cell.gives
             self._common = (
@@ -169,7 +171,7 @@ class CellGraph:
             self._cells.add(cell)
 
     def _read(self, block: Block, inputs: dict[str, Any]) -> None:
-        """Note what a block's State inputs read, once it is known to fit."""
+        """Note which outputs a block's State inputs read, after checking that they fit."""
         takes, columns, common = block.cell.takes, block.columns, self._common
         found: dict[int, int] = {}
         for name, given in inputs.items():
@@ -190,14 +192,14 @@ class CellGraph:
                 self._cut_if_read_inside(chain, block)
 
     def _check_output(self, block: Block, name: str, output: str, column: np.ndarray) -> None:
-        """Raise ValueError if a node of the column does not give such an output, or one that the input cannot take."""
+        """Raise ValueError if a node of the column lacks this output, or if the input cannot take it."""
         wanted = block.cell.takes[name]
         for other in self._named(block, column):
             if other.cell.gives.get(output) != wanted:
                 raise ValueError(_misfit(block.cell, name, other.cell, output))
 
     def _named(self, block: Block, column: np.ndarray) -> list[Block]:
-        """The blocks of which a column of a new block names nodes, in order. The graph has them in that order, too."""
+        """The blocks whose nodes a column of a new block names, in order. The graph has them in that order, too."""
         blocks = self.blocks
         if len(column) == 1 or FEW * len(column) < len(blocks):
             own = len(blocks)
@@ -210,7 +212,7 @@ class CellGraph:
         return [block if number == len(blocks) else blocks[number] for number in sorted(numbers - {ZEROS})]
 
     def _cut_if_read_inside(self, chain: Block, block: Block) -> None:
-        """Make a chain single nodes if a block reads any but its last."""
+        """Split a chain into single nodes if a block reads any node but its last."""
         last = chain.first + chain.count - 1
         end = last if chain.stop is None else last + 1
         for column in block.columns:
@@ -240,7 +242,7 @@ def _value(cell: Cell, name: str, given: Any, count: int) -> np.ndarray:
 
 
 def _column(block: Block, name: str, nodes: Any) -> np.ndarray:
-    """The nodes that an input names, each of which must come before the one that reads it."""
+    """The nodes that an input names. Each must come before the node that reads it."""
     column = np.ascontiguousarray(nodes, dtype=np.intp)
     if column.ndim != 1:
         column = column.reshape(-1)
@@ -260,7 +262,10 @@ def _column(block: Block, name: str, nodes: Any) -> np.ndarray:
 
 @compiled
 def _first_misplaced(column: np.ndarray, first: int) -> int:
-    """Where a column names a node that does not come before the reader, from node `first` on; -1 if nowhere."""
+    """The first index at which a column names a node that does not come before its reader; -1 if there is none.
+
+    The readers are numbered from `first` on.
+    """
     for place in range(len(column)):
         if column[place] < ZEROS or column[place] >= first + place:
             return place

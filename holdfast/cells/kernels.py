@@ -3,7 +3,7 @@
 The words (int32) of the tasks of a round lie one after the other in a ring on the device, and `cursor` holds where the
 current task begins. A task's words are: where the next task begins; how many nodes it has; where its returned outputs
 begin in the host's ring, in units of 16 bytes; one word unused; then `rows` [size]; then `sources` [size] for each
-State input; then the values. The last kernel of a task moves the cursor on. So a CUDA graph needs no argument.
+State input; then the values. The last kernel of a task advances the cursor. So a CUDA graph needs no argument.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 HEADER = 4
-"""Words before a task's rows."""
+"""Number of words before a task's rows."""
 RETURNED_UNIT = 16
-"""Bytes. Returned outputs begin at multiples of it."""
+"""The alignment of returned outputs in bytes."""
 MOST_OUTPUTS = 8
-"""Outputs that one scatter kernel writes."""
+"""The most outputs that one scatter kernel writes."""
 UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
-"""Items are copied as integers of so many bytes."""
+"""The integer types in which items are copied, by their number of bytes."""
 
 _HEADER = tl.constexpr(HEADER)
 _NODES = tl.constexpr(1)
@@ -43,30 +43,38 @@ _BY_WORD, _VALUE = tl.constexpr(BY_WORD), tl.constexpr(VALUE)
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What kernels of a worker share. On a CPU, under Triton's interpreter, all lie in plain memory."""
+    """The memory that the kernels of a worker share.
+
+    On a CPU, under Triton's interpreter, all of it is plain memory.
+    """
 
     ring: torch.Tensor
-    """int32, on the device: the words of tasks."""
+    """The words of tasks, int32, on the device."""
     cursor: torch.Tensor
-    """int32 [1], on the device: the word at which the current task begins."""
+    """The word at which the current task begins, int32 [1], on the device."""
     tickets: torch.Tensor
-    """int32 [2], on the device: programs of a task's last kernel that are done, 0 between tasks; tasks that are."""
+    """Two counts, int32 [2], on the device.
+
+    The first counts the programs of a task's last kernel that are done, and is 0 between tasks. The second counts the
+    tasks that are done.
+    """
     done: torch.Tensor
-    """int64 [1], in pinned host memory: how many tasks have completed (BatchMaker, section 2.5)."""
+    """The number of tasks that have completed, int64 [1], in pinned host memory (BatchMaker, section 2.5)."""
     returned: torch.Tensor
-    """uint8, in pinned host memory: the ring of returned outputs."""
+    """The ring of returned outputs, uint8, in pinned host memory."""
 
 
 def unit_of(item_bytes: int) -> int:
-    """The largest unit in which items of so many bytes can be copied."""
+    """The largest unit in which items of this many bytes can be copied."""
     return next(unit for unit in (4, 2, 1) if item_bytes % unit == 0)
 
 
 def gather_entry(source: torch.Tensor, target: torch.Tensor, item_bytes: int, offset: int, is_value: bool) -> list[int]:
     """A line of the table of `gather`.
 
-    For a State input: its arena, the buffer, and the word of the task at which its indices begin. For a value: the
-    ring, the buffer, and the word of the task at which it begins.
+    For a State input, the source is its arena, and `offset` is the word of the task at which its indices begin. For a
+    value, the source is the ring, and `offset` is the word of the task at which the value begins. The target is the
+    buffer.
     """
     return [source.data_ptr(), target.data_ptr(), item_bytes // unit_of(item_bytes), offset, int(is_value)]
 
@@ -103,7 +111,7 @@ def gather(signals: Signals, tables: dict[int, torch.Tensor], widest: int, size:
 
 
 def scatter_entry(arena: torch.Tensor, item_bytes: int, width: int, place: int, returned_at: int | None) -> list[int]:
-    """A line of the table of `scatter`: `returned_at` is the byte within the task's returned outputs."""
+    """A line of the table of `scatter`. `returned_at` is the byte within the task's returned outputs."""
     unit = unit_of(item_bytes)
     at = -1 if returned_at is None else returned_at // unit
     return [arena.data_ptr(), item_bytes // unit, width, place, at]
@@ -113,7 +121,7 @@ def scatter_entry(arena: torch.Tensor, item_bytes: int, width: int, place: int, 
 def _finish(ring, cursor, tickets, done, programs):
     """The last program of a task's last kernel moves the cursor to the next task, and adds 1 to the host's counter.
 
-    Each program releases what it wrote with its ticket, and the last one acquires it. So all that the task wrote is
+    Each program releases its writes with its ticket, and the last one acquires it. So everything that the task wrote is
     visible to a host that sees the counter (BatchMaker, section 2.5). The sum is kept on the device, whose atomic add
     releases to the host: one on the host's own memory faults where the bus has no atomics.
     """
@@ -200,9 +208,10 @@ def _move(table, ring, begin, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def move_rows(signals: Signals, tables: dict[int, torch.Tensor], widest: int, begin: int, rows: int) -> None:
-    """Copy whole rows of another worker's arenas to the same rows here. Their numbers begin at the ring's word `begin`.
+    """Copy whole rows of another worker's arenas to the same rows here.
 
-    `tables` has lines of addresses there and here and a row's units, by unit. The other device's memory must be mapped.
+    The row numbers begin at the ring's word `begin`. `tables` has lines by unit: the addresses there and here, and a
+    row's units. The other device's memory must be mapped.
     """
     for unit, table in tables.items():
         grid = (rows, triton.cdiv(widest, _BLOCK), len(table))
@@ -244,13 +253,16 @@ def _concatenate(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A part of a concatenation: where its items lie, and how the current task says which."""
+    """The source of one part of a concatenation: its items, and how the current task selects them."""
 
     kind: int
-    """BY_INDEX: the task has an index into `items` for each node. BY_WORD: it has an index into `words`, which hold the
-    index; below 0 is word 0. VALUE: the task holds the items themselves, and `items` is the ring."""
+    """The kind of selection.
+
+    BY_INDEX: the task has an index into `items` for each node. BY_WORD: the task has an index into `words`, which holds
+    the index; an index below 0 selects item 0. VALUE: the task holds the items themselves, and `items` is the ring.
+    """
     items: torch.Tensor
-    """[items, wide], contiguous; the ring for VALUE."""
+    """The items [items, wide], contiguous; the ring for VALUE."""
     wide: int
     offset: int
     """The word of the task at which the indices or the values begin."""
@@ -259,7 +271,7 @@ class Source:
 
 
 def concatenate(signals: Signals, parts: Sequence[Source], target: torch.Tensor, size: int) -> None:
-    """Put one or two parts of each node side by side into `target` [size, both wide]. Missing items are zeros."""
+    """Concatenate one or two parts of each node into `target` [size, both wide]. Missing items are zeros."""
     arguments: list[torch.Tensor | int] = []
     for part in parts:
         items = signals.ring.view(target.dtype) if part.kind == VALUE else part.items
@@ -341,11 +353,12 @@ def gates(
     *,
     last: bool,
 ) -> None:
-    """c and h of each node of the current task, from its gates without their bias [size, len(order) * hidden].
+    """Compute c and h of each node of the current task, from its gates without their bias [size, len(order) * hidden].
 
     Reads the children's c from the arena by the indices that begin at the task's words `children`, writes h and c to
-    the task's rows at `places`, and h to `dense` [size, hidden] if it is given. `last` ends the task. This is safe in
-    place: no node of a task reads a row that another one writes, and each thread reads the c that it replaces before.
+    the task's rows at `places`, and h to `dense` [size, hidden] if it is given. `last` ends the task. Working in place
+    is safe: no node of a task reads a row that another one writes, and each thread reads the c that it replaces before
+    it writes.
     """
     size, hidden = products.shape[0], products.shape[1] // len(order)
     offsets = [*children, 0, 0][:2]
@@ -393,10 +406,12 @@ def read_out(
     *,
     last: bool,
 ) -> None:
-    """The first of the highest scores [size, labels] of each node of the current task, to an arena of int32 scalars.
+    """Write the index of each node's highest score [size, labels], the first of equals, to an arena of int32 scalars.
 
-    With `returned_at`, the byte within the task's returned outputs, it goes to the host's ring, too. `last` ends the
-    task.
+    The nodes are those of the current task.
+
+    With `returned_at`, the byte within the task's returned outputs, it is also written to the host's ring. `last` ends
+    the task.
     """
     size, labels = scores.shape
     block = min(2 * _BLOCK, triton.next_power_of_2(labels))

@@ -1,6 +1,6 @@
-"""Kernels of gated cells for CPUs: what comes before and after their matrix product, compiled by Numba.
+"""Kernels of gated cells for CPUs: the work before and after their matrix product, compiled by Numba.
 
-PyTorch's operators pass over the gates ten times, and its tanh takes 2.5 ns an element on a core where a matrix product
+PyTorch's operators pass over the gates ten times. Its tanh takes 2.5 ns an element, on a core where a matrix product
 with 1,024 inputs takes 20. Here a node's gates are read once, with vector instructions.
 """
 
@@ -13,10 +13,11 @@ import numba
 import numpy as np
 
 NOWHERE = -1
-"""Below 0 an item of `gather` stands for zeros, as a source in a task does."""
+"""The item of `gather` that stands for zeros, like a source below 0 in a task."""
 FAST = {"contract", "nsz", "arcp", "reassoc"}
+"""The fast-math options that are on. NaN and infinity keep their meaning."""
 HALF, LARGEST = np.float32(0.5), np.float32(7.90531110763549805)
-"""tanh is 1 to the last bit of a float32 beyond `LARGEST`."""
+"""`LARGEST` is the number beyond which tanh is 1 to the last bit of a float32."""
 P1, P3, P5, P7, P9, P11, P13 = map(
     np.float32,
     (
@@ -57,10 +58,12 @@ def sigmoid(x: Any) -> Any:
 
 @compiled
 def gather(table: Any, items: Any, first: int, target: Any, column: int) -> int:
-    """Copy these items of a table [items, wide] into `target` [nodes, columns] from `column` on; the items copied.
+    """Copy these items of a table [items, wide] into `target` [nodes, columns] from `column` on.
 
-    `first` is the least item there may be: 0, or NOWHERE where items below 0 stand for zeros. For an item that the
-    table lacks, gives -1 - its position.
+    Returns the number copied.
+
+    `first` is the least allowed item: 0, or NOWHERE if items below 0 stand for zeros. For an item that the table lacks,
+    returns -1 - its position.
     """
     wide, copied = table.shape[1], 0
     for node in range(items.shape[0]):
@@ -84,10 +87,10 @@ def gates(
 ) -> None:
     """The h and c of nodes from their gates before sigmoid and tanh, `products` [nodes, gates * hidden], overwritten.
 
-    `first` holds where the gates i, o, u and the children's f begin. A child's c is `cells[sources[child, node]]`, for
-    each of `children`; below 0 it is zeros. h and c of a node go to `cells`, to places `places[0]` and `places[1]` of
-    its row, `places[2]` being a row's width, after all nodes have read theirs. h also goes to `every_h` [nodes,
-    hidden], if that has any items.
+    `first` has the columns at which the gates i, o, u and the children's f begin. A child's c is `cells[sources[child,
+    node]]`, for each of `children`; below 0 it is zeros. h and c of a node go to `cells`, to places `places[0]` and
+    `places[1]` of its row, after all nodes have read theirs; `places[2]` is a row's width. h also goes to `every_h`
+    [nodes, hidden], if that has any items.
     """
     hidden = cells.shape[1]
     i_at, o_at, u_at = first[0], first[1], first[2]

@@ -19,24 +19,31 @@ from holdfast.cells.workers import make_executor, require_device
 from holdfast.core.cell_cost import CellCost
 
 MEASURED = 2
-"""Version of the measurement. Costs of another version are not used."""
+"""The version of the measurement. Costs of another version are not used."""
 LARGEST = 2048
 """The largest size that is measured by default, as in Figure 2.3."""
 MOST = 16384
+"""The largest size that may be measured."""
 HALVES_FROM = 64
-"""From here on, sizes halfway between powers of two are measured, too: padding from one power to the next would cost
-up to half of a large task."""
+"""The size from which on sizes halfway between powers of two are measured, too.
+
+Padding from one power to the next would cost up to half of a large task.
+"""
 PASSES = 6
-"""Passes over all sizes, in turn by falling and by rising size. The one that was least disturbed counts."""
+"""Number of passes over all sizes, alternately by falling and by rising size.
+
+The fastest one, least disturbed, counts.
+"""
 POINT_SECONDS = 0.03
-"""How long the rounds of one size are repeated in a pass, at least LEAST_ROUNDS of them. Their median counts."""
+"""Seconds for which a pass repeats the rounds of one size, at least LEAST_ROUNDS of them. Their median counts."""
 LEAST_ROUNDS = 3
+"""The least number of rounds of one size in a pass."""
 LONG_SECONDS = 0.3
-"""A pass repeats the rounds of one size no longer than this, however few there were."""
+"""The most seconds for which a pass repeats the rounds of one size, even if there were few."""
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:
-    """The sizes that are measured. Raises ValueError for a largest one that is out of range."""
+    """The sizes that are measured. Raises ValueError for a largest size that is out of range."""
     if not 2 <= largest <= MOST:
         raise ValueError(f"largest is {largest}; it must lie between 2 and {MOST}")
     powers = [1 << power for power in range(largest.bit_length())]
@@ -54,9 +61,9 @@ def measure_cells(
 ) -> tuple[CellCost, ...]:
     """Time tasks of each type, by its number, on "cpu" or "cuda:N".
 
-    A round of MAX_TASKS tasks is timed as the executor runs it, over rows in random order, and without the host's work
-    on a GPU. `on_progress` gets each stage, for people. Raises ValueError for a cell that does not do what it declares,
-    or that cannot run at the largest size.
+    A round of MAX_TASKS tasks is timed as the executor runs it, over rows in random order. On a GPU, the host's work is
+    not included. `on_progress` receives each stage as text for people. Raises ValueError for a cell that differs from
+    its declaration, or that cannot run at the largest size.
     """
     sizes = sizes_up_to(largest)
     on_progress(f"making cells ready at sizes up to {largest}")
@@ -89,7 +96,7 @@ def measure_cells(
 
 
 def device_name(device: str, workers: int = 1) -> str:
-    """A worker's device in words. `workers` on a CPU share the threads that the calling thread may use.
+    """The name of a worker's device. On a CPU, `workers` workers share the threads that the calling thread may use.
 
     Raises ValueError if there is no such device.
     """
@@ -101,7 +108,7 @@ def device_name(device: str, workers: int = 1) -> str:
 
 
 def _round(cell: Cell, number: int, layout: Layout, size: int) -> Round:
-    """Tasks of zeros. What a chain carries stays in its row; other states come from any rows."""
+    """A round of tasks of zeros. States that a chain carries stay in its row; other states come from any rows."""
     random = np.random.default_rng(size)
     rows = random.permutation(np.arange(FIRST_ROW, FIRST_ROW + size, dtype=np.int32))
     sources = np.empty((len(cell.states), size), np.int32)
@@ -123,7 +130,7 @@ def _seconds(executor: CellExecutor, plan: Round) -> float:
     rounds = [executor.timed(plan)]
     if rounds[0] < LONG_SECONDS:
         rounds.clear()
-    # On a GPU, what the host does for a round can take much longer than the round.
+    # On a GPU, the host's work for a round can take much longer than the round.
     while (spent := max(sum(rounds), time.perf_counter() - began)) < LONG_SECONDS or not rounds:
         if len(rounds) >= LEAST_ROUNDS and spent >= POINT_SECONDS:
             break

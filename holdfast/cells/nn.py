@@ -1,7 +1,7 @@
 """Cells for applications, made from weights: LSTM, binary TreeLSTM, encoder, decoder, read-out.
 
-Weights lie as in `torch.nn.LSTM`: a matrix is [outputs, inputs], and the gates of an LSTM are i, f, g, o, one below the
-other. All state is of the weights' type. Tokens and labels are int32.
+Weights have the layout of `torch.nn.LSTM`: a matrix is [outputs, inputs], and the gates of an LSTM are i, f, g, o,
+stacked by rows. All state has the weights' dtype. Tokens and labels are int32.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class LSTMWeights(NamedTuple):
     """One layer of an LSTM: gates = [x, h] @ w.T + b."""
 
     w: Tensor
-    """[4 * hidden, inputs + hidden]: for the gates i, f, g, o."""
+    """The matrix [4 * hidden, inputs + hidden], for the gates i, f, g, o."""
     b: Tensor
-    """[4 * hidden]."""
+    """The bias [4 * hidden]."""
 
     @classmethod
     def of(cls, w_x: Tensor, w_h: Tensor, bias: Tensor) -> LSTMWeights:
-        """From apart matrices for x [4 * hidden, inputs] and h [4 * hidden, hidden], and the sum of their biases."""
+        """Combine matrices for x [4 * hidden, inputs] and h [4 * hidden, hidden], and the sum of their biases."""
         return cls(torch.cat([w_x, w_h], 1).detach(), bias.detach())
 
     @classmethod
     def of_module(cls, module: nn.LSTM | nn.LSTMCell, layer: int = 0) -> LSTMWeights:
-        """From a layer of torch's LSTM. Raises ValueError for one with directions or projections."""
+        """The weights of a layer of torch's LSTM. Raises ValueError for one with two directions or with projections."""
         suffix = f"_l{layer}" if isinstance(module, nn.LSTM) else ""
         if isinstance(module, nn.LSTM) and (module.bidirectional or module.proj_size):
             raise ValueError("the LSTM is bidirectional or has projections; only plain ones are supported")
@@ -53,13 +53,13 @@ class ReadOut(NamedTuple):
     """A linear layer whose highest score is a label."""
 
     w: Tensor
-    """[labels, hidden]."""
+    """The matrix [labels, hidden]."""
     b: Tensor
-    """[labels]."""
+    """The bias [labels]."""
 
     @classmethod
     def of_module(cls, module: nn.Linear) -> ReadOut:
-        """From torch's linear layer."""
+        """The weights of torch's linear layer."""
         bias = module.bias if module.bias is not None else torch.zeros(module.out_features)
         return cls(module.weight.detach(), bias.detach())
 
@@ -75,10 +75,10 @@ def lstm_cell(
     priority: int = 0,
     sizes: tuple[int, ...] = DEFAULT_SIZES,
 ) -> Cell:
-    """One step of an LSTM: h and c go in and out.
+    """One step of an LSTM, with inputs h and c and outputs h and c.
 
-    With `embedding` [words, inputs] the other input is `token`, an int32 value; without it, it is `x` [inputs], a
-    "value" or a "state" (of a layer below). With `read_out` there is an output `label`, an int32 that is returned.
+    With `embedding` [words, inputs] the other input is `token`, an int32 value. Without it, the input is `x` [inputs],
+    a "value" or a "state" (of a layer below). With `read_out` there is an output `label`, an int32 that is returned.
     """
     hidden, kind = weights.hidden, _name(weights.w)
     wide = weights.w.shape[1] - hidden
@@ -112,7 +112,7 @@ def lstm_cell(
 def encoder_cell(
     name: str, weights: LSTMWeights, embedding: Tensor, *, priority: int = 0, sizes: tuple[int, ...] = DEFAULT_SIZES
 ) -> Cell:
-    """A step of an encoder: embedding and LSTM. Input `token`; h and c go in and out."""
+    """A step of an encoder: embedding and LSTM. Its inputs are `token`, h and c; its outputs are h and c."""
     return lstm_cell(name, weights, embedding=embedding, priority=priority, sizes=sizes)
 
 
@@ -127,8 +127,8 @@ def decoder_cell(
 ) -> Cell:
     """A step of a decoder that feeds back its last word: embedding, LSTM, projection to the vocabulary, argmax.
 
-    h, c and `word` (int32, returned) go in and out. The first step's word is left out and so is 0: `<go>` is word 0.
-    Let a chain of it stop by ("word", <eos>).
+    h, c and `word` (int32, returned) are inputs and outputs. The first step's word is left out and is therefore 0:
+    `<go>` must be word 0. A chain of this cell should stop by ("word", <eos>).
     """
     hidden, kind = weights.hidden, _name(weights.w)
     _require_shape(name, "b", weights.b, (4 * hidden,))
@@ -157,13 +157,13 @@ class TreeWeights(NamedTuple):
     """A binary TreeLSTM (Tai et al., 2015, section 3.2) whose words are at the leaves."""
 
     leaf_w: Tensor
-    """[3 * hidden, inputs]: for the gates i, o, u of a leaf."""
+    """The matrix [3 * hidden, inputs] for the gates i, o, u of a leaf."""
     leaf_b: Tensor
-    """[3 * hidden]."""
+    """The bias [3 * hidden] of a leaf."""
     w: Tensor
-    """[5 * hidden, 2 * hidden]: over the h of left and right, for i, o, u, and the forget gates of left and right."""
+    """The matrix [5 * hidden, 2 * hidden] over the h of left and right, for i, o, u, left f and right f."""
     b: Tensor
-    """[5 * hidden]."""
+    """The bias [5 * hidden] of an internal node."""
 
     @property
     def hidden(self) -> int:
@@ -172,7 +172,7 @@ class TreeWeights(NamedTuple):
 
 
 TREE_SIZES = DEFAULT_SIZES[:7]
-"""Up to 64 (BatchMaker, section 2.7.5)."""
+"""Batch sizes up to 64 (BatchMaker, section 2.7.5)."""
 
 
 def tree_leaf_cell(
@@ -261,7 +261,7 @@ def _lstm(weights: Mapping[str, Tensor], x: Tensor, h: Tensor, c: Tensor) -> tup
 
 
 def _label_of(read_out: ReadOut | None) -> tuple[str, str, str] | None:
-    """What a gated form says of a read-out."""
+    """The `read_out` of a gated form: names of the output and of its weights."""
     return None if read_out is None else ("label", "label_w", "label_b")
 
 
@@ -281,5 +281,5 @@ def _require_shape(cell: str, name: str, tensor: Tensor, shape: tuple[Any, ...])
 
 
 def _name(tensor: Tensor) -> str:
-    """What a Spec calls a tensor's type."""
+    """The name that a Spec has for a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")

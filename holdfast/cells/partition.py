@@ -1,4 +1,4 @@
-"""How graphs are split into rows and subgraphs (BatchMaker, section 2.4.3). Pure."""
+"""The split of graphs into rows and subgraphs (BatchMaker, section 2.4.3). Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.cells.graph import Block, CellGraph
 
 
 class Part(NamedTuple):
-    """Nodes of one block that follow one another: `begin` to `end`, counted in the block."""
+    """Consecutive nodes of one block, from `begin` to `end`, counted within the block."""
 
     block: int
     begin: int
@@ -32,32 +32,33 @@ class Result(NamedTuple):
 class Partition(NamedTuple):
     """Graphs as rows, numbered one graph after the other, and subgraphs (BatchMaker, section 2.4.3).
 
-    A row is a node, or a whole chain. A subgraph is known by its first row. Arrays are of intp.
+    A row is a node, or a whole chain. A subgraph is identified by its first row. Arrays have dtype intp.
     """
 
     first: np.ndarray
-    """[graphs]: the first row of each graph."""
+    """The first row of each graph, [graphs]."""
     types: np.ndarray
-    """[rows]"""
+    """The type of each row, [rows]."""
     steps: np.ndarray
-    """[rows]: nodes of each row."""
+    """Number of nodes of each row, [rows]."""
     subgraph: np.ndarray
-    """[rows]: the first row of its subgraph."""
+    """The first row of each row's subgraph, [rows]."""
     reader: np.ndarray
-    """[edges]: a row that reads outputs of another. There may be several edges between the same two."""
+    """The row that reads, [edges]. There may be several edges between the same two rows."""
     producer: np.ndarray
-    """[edges]: the row that it reads."""
+    """The row that is read, [edges]."""
     inputs: np.ndarray
-    """[State inputs that are not zeros, 4]: the row, the row it reads, which State input of its cell, which output.
+    """The State inputs that are not zeros, [inputs, 4]: the row, the row it reads, the input's number, the output.
 
-    Outputs are numbered by the Splitter's `outputs`. For a chain these are the inputs of its first step."""
+    Outputs are numbered by the Splitter's `outputs`. For a chain these are the inputs of its first step.
+    """
 
 
 class Splitter:
     """Checks and splits the graphs of one application."""
 
     def __init__(self, types: Mapping[Cell, int]) -> None:
-        """`types` numbers the cells from 0; cells that are equal have one number."""
+        """`types` numbers the cells from 0. Equal cells have the same number."""
         self._types = types
         names = dict.fromkeys(name for cell in types for name in cell.outputs)
         self.outputs = {name: number for number, name in enumerate(names)}
@@ -75,18 +76,18 @@ class Splitter:
         return results
 
     def split(self, graphs: Sequence[CellGraph]) -> Partition:
-        """Split graphs, which were checked, into rows and subgraphs.
+        """Split graphs that have been checked into rows and subgraphs.
 
-        A subgraph is a set of connected nodes of one type. If in a graph types read one another in a circle, nodes of
-        it are connected only where as many changes of type lie on the longest paths that lead to them: then no two
-        subgraphs wait for each other.
+        A subgraph is a set of connected nodes of one type. If types of a graph read one another in a circle, two
+        subgraphs could wait for each other. In such a graph, nodes are therefore connected only if the longest paths
+        that lead to them have equally many changes of type.
         """
         types, inputs, outputs = self._types, self._input, self.outputs
-        counts: list[int] = []  # of each graph: rows, nodes
-        blocks: list[int] = []  # of each block: type, rows, nodes of each row
+        counts: list[int] = []  # for each graph: rows, nodes
+        blocks: list[int] = []  # for each block: type, rows, nodes of each row
         columns: list[np.ndarray] = []
-        of_column: list[int] = []  # of each column: the first row that reads by it, the first node of the graph
-        reads: list[int] = []  # of each read: column, State input, output
+        of_column: list[int] = []  # for each column: the first row that reads by it, the first node of the graph
+        reads: list[int] = []  # for each read: column, State input, output
         row = node = 0
         for graph in graphs:
             counts += graph.rows, graph.nodes
@@ -127,7 +128,10 @@ def _split(
     named: np.ndarray,
     reads: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
-    """The arrays of a Partition. `lengths` are those of the columns, `named` all that they name."""
+    """The arrays of a Partition.
+
+    `lengths` are those of the columns, and `named` are all nodes that the columns name.
+    """
     first = np.empty(len(counts), np.intp)
     total = nodes = 0
     for graph in range(len(counts)):
@@ -188,7 +192,7 @@ def _subgraphs(
     edges = len(reader)
     same = types[reader] == types[producer]
     if _in_a_circle(types_count, types, reader, producer, 0, edges):
-        # Edges of one graph follow one another.
+        # Edges of one graph are adjacent.
         begin = 0
         for graph in range(len(first)):
             beyond = first[graph + 1] if graph + 1 < len(first) else len(types)
@@ -220,7 +224,7 @@ def _root(parent: np.ndarray, row: int) -> int:
 def _in_a_circle(
     types_count: int, types: np.ndarray, reader: np.ndarray, producer: np.ndarray, begin: int, end: int
 ) -> bool:
-    """Whether types read one another in a circle of more than one, by the edges from `begin` to `end`."""
+    """Whether two or more types read one another in a circle, by the edges from `begin` to `end`."""
     reads = np.zeros((types_count, types_count), np.bool_)
     for edge in range(begin, end):
         reads[types[reader[edge]], types[producer[edge]]] = True
@@ -241,9 +245,9 @@ def _in_a_circle(
 
 @compiled
 def _part_by_level(first: int, end: int, reader: np.ndarray, producer: np.ndarray, same: np.ndarray) -> None:
-    """Of a graph's edges, keep `same` only between rows with as many changes of type on the longest paths to them."""
+    """Clear `same` for a graph's edges between rows whose longest paths have different numbers of changes of type."""
     changes = np.zeros(end - first, np.intp)
-    for edge in np.argsort(reader, kind="mergesort"):  # a row comes after all that it reads
+    for edge in np.argsort(reader, kind="mergesort"):  # a row comes after all rows that it reads
         to, given = reader[edge] - first, producer[edge] - first
         changes[to] = max(changes[to], changes[given] + (0 if same[edge] else 1))
     for edge in range(len(reader)):
@@ -251,7 +255,10 @@ def _part_by_level(first: int, end: int, reader: np.ndarray, producer: np.ndarra
 
 
 def _parts_of(graph: CellGraph, name: str, output: str, nodes: Sequence[int]) -> list[Part]:
-    """The nodes of a result. Raises ValueError if they do not return such an output, or are a part of a whole chain."""
+    """The nodes of a result.
+
+    Raises ValueError if they do not return this output, or are only a part of a whole chain.
+    """
     blocks, count = graph.blocks, len(nodes)
     if not count:
         raise ValueError(f"result {name} names no nodes; it needs at least 1")

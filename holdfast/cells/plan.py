@@ -1,4 +1,4 @@
-"""The values that pass between planner, loop and executor: requests, rounds of tasks, and what they gave."""
+"""The values that pass between planner, loop and executor: requests, rounds of tasks, and returned outputs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from holdfast.cells.cell import Cell, Spec
 from holdfast.cells.graph import CellGraph
 
 SCRATCH = 0
-"""A row that no node has. Nodes that only pad a task write to it."""
+"""A row that no node has. Padding nodes of a task write to it."""
 FIRST_ROW = 1
+"""The first row that a node may have."""
 
 
 class Layout:
-    """Where outputs lie: one arena for each shape and type, with `width` places in it for each row."""
+    """The layout of outputs: one arena for each shape and dtype, with `width` places in it for each row."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self.widths: dict[Spec, int] = {}
-        """Places of a row in each arena."""
+        """Number of places of a row in each arena."""
         self._places: dict[tuple[Cell, str], tuple[Spec, int]] = {}
         for cell in cells:
             used: dict[Spec, int] = {}
@@ -41,7 +42,7 @@ class Layout:
         return self.widths[spec], place
 
     def width_of(self, spec: Spec) -> int:
-        """The width of a row in the arena of this shape and type; 1 if no cell has such an output."""
+        """The width of a row in the arena of this shape and dtype; 1 if no cell has such an output."""
         return self.widths.get(Spec(spec.shape, spec.dtype), 1)
 
 
@@ -51,7 +52,7 @@ class CellRequest(NamedTuple):
     id: str
     graph: CellGraph
     arrival: float = 0.0
-    """Seconds on the monotonic clock."""
+    """Time of arrival, in seconds on the monotonic clock."""
 
 
 class CellOutput(NamedTuple):
@@ -59,36 +60,40 @@ class CellOutput(NamedTuple):
 
     request_id: str
     results: Mapping[str, np.ndarray]
-    """By the names that its graph gave them; [nodes, *shape]."""
+    """Arrays [nodes, *shape], by the names that the graph gave to its results."""
     scheduled_at: float
-    """When the first of its nodes was planned."""
+    """Time at which the first of its nodes was planned, in seconds on the monotonic clock."""
 
 
 class Task(NamedTuple):
     """Nodes of one type, one for each row, that run as one batch."""
 
     rows: np.ndarray
-    """int32 [nodes]: where each node's outputs go. No row comes twice. Rows keep their place while a chain runs."""
-    sources: np.ndarray
-    """int32 [State inputs, nodes]: `row * width + place` in the arena of the input's shape and type.
+    """The row to which each node's outputs go, int32 [nodes]. No row occurs twice.
 
-    Below 0 is zeros."""
+    A chain keeps its row while it runs.
+    """
+    sources: np.ndarray
+    """The items that State inputs read, int32 [State inputs, nodes].
+
+    An item is `row * width + place` in the arena of the input's shape and dtype. Below 0 stands for zeros.
+    """
     values: tuple[np.ndarray, ...]
-    """For each Value input: [nodes, *shape]."""
+    """For each Value input, its values [nodes, *shape]."""
     size: int
-    """The supported size that the executor pads it to."""
+    """The supported size that the executor pads the task to."""
 
 
 class Move(NamedTuple):
-    """Rows whose state another worker computed, to be copied before the tasks of the round."""
+    """Rows whose state another worker computed. They are copied before the tasks of the round."""
 
     worker: int
     rows: np.ndarray
-    """int32: the same rows here and there. Their tasks have completed."""
+    """The rows, int32, with the same numbers on both workers. Their tasks have completed."""
 
 
 class Round(NamedTuple):
-    """What one call of Schedule submits to a worker: tasks of one type, run in order (Algorithm 1)."""
+    """The tasks that one call of Schedule submits to a worker: of one type, run in order (Algorithm 1)."""
 
     worker: int
     type: int
@@ -97,4 +102,4 @@ class Round(NamedTuple):
 
 
 Returned = Sequence[tuple[np.ndarray, ...]]
-"""What a round gave: for each task its returned outputs, [nodes, *shape] each."""
+"""The outputs that a round returned: for each task, its returned outputs, [nodes, *shape] each."""

@@ -1,15 +1,16 @@
 """The planner of cells: BatchMaker's request processor and Algorithm 1, over arrays. Pure.
 
-All nodes that live are rows of one table; a chain is one row. A task is then a part of its type's queue, however many
-nodes it has, and a row's number also says where its state lies on the device. A request holds its rows until it ends.
+All live nodes are rows of one table; a chain is one row. A task is then a part of its type's queue, however many nodes
+it has, and a row's number also gives its state's place on the device. A request holds its rows until it ends.
 
-What the paper leaves open (section 2.4.3): a worker for which nothing can be formed stays idle until a request or a
-completion comes. If all ready nodes of the chosen type are pinned to other workers, the next type is tried; of types
-with equal priority, the first defined is. A batch between two sizes is padded up. The queue of a type is in the order
-in which its subgraphs became ready; those that do so together, by the completion of one round, are in the order in
-which their requests came, and then in the order of the graph, as nodes within a subgraph are. Requests join when the
-next round is formed, first come, first served, while there are rows for a whole graph. The rows of a request that ended
-early, because it was aborted or a chain of it stopped, are free once the rounds in flight at that time have completed.
+The paper leaves some points open (section 2.4.3). They are decided here as follows. A worker for which nothing can be
+formed stays idle until a request or a completion comes. If all ready nodes of the chosen type are pinned to other
+workers, the next type is tried; among types with equal priority, the first defined goes first. A batch between two
+sizes is padded up. The queue of a type is in the order in which its subgraphs became ready. Subgraphs that become ready
+together, by the completion of one round, are in the order in which their requests came, and then in the order of the
+graph, as nodes within a subgraph are. Requests join when the next round is formed, first come, first served, while
+there are rows for a whole graph. A request ends early if it is aborted or a chain of it stops. Its rows are free once
+the rounds in flight at that time have completed.
 """
 
 from __future__ import annotations
@@ -30,34 +31,39 @@ from holdfast.cells.table import NOBODY, Numbers, Queues, Ranges, empty_table
 from holdfast.cells.worker_view import WorkerView
 
 MAX_TASKS = 5
-"""MaxTasksToSubmit (Algorithm 1, line 3)."""
+"""MaxTasksToSubmit (Algorithm 1, line 3), the most tasks of a round."""
 CAPACITY = 16384
+"""The default number of rows."""
 MOST_WORKERS = 62
+"""The most workers. A row's `copies` has one bit for each worker."""
 NO_STOPS = np.zeros(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
 class CellStats:
-    """The planner as it stands."""
+    """The current state of the planner."""
 
     waiting: int
-    """Requests that have no rows yet."""
+    """Number of requests that have no rows yet."""
     running: int
-    """Requests that have rows."""
+    """Number of requests that have rows."""
     rows_used: int
     rows_total: int
     ready: tuple[int, ...]
-    """Ready nodes by type."""
+    """Number of ready nodes, by type."""
     tasks: tuple[int, ...]
-    """Tasks in flight by type."""
+    """Number of tasks in flight, by type."""
     types: tuple[str, ...] = ()
     """The name of each type's first cell."""
     batches: tuple[Mapping[int, int], ...] = ()
-    """By type: how many tasks of each number of nodes were planned so far."""
+    """For each type, the number of tasks planned so far, by their number of nodes."""
 
 
 class CellPlanner:
-    """The requests, their graphs, and which nodes run next on which worker. Worker n's Planner is `worker(n)`."""
+    """The requests, their graphs, and the choice of nodes that run next on each worker.
+
+    Worker n's Planner is `worker(n)`.
+    """
 
     def __init__(
         self,
@@ -69,10 +75,12 @@ class CellPlanner:
         max_tasks: int = MAX_TASKS,
         capacity: int = CAPACITY,
     ) -> None:
-        """`types` numbers the cells from 0, equal ones alike; by default each is its own type. `capacity` is in rows.
+        """`types` numbers the cells from 0, equal ones alike; by default each cell is its own type.
 
-        `sizes` are batch sizes by type number, by default those of the cells.
-        Raises ValueError for what is out of range.
+        `capacity` is in rows.
+
+        `sizes` are batch sizes by type number, by default those of the cells. Raises ValueError for a number that is
+        out of range.
         """
         for name, value, least in (("workers", workers, 1), ("max_tasks", max_tasks, 1), ("capacity", capacity, 2)):
             if value < least:
@@ -92,15 +100,15 @@ class CellPlanner:
         self._waiting: dict[str, tuple[CellGraph, list[Result]]] = {}
         self._running: dict[str, _Request] = {}
         self._by_row: dict[int, _Request] = {}
-        """Running requests by their first row."""
+        """Running requests, by their first row."""
         self._sent: list[deque[_Sent]] = [deque() for _ in range(workers)]
-        """Rounds in flight."""
+        """Rounds in flight, by worker, oldest first."""
         self._rounds = 0
-        """Rounds that were planned."""
+        """Number of rounds that were planned."""
         self._completed = [0] * workers
-        """Rounds of each worker."""
+        """Number of completed rounds, by worker."""
         self._retired: list[tuple[list[int], list[_Request]]] = []
-        """Requests that ended early, and how many rounds of each worker must complete before their rows are free."""
+        """Requests that ended early. Their rows are free once each worker has completed this number of rounds."""
         self._numbers = Numbers(FIRST_ROW, capacity)
         self._table = empty_table(capacity)
         self._sources = np.full((capacity, self._widths.shape[1]), NOBODY, np.int32)
@@ -128,7 +136,10 @@ class CellPlanner:
         self._waiting[request.id] = graph, results
 
     def abort(self, request_id: str) -> None:
-        """End a request at once. Ignores one that has ended. Its nodes in flight run on, and their results are lost."""
+        """End a request at once. Ignores one that has ended.
+
+        Its nodes in flight still run, and their results are dropped.
+        """
         if self._waiting.pop(request_id, None) is not None:
             return
         request = self._running.pop(request_id, None)
@@ -149,7 +160,7 @@ class CellPlanner:
         return None
 
     def update(self, plan: Round, result: Returned) -> list[CellOutput]:
-        """Note that a worker's oldest round has completed; the requests that this ends."""
+        """Note that a worker's oldest round has completed. Returns the requests that this ends."""
         kind, sent = self._kinds[plan.type], self._sent[plan.worker].popleft()
         self._completed[plan.worker] += 1
         kind.tasks -= len(sent.ends)
@@ -184,7 +195,7 @@ class CellPlanner:
         return ended
 
     def requests_of(self, task: Task) -> list[str]:
-        """The requests of a task's nodes, in its order. Call it before the next `update` or `abort`."""
+        """The requests of a task's nodes, in the order of the nodes. Call it before the next `update` or `abort`."""
         return [self._by_row[first].id for first in self._table["request"][task.rows].tolist()]
 
     def has_work(self) -> bool:
@@ -192,7 +203,7 @@ class CellPlanner:
         return bool(self._waiting or self._running)
 
     def stats(self) -> CellStats:
-        """Queues and rows as they stand."""
+        """The current queues and rows."""
         total = self._capacity - FIRST_ROW
         return CellStats(
             waiting=len(self._waiting),
@@ -263,7 +274,10 @@ class CellPlanner:
         rows: np.ndarray,
         batch: _Batch,
     ) -> tuple[np.ndarray, list[list[tuple[str, list[_Place]]]]]:
-        """Store the values of these graphs: the chains that may stop, as `enter` takes them, and where results lie."""
+        """Store the values of these graphs.
+
+        Returns the chains that may stop, for `enter`, and the places of results.
+        """
         types, kinds = self.types, self._kinds
         nodes = [0] * len(kinds)
         values: list[list[list[np.ndarray]]] = [[] for _ in kinds]
@@ -302,7 +316,7 @@ class CellPlanner:
     # Algorithm 1.
 
     def _choose(self) -> list[_Kind]:
-        """The types in the order in which they are tried. The first is that of lines 5 to 10."""
+        """The types in the order in which they are tried. The first is the one of lines 5 to 10."""
         lengths = {kind: self._queues.length(kind.number) for kind in self._kinds}
         ready = [kind for kind in self._kinds if lengths[kind]]
         if len(ready) < 2:
@@ -394,14 +408,14 @@ class CellPlanner:
         return ended
 
     def _read(self, batch: _Batch, place: _Place) -> np.ndarray:
-        """Results of a request that has ended: [nodes, *shape]. They lie where other results will lie later."""
+        """Results of a request that has ended: [nodes, *shape]. Their memory will later hold other results."""
         kind, position, begin, end, stop = place
         offset = batch.offsets[kind]
         end = offset + end if stop == NOBODY else self._table["end"].item(stop)
         return self._kinds[kind].ranges.items[position][offset + begin : end]
 
     def _retire(self, requests: list[_Request]) -> None:
-        """Free requests that ended early once no task of theirs can be in flight."""
+        """Free requests that ended early once none of their tasks can be in flight."""
         if any(self._sent):
             rounds = [done + len(sent) for done, sent in zip(self._completed, self._sent, strict=True)]
             self._retired.append((rounds, requests))
@@ -422,7 +436,7 @@ class CellPlanner:
 
 
 def _moves(moved: np.ndarray) -> list[Move]:
-    """The moves of a round: by the worker that has their state."""
+    """The moves of a round, grouped by the worker that has the state."""
     rows, homes = moved[:, 0].astype(np.int32), moved[:, 1]
     return [Move(home, rows[homes == home]) for home in np.unique(homes).tolist()]
 
@@ -434,55 +448,55 @@ class _Sent(NamedTuple):
     """A round in flight: its nodes, one task after the other."""
 
     round: int
-    """Its number."""
+    """The number of the round, from 1."""
     rows: np.ndarray
     at: np.ndarray
-    """Where the results of each node go."""
+    """The places of each node's results."""
     last: np.ndarray
-    """Whether it is its row's last step."""
+    """Whether each node is its row's last step."""
     ends: list[int]
-    """Where each task ends."""
+    """The end of each task among the nodes."""
     pinned: np.ndarray
-    """The subgraphs of its nodes. None are kept for a single worker."""
+    """The subgraphs of the nodes. Empty with a single worker."""
 
 
 class _Kind:
-    """A cell type: what of its cell the planner looks up often, and its values and results."""
+    """A cell type: the facts about its cell that the planner looks up often, and its values and results."""
 
     def __init__(self, number: int, cell: Cell, sizes: tuple[int, ...], layout: Layout) -> None:
         self.number = number
         self.cell, self.sizes = cell, sizes
         self.most, self.least = sizes[-1], sizes[0]
         self.widths = np.array([layout.width_of(cell.inputs[name]) for name in cell.states], np.int64)
-        """Of the arena of each State input."""
+        """Width of the arena of each State input."""
         carried = [(cell.states.index(name), *layout.within(cell, name)) for name in cell.carried]
         self.carried = np.array(carried, np.int64).reshape(-1, 3)
-        """Of the State inputs that a chain takes from the step before: position, the arena's width, place."""
+        """Position, arena's width and place of each State input that a chain takes from its previous step."""
         held = [cell.inputs[name] for name in cell.values] + [cell.outputs[name] for name in cell.returned]
         self.ranges = Ranges([(spec.shape, spec.dtype) for spec in held])
-        """The values and then the returned outputs of each node."""
+        """Memory for each node's values and then its returned outputs."""
         self.position = {name: len(cell.values) + number for number, name in enumerate(cell.returned)}
-        """Where a returned output is among them."""
+        """The position of each returned output in `ranges`, after the values."""
         self.tasks = 0
-        """Tasks in flight."""
+        """Number of tasks in flight."""
         self.batches: Counter[int] = Counter()
-        """Tasks so far by their number of nodes."""
+        """Number of tasks so far, by their number of nodes."""
         self.stops = False
-        """Whether any chain of it may end early."""
+        """Whether any chain of this type may end early."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Requests that were given rows together. Their ranges are free when all of them have ended."""
+    """Requests that were given rows together. Their ranges are free once all of them have ended."""
 
     left: int
     held: list[tuple[Ranges, int, int]] = field(default_factory=list)
-    """Offset and length of each."""
+    """Memory, offset and length of each range."""
     offsets: list[int] = field(default_factory=list)
-    """By type: where the values and results of their nodes begin."""
+    """For each type, the offset of its nodes' values and results."""
 
     def hold(self, ranges: Ranges, length: int) -> int:
-        """Take a range; its offset."""
+        """Allocate a range. Returns its offset."""
         offset = ranges.take(length)
         self.held.append((ranges, offset, length))
         return offset
@@ -495,13 +509,13 @@ class _Batch:
 
 
 class _Place(NamedTuple):
-    """Where results of some nodes lie."""
+    """The place of some nodes' results."""
 
     kind: int
     position: int
-    """Of the output, among the values and returned outputs of its type."""
+    """The position of the output among the values and returned outputs of its type."""
     begin: int
-    """Counted, as `end`, from where those of the batch begin."""
+    """The first index. It and `end` are relative to the batch's offset for the type."""
     end: int
     chain: int
     """The row of a chain that may have stopped before `end`; NOBODY for other nodes."""
@@ -516,11 +530,14 @@ class _Request:
     batch: _Batch
     constants: Mapping[str, np.ndarray]
     places: list[tuple[str, list[_Place]]]
-    """By result."""
+    """For each result, its name and places."""
 
 
 def prepare() -> None:
-    """Compile what plans, so that no request waits for it: seconds on a machine's first start, then much less."""
+    """Compile the planning functions, so that no request waits for it.
+
+    It takes seconds on a machine's first start, and then much less.
+    """
     outputs = {"state": Output(), "word": Output((), "int32", returned=True), "score": Output(returned=True)}
     step = Cell("step", dict, {"token": Value((), "int32"), "state": State()}, outputs)
     planner = CellPlanner([step], workers=2, capacity=8)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 NOBODY = -1
-"""In place of a row, a worker or a source."""
+"""The number that stands for no row, no worker or no source."""
 
 
 class Numbers:
@@ -18,7 +18,7 @@ class Numbers:
         self.free = len(self._stack)
 
     def take(self, count: int) -> np.ndarray:
-        """So many free numbers, which must be there. Those that follow one another come together where they can."""
+        """Take `count` free numbers; there must be enough. Consecutive numbers come together where possible."""
         self.free -= count
         return self._stack[self.free : self.free + count][::-1].copy()
 
@@ -31,50 +31,50 @@ class Numbers:
 ROW = np.dtype(
     [
         # Rows.
-        ("at", "i8"),  # where the values of its next step lie, and where its results will lie
-        ("end", "i8"),  # one beyond those of its last step; where a chain stopped, once it has
-        ("order", "i8"),  # its place in the queue of its type, once it is there
+        ("at", "i8"),  # place of its next step's values and results in the type's ranges
+        ("end", "i8"),  # one beyond the place of its last step; where a chain stopped, once it has
+        ("order", "i8"),  # position in the queue of its type, once it is in it
         ("subgraph", "i4"),
         ("request", "i4"),
         ("type", "i4"),
-        ("open", "i4"),  # edges from rows of its own subgraph that are not wholly submitted
-        ("after", "i8"),  # the rows of its own subgraph that read it: where they are listed, and how many they are
+        ("open", "i4"),  # number of edges from rows of its own subgraph that are not wholly submitted
+        ("after", "i8"),  # start of the list of rows of its own subgraph that read it; then the list's length
         ("after_count", "i4"),
-        ("fresh", "?"),  # nothing of it is submitted yet
-        ("lost", "?"),  # results of it that come yet are lost: its request was aborted, or it has stopped
-        ("place", "i4"),  # it rises in the order of the graph
-        ("stop_by", "i4"),  # the returned output that may end it
+        ("fresh", "?"),  # whether nothing of it is submitted yet
+        ("lost", "?"),  # whether later results are dropped: its request was aborted, or its chain has stopped
+        ("place", "i4"),  # a number that rises in the order of the graph
+        ("stop_by", "i4"),  # number of the returned output that may end it
         ("stop_at", "i8"),
-        ("begin", "i8"),  # where the values of its first step lie
-        ("round", "i8"),  # the last round that has a node of it, where there are several workers
-        ("home", "i4"),  # the worker that ran its last step
-        ("copies", "u8"),  # the workers, as bits, that have its state
+        ("begin", "i8"),  # place of its first step's values
+        ("round", "i8"),  # last round that has a node of it, with several workers
+        ("home", "i4"),  # worker that ran its last step
+        ("copies", "u8"),  # workers that have its state, as bits
         # Subgraphs.
-        ("queue", "i8"),  # its place in the queue of its type, once it is there; that of its rows adds their `place`
-        ("rows_left", "i4"),  # rows that have not ended
-        ("needs", "i4"),  # edges from subgraphs that have not ended
-        ("readers", "i8"),  # the subgraphs that read it: where they are listed, and how many they are
+        ("queue", "i8"),  # position in the queue of its type, once it is in it; a row's position adds its `place`
+        ("rows_left", "i4"),  # number of rows that have not ended
+        ("needs", "i4"),  # number of edges from subgraphs that have not ended
+        ("readers", "i8"),  # start of the list of subgraphs that read it; then the list's length
         ("readers_count", "i4"),
         ("starts_count", "i4"),
-        ("starts", "i8"),  # its rows that wait for no other of its own; none if it is one row, or was ready at once
-        ("last_round", "i8"),  # the last round that has a node of it
-        ("pinned", "i4"),  # the worker of its last round until that has completed: no node of it may run elsewhere now
+        ("starts", "i8"),  # list of its rows that wait for none of its own; empty for one row, or if ready at once
+        ("last_round", "i8"),  # last round that has a node of it
+        ("pinned", "i4"),  # worker of its last round, until that has completed; no other worker may run its nodes
         # Requests.
         ("left", "i4"),  # subgraphs that have not ended
-        ("arrival", "i8"),  # its number, in order of arrival
-        ("started", "f8"),  # when its first node was planned; below 0 before that
-        ("stopped", "?"),  # a chain of it has stopped, and later steps of that chain may be in flight
+        ("arrival", "i8"),  # number in order of arrival
+        ("started", "f8"),  # time when its first node was planned; below 0 before that
+        ("stopped", "?"),  # whether a chain of it has stopped; later steps of the chain may be in flight
     ],
     align=True,
 )
-"""What is kept of a node, or chain of nodes, that lives. Row 0 of a table is none of them.
+"""The data of one live node, or chain of nodes. Row 0 of a table is never used for one.
 
-A subgraph is known by its first row, and so is a request: what belongs to them stands there.
+A subgraph is identified by its first row, and so is a request. Their fields are in that row.
 """
 
 
 def empty_table(capacity: int) -> np.ndarray:
-    """[capacity] of ROW."""
+    """An empty table, [capacity] of ROW."""
     table = np.zeros(capacity, ROW)
     table["home"] = table["pinned"] = table["stop_by"] = NOBODY
     return table
@@ -88,24 +88,27 @@ class Queues:
         self.bounds = np.full((types, 2), capacity, np.int64)
 
     def length(self, type_: int) -> int:
-        """How many rows wait."""
+        """Number of rows in a type's queue."""
         begin, end = self.bounds[type_].tolist()
         return int(end - begin)
 
 
 class Ranges:
-    """Arrays of items, alike in length. A range of all of them is held together."""
+    """Arrays of items of equal length. A range covers the same items of all of them."""
 
     def __init__(self, kinds: Sequence[tuple[tuple[int, ...], str]]) -> None:
         self.items = [np.zeros((1024, *shape), dtype=dtype) for shape, dtype in kinds]
         self.held = 0
-        """Items in ranges that are not free."""
+        """Number of items in ranges that are not free."""
         self._end = 0
         self._length = 1024
         self._free: dict[int, list[int]] = {}
 
     def take(self, length: int) -> int:
-        """Offset of a free range. Lengths are rounded up to a power of two, so that freed ranges fit again."""
+        """Allocate a range and return its offset.
+
+        Lengths are rounded up to a power of two, so that freed ranges fit again.
+        """
         length = 1 << (length - 1).bit_length()
         self.held += length
         if free := self._free.get(length):

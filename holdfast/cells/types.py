@@ -1,4 +1,7 @@
-"""When two cells are one type: equal operations, on equal weights, over inputs and outputs of equal shapes."""
+"""The types of cells.
+
+Two cells are one type if their operations, weights, and the shapes of inputs and outputs are equal.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,16 @@ from torch.overrides import TorchFunctionMode
 from holdfast.cells.cell import Cell, Spec
 
 TRACED_SIZE = 2
-"""Nodes in the batch with which a cell is traced. Tracing runs the cell once."""
+"""Number of nodes in the batch with which a cell is traced. Tracing runs the cell once."""
 
 
 def number(cells: Sequence[Cell]) -> dict[Cell, int]:
     """The type of each cell, from 0 in order of appearance (BatchMaker, section 2.3.1).
 
-    Cells have one number only if they name alike inputs and outputs alike, have equal priorities and sizes, compute the
-    same operations, and use weights that share memory or hold equal bytes. Raises ValueError for a cell that cannot be
-    traced, such as one that branches by what a tensor holds. Cells that look like no other are not traced.
+    Two cells have one number only if the names and specs of their inputs and outputs are equal, their priorities and
+    sizes are equal, they compute the same operations, and their weights share memory or hold equal bytes. Raises
+    ValueError for a cell that cannot be traced, such as one that branches by a tensor's contents. Cells that look like
+    no other are not traced.
     """
     alike: dict[Hashable, list[Cell]] = {}
     for cell in dict.fromkeys(cells):
@@ -71,7 +75,7 @@ def trace(cell: Cell) -> tuple[Hashable, list[torch.Tensor]]:
 def fingerprint(cell: Cell) -> str:
     """A digest that cells share if they take equal time: they call the same functions on tensors of equal shapes.
 
-    The calls are those for a batch of zeros; the cell is run once. Types count, too; what the weights hold does not.
+    The calls are those for a batch of zeros; the cell is run once. Dtypes count, too; the numbers in weights do not.
     """
     weights = {name: torch.as_tensor(weight) for name, weight in cell.weights.items()}
     device = next((weight.device for weight in weights.values()), torch.device("cpu"))
@@ -83,7 +87,7 @@ def fingerprint(cell: Cell) -> str:
 
 
 class _Operations(TorchFunctionMode):
-    """Notes which of PyTorch's functions are called while it is entered, and on what."""
+    """Records which of PyTorch's functions are called while it is entered, and with which arguments."""
 
     def __init__(self) -> None:
         self.lines: list[Hashable] = []
@@ -95,7 +99,7 @@ class _Operations(TorchFunctionMode):
 
 
 def _described(value: Any) -> Hashable:
-    """An argument of an operation, where a tensor is its shape and type."""
+    """An argument of an operation, where a tensor is represented by its shape and dtype."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, (list, tuple)):
@@ -106,25 +110,25 @@ def _described(value: Any) -> Hashable:
 
 
 def example(spec: Spec, size: int, device: torch.device) -> torch.Tensor:
-    """A batch of zeros."""
+    """A batch of zeros of this spec."""
     return torch.zeros(size, *spec.shape, dtype=dtype(spec), device=device)
 
 
 def dtype(spec: Spec) -> torch.dtype:
-    """What torch calls a Spec's dtype."""
+    """The torch dtype of a Spec."""
     found: torch.dtype = getattr(torch, spec.dtype)
     return found
 
 
 def _signature(cell: Cell) -> Hashable:
-    """What two cells of one type have in common before any operation is looked at."""
+    """The properties that two cells of one type share, apart from their operations."""
     inputs = tuple((name, type(spec), spec.shape, spec.dtype) for name, spec in cell.inputs.items())
     outputs = tuple((name, spec.shape, spec.dtype, spec.returned) for name, spec in cell.outputs.items())
     return inputs, outputs, cell.priority, cell.sizes
 
 
 def _canonical(graph: GraphModule, weights: Sequence[torch.Tensor]) -> tuple[Hashable, list[torch.Tensor]]:
-    """The graph with its nodes numbered, and each weight named by when it is first used.
+    """The graph with its nodes numbered, and each weight named by its first use.
 
     A weight that no operation uses does not count, and the names of weights do not either.
     """

@@ -1,4 +1,4 @@
-"""WorkerView: what one worker's loop sees of a planner that all workers share. Pure."""
+"""WorkerView: one worker's view of the planner that all workers share. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SharedPlanner(Protocol[StatsGiven]):
 
 
 class WorkerView(Generic[Stats]):
-    """One worker's Planner: its rounds come from the planner that all workers share."""
+    """One worker's Planner. Its rounds come from the planner that all workers share."""
 
     def __init__(self, planner: SharedPlanner[Stats], number: int) -> None:
         self._planner = planner
@@ -46,7 +46,7 @@ class WorkerView(Generic[Stats]):
         return self._planner.schedule(self._number, now)
 
     def update(self, plan: Round, result: Returned, now: float) -> list[CellOutput]:
-        """Apply the result of the oldest round in flight; the requests that it ends."""
+        """Apply the result of the oldest round in flight. Returns the requests that it ends."""
         return self._planner.update(plan, result)
 
     def has_work(self) -> bool:
@@ -54,5 +54,5 @@ class WorkerView(Generic[Stats]):
         return self._planner.has_work()
 
     def stats(self) -> Stats:
-        """Queues and rows as they stand."""
+        """The current queues and rows."""
         return self._planner.stats()

@@ -18,16 +18,16 @@ from holdfast.loop.contracts import Clock
 from holdfast.loop.loop import Loop
 
 ROUNDS = 2
-"""In flight by default."""
+"""Number of rounds in flight by default."""
 CellLoop = Loop[CellRequest, Round, Returned, list[CellOutput], CellStats]
 
 
 class Workers:
     """Runs requests of one application on its workers, until `close` or until an executor fails.
 
-    Each worker's thread plans, runs and completes rounds, and sleeps while there is nothing for it to do. All threads
-    plan under one lock. `submit`, `abort` and `stats` may be called from any thread. Workers on the CPU share PyTorch's
-    threads, as many as the thread that makes the workers may use.
+    Each worker's thread plans, runs and completes rounds, and sleeps while it has nothing to do. All threads plan under
+    one lock. `submit`, `abort` and `stats` may be called from any thread. Workers on the CPU share PyTorch's threads,
+    as many as the thread that makes the workers may use.
     """
 
     def __init__(
@@ -44,18 +44,20 @@ class Workers:
         on_outputs: Callable[[list[CellOutput]], None],
         on_failure: Callable[[str], None],
     ) -> None:
-        """Make every cell ready at every size on each of the devices, "cpu" or "cuda:N", and start the threads.
+        """Prepare every cell at every size on each of the devices, "cpu" or "cuda:N", and start the threads.
 
-        `types` numbers the cells as `types.number` does, which is asked if it is left out. `sizes` are batch sizes by
-        type number, by default those of the cells.
-        `capacity` is in rows, on each device. `steps_in_flight` is in rounds. With one, nothing runs when the next is
-        planned, so the type of the highest priority keeps the worker for as long as any node of it is ready; with two,
-        types take turns. `max_tasks` bounds the tasks of a round on GPUs. On CPUs, which compute a round only when it
-        is waited for, it bounds all tasks in flight, so that a request does not wait twice as long until it joins.
-        `on_outputs` gets the requests that have ended, in a worker's thread. `on_failure` gets the reason, once, if an
-        executor or `on_outputs` raises; nothing runs after that.
-        Raises ValueError for what is out of range, for a cell that does not do what it declares, and for a gated form
-        that does not give what the cell's `run` gives.
+        `types` numbers the cells; by default `types.number` does. `sizes` are batch sizes by type number, by default
+        those of the cells. `capacity` is in rows, on each device. `steps_in_flight` is in rounds. With one, nothing
+        runs while the next round is planned, so the type of the highest priority keeps the worker for as long as any of
+        its nodes is ready. With two, types take turns. `max_tasks` bounds the tasks of a round on GPUs. CPUs compute a
+        round only when it is waited for; there it bounds all tasks in flight, so that a request does not wait twice as
+        long until it joins.
+
+        `on_outputs` receives the requests that have ended, in a worker's thread. `on_failure` receives the reason,
+        once, if an executor or `on_outputs` raises; nothing runs after that.
+
+        Raises ValueError for a number that is out of range, for a cell that differs from its declaration, and for a
+        gated form whose results differ from those of the cell's `run`.
         """
         if not devices:
             raise ValueError("devices is empty; there must be at least one")
@@ -65,11 +67,11 @@ class Workers:
             raise ValueError(f"max_tasks is {max_tasks}; it must be at least 1")
         self._on_outputs, self._on_failure = on_outputs, on_failure
         self._changed = threading.Condition()
-        """Guards the planner and all that follows; notified when a sleeping worker may have something to do."""
+        """Guards the planner and all fields below. It is notified when a sleeping worker may have something to do."""
         self._changes = 0
         self._torch_threads = max(1, torch.get_num_threads() // len(devices))
         self._ended: str | None = None
-        """Why nothing runs any more."""
+        """The reason why the workers have ended; None while they run."""
         prepare()
         if types is None:
             types = number(application.cells)
@@ -114,19 +116,19 @@ class Workers:
             self._notify()
 
     def abort(self, request_id: str) -> None:
-        """End a request; unless it has ended already, its output never comes."""
+        """End a request. Its output never comes, unless it has already ended."""
         with self._changed:
             if self._ended is None:
                 self._planner.abort(request_id)
                 self._notify()
 
     def stats(self) -> CellStats:
-        """Queues and rows as they stand."""
+        """The current queues and rows."""
         with self._changed:
             return self._planner.stats()
 
     def copies(self) -> list[Copies]:
-        """How each worker read the inputs of its tasks so far."""
+        """Counts of how each worker read the inputs of its tasks so far."""
         return [executor.copies() for executor in self._executors]
 
     def close(self) -> None:
@@ -139,7 +141,7 @@ class Workers:
             worker.loop.close()
 
     def _run(self, worker: _Worker, device: str) -> None:
-        torch.set_num_threads(self._torch_threads)  # holds for the thread that calls it
+        torch.set_num_threads(self._torch_threads)  # applies to the calling thread only
         try:
             while self._ended is None:
                 outputs = worker.loop.step()
@@ -162,7 +164,7 @@ class Workers:
         self._changed.notify_all()
 
     def _end(self, reason: str) -> bool:
-        """End all threads; whether this call was the first to do so."""
+        """End all threads. Returns whether this call was the first to do so."""
         with self._changed:
             if self._ended is not None:
                 return False
@@ -180,7 +182,7 @@ class _Worker:
         self._workers, self._planner = workers, planner
         self._lock = workers._changed
         self.seen = -1
-        """What had changed when the worker last planned."""
+        """The number of changes when the worker last planned."""
 
     def add(self, request: CellRequest) -> None:
         self._workers.submit(request)
@@ -209,12 +211,12 @@ class _Worker:
 
 
 def tasks_of_a_round(max_tasks: int, devices: Sequence[str], steps_in_flight: int) -> int:
-    """The most tasks of a round, where a worker gets `max_tasks` at a time and has so many rounds in flight."""
+    """The most tasks of a round, if a worker gets `max_tasks` at a time and has `steps_in_flight` rounds in flight."""
     return max(1, max_tasks // steps_in_flight) if "cpu" in devices else max_tasks
 
 
 def require_device(device: str) -> None:
-    """Raises ValueError unless this is "cpu", or "cuda:N" of this machine."""
+    """Raise ValueError unless this is "cpu", or "cuda:N" of this machine."""
     number = device.removeprefix("cuda:")
     if device != "cpu" and (number == device or not number.isdecimal()):
         raise ValueError(f"device is {device!r}; it must be cpu, or cuda and a number, such as cuda:0")
@@ -236,7 +238,7 @@ def make_executor(
     if device == "cpu":
         return CpuExecutor(cells, types, capacity=capacity, sizes=sizes)
     require_device(device)
-    from holdfast.cells.executor_cuda import CudaExecutor  # here, so that CPUs need no Triton
+    from holdfast.cells.executor_cuda import CudaExecutor  # imported here, so that CPUs need no Triton
 
     return CudaExecutor(
         cells,

@@ -1,4 +1,4 @@
-"""`holdfast batch`: answers the lines of a file, with a model that runs here or at a server; goes on after a stop."""
+"""`holdfast batch`: answers the lines of a file, with a local model or a server. A stopped run can continue."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.run import open_store
 from holdfast.server.service import Service
 
-LOOK_SECONDS = 0.2
-"""Pause between two looks at a batch that runs here."""
+CHECK_SECONDS = 0.2
+"""Seconds between two checks of a batch that runs here."""
 ASK_SECONDS = 1.0
-"""The same for one at a server."""
+"""Seconds between two checks of a batch at a server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,11 @@ class Place:
     source: Path
     out: Path
     digest: str
-    """Of the source's bytes: a run that was stopped goes on only with the same ones."""
+    """SHA-256 of the source file: a stopped run continues only with the same bytes."""
 
     @classmethod
     def of(cls, file: str, config: BatchConfig) -> Place:
-        """Raises UsageError if FILE cannot be read, or its answers cannot be written."""
+        """The files for FILE. Raises UsageError if FILE cannot be read, or its answers cannot be written."""
         source = Path(file)
         try:
             with open_file(source) as opened:
@@ -85,21 +85,21 @@ class Place:
 
     @property
     def given(self) -> str:
-        """What this run is asked to do, in words."""
+        """The task of this run, in words."""
         return str(self.source)
 
     @property
     def errors(self) -> Path:
-        """Where lines go that failed."""
+        """The file for lines that failed."""
         return self.out.with_name(f"{self.out.name.removesuffix('.jsonl').removesuffix('.output')}.errors.jsonl")
 
     @property
     def partial(self) -> Path:
-        """What a run leaves that was stopped: a directory, or a file for one at a server."""
+        """The path of a stopped run's state: a directory, or a file if the batch is at a server."""
         return self.out.with_name(f"{self.out.name}.partial")
 
     def endpoint(self) -> str:
-        """The url of the first line, which all others must have. Raises UsageError."""
+        """The `url` of the first line, which all other lines must have. Raises UsageError."""
         with open_file(self.source) as file:
             first = next((line for line in file if line.strip()), b"")
         try:
@@ -130,11 +130,11 @@ async def run(config: BatchConfig, engine: EngineConfig, file: str) -> int:
             at = "it goes on at the server, and " if config.url is not None else ""
             notes.print(f"stopped; {at}the same command goes on with it", style="dim")
         raise
-    return tell(shown, place, notes)
+    return report_end(shown, place, notes)
 
 
-def tell(shown: dict[str, Any], place: Place, notes: Console) -> int:
-    """Print how a batch has ended. Returns the exit code."""
+def report_end(shown: dict[str, Any], place: Place, notes: Console) -> int:
+    """Print how a batch ended. Returns the exit code."""
     for fault in (shown.get("errors") or {}).get("data") or []:
         where = place.source if fault.get("line") is None else f"{place.source}:{fault['line']}"
         notes.print(f"{where}: {fault['message']}", markup=False, soft_wrap=True)
@@ -152,7 +152,7 @@ def tell(shown: dict[str, Any], place: Place, notes: Console) -> int:
 
 async def run_here(engine: EngineConfig, place: Place, endpoint: str, notes: Console) -> dict[str, Any]:
     """Answer all lines with a model that runs here. Returns the batch at its end."""
-    read_mark(place.partial / MARK, place)  # before an engine starts for nothing
+    read_mark(place.partial / MARK, place)  # refuse before an engine starts for nothing
     place.partial.mkdir(exist_ok=True, mode=0o700)
     try:
         async with local_batches(engine, place, notes) as batches:
@@ -165,7 +165,7 @@ async def run_here(engine: EngineConfig, place: Place, endpoint: str, notes: Con
             with bar(notes) as update:
                 while not batch.ended:
                     update(batch.shown())
-                    await asyncio.sleep(LOOK_SECONDS)
+                    await asyncio.sleep(CHECK_SECONDS)
                     batch = await batches.retrieve(TENANT, batch.id)
                 update(batch.shown())
             for id, target in ((batch.output_file, place.out), (batch.error_file, place.errors)):
@@ -198,7 +198,7 @@ async def local_batches(engine: EngineConfig, place: Place, notes: Console) -> A
 
 
 async def submit_here(batches: Batches, place: Place, endpoint: str) -> Batch:
-    """Begin the run's batch, which has all the time that it needs."""
+    """Begin the run's batch. It has no deadline."""
     with open_file(place.source) as file:
         kept = await batches.files.copy(TENANT, "batch", place.source.name, file)
     return await batches.submit(TENANT, kept.id, endpoint, None)
@@ -234,7 +234,7 @@ async def run_there(http: httpx.AsyncClient, place: Place, endpoint: str, notes:
 
 
 class Bar:
-    """A progress bar of a batch: lines, generated tokens a second, time left."""
+    """A progress bar of a batch: lines, generated tokens per second, time left."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
@@ -260,7 +260,7 @@ class Bar:
 
 @contextmanager
 def bar(notes: Console) -> Iterator[Bar]:
-    """Show a bar while within."""
+    """Show a bar inside the block."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),

@@ -11,19 +11,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 DEFAULT_LENGTH = 128
-"""Most tokens of an answer where no length is given."""
+"""Most tokens of an answer if no length is given."""
 MOST_PROMPTS = 50_000
+"""Largest number of items in a typed list, the API's limit for the lines of a batch."""
 NUMBER = re.compile(r"(-?[0-9]+)([.eE\w]?)")
 SHAPE = '["Prompt 1", "Prompt 2"] [32, 64]'
 
 
 class InputError(ValueError):
-    """What was typed is no batch; the message says where and why."""
+    """The typed text is not a batch; the message says where and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt, and the most tokens of its answer."""
+    """One prompt, and the largest number of tokens in its answer."""
 
     prompt: str
     length: int
@@ -32,8 +33,8 @@ class Asked:
 def parse_batch(text: str, longest: int, begin: int = 0) -> list[Asked]:
     """The prompts in `text` from `begin` on, each with its length, at most `longest`. Raises InputError.
 
-    The second list may have one length for each prompt, or one for all; without it each is DEFAULT_LENGTH, or `longest`
-    if that is less. Columns are counted from 1.
+    The second list may have one length for each prompt, or one for all. Without it each length is DEFAULT_LENGTH, or
+    `longest` if that is less. Columns are counted from 1.
     """
     scan = _Scanner(text, begin)
     prompts = scan.prompts()
@@ -122,7 +123,7 @@ class _Scanner:
         return not self._here()
 
     def _next(self, expected: str) -> bool:
-        """Pass a character, if it comes next."""
+        """Skip a character if it comes next. Returns whether it did."""
         if self._here() != expected:
             return False
         self.at += 1
@@ -133,5 +134,5 @@ class _Scanner:
 
 
 def counted(number: int, name: str) -> str:
-    """A number of things, in words."""
+    """A number with its noun: "1 prompt", "2 prompts"."""
     return f"{number} {name}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The batching mode of `holdfast chat`: batches run in the background, and are shown when they are whole."""
+"""The batching mode of `holdfast chat`: batches run in the background, and are shown when they are complete."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from holdfast.server.protocol import ApiError
 ENDPOINT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 SOURCE = {"source": "holdfast chat"}
-"""Metadata of the batches that are made here."""
+"""Metadata of the batches that this module makes."""
 AGAIN_SECONDS = 1.0
-"""Pause before the stream of events is opened again."""
+"""Seconds before the stream of events is opened again."""
 
 Event = dict[str, Any]
 
 
 class BatchPlace(Protocol):
-    """Where batches run: our own engine, or a server. Every method raises ChatError."""
+    """The place where batches run: our own engine, or a server. Every method raises ChatError."""
 
     resumes: bool
-    """Whether batches of earlier sessions are this user's alone, so that they are shown, too."""
+    """Whether batches of earlier sessions belong to this user alone, so that they are shown, too."""
     longest: int
-    """Most tokens of an answer: what the context leaves behind one token of a prompt."""
+    """Most tokens of an answer: the context less one token of a prompt."""
 
     async def submit(self, lines: bytes) -> str:
-        """Hand in the lines of a batch. Returns its id, before any of them runs."""
+        """Submit the lines of a batch. Returns its id, before any of them runs."""
         ...
 
     def events(self) -> AsyncGenerator[Event, None]:
-        """`batch.listening`, the state of each open batch, and then what happens to all of them."""
+        """`batch.listening`, the state of each open batch, and then all events of all batches."""
         ...
 
     async def batch(self, id: str) -> dict[str, Any]:
@@ -138,28 +138,28 @@ class RemotePlace:
 
 
 @dataclass
-class Shelved:
-    """A batch that is on the shelf."""
+class TrackedBatch:
+    """A batch whose state is followed here."""
 
     prompts: Sequence[str]
     answers: dict[str, str] = field(default_factory=dict)
-    """The texts so far, by custom_id: the number of the prompt, from 1."""
+    """The answers so far, by custom_id: the number of the prompt, from 1."""
     status: str = "validating"
     note: str = ""
-    """Why it failed, if it did."""
+    """The reason why the batch failed; empty if it did not."""
     whole: bool = False
-    """Whether it has ended, and every answer is here."""
+    """Whether the batch has ended and every answer is here."""
 
 
 class Batching:
-    """The batches beside a conversation. While they are `shown`, one that ends is printed at once; else it is kept."""
+    """The batches of a conversation. While they are `shown`, each is printed when it ends; otherwise they are kept."""
 
     def __init__(self, place: BatchPlace, settings: Settings, show: Callable[[str], None]) -> None:
-        """`show` prints a batch that is whole."""
+        """`show` prints the text of a complete batch."""
         self.place = place
         self.settings = settings
         self.shown = False
-        self.batches: dict[str, Shelved] = {}
+        self.batches: dict[str, TrackedBatch] = {}
         self._show = show
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
@@ -179,33 +179,33 @@ class Batching:
             }
             lines.append({"custom_id": str(number), "method": "POST", "url": ENDPOINT, "body": body})
         id = await self.place.submit(b"".join(msgspec.json.encode(each) + b"\n" for each in lines))
-        self.batches.setdefault(id, Shelved([])).prompts = [each.prompt for each in asked]
-        await self._look(id)  # it may have ended before it was known here
+        self.batches.setdefault(id, TrackedBatch([])).prompts = [each.prompt for each in asked]
+        await self._refresh(id)  # it may have ended before its id was known here
         return id
 
     def show(self) -> None:
-        """From now on print each batch that ends; at once those that ended before."""
+        """Print each batch that ends from now on, and at once those that have ended."""
         self._listen()
         self.shown = True
         self._print()
 
     def hide(self) -> None:
-        """From now on keep the batches that end."""
+        """Keep the batches that end from now on."""
         self.shown = False
 
     @property
-    def unfinished(self) -> dict[str, Shelved]:
-        """The batches that are not whole."""
+    def unfinished(self) -> dict[str, TrackedBatch]:
+        """The batches that are not complete."""
         return {id: each for id, each in self.batches.items() if not each.whole}
 
     async def finished(self) -> None:
-        """Wait until every batch is whole."""
+        """Wait until every batch is complete."""
         while self.unfinished:
             self._changed.clear()
             await self._changed.wait()
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop following events."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -225,9 +225,9 @@ class Batching:
 
     async def _take(self, event: Event) -> None:
         match event:
-            case {"type": "batch.listening"}:  # what happened before was missed
+            case {"type": "batch.listening"}:  # events before this one were missed
                 for id in list(self.unfinished):
-                    await self._look(id)
+                    await self._refresh(id)
             case {"type": "batch.line", "batch_id": str(id), "line": dict(line)} if id in self.batches:
                 self.batches[id].answers[str(line["custom_id"])] = text_of(line)
             case {"type": "batch.updated", "batch": dict(batch)}:
@@ -235,29 +235,29 @@ class Batching:
                 if own and batch["id"] not in self.batches:
                     lines = await self.place.lines(batch["input_file_id"])
                     prompts = [line["body"]["messages"][-1]["content"] for line in lines]
-                    self.batches.setdefault(batch["id"], Shelved(prompts))
+                    self.batches.setdefault(batch["id"], TrackedBatch(prompts))
                 if batch["id"] in self.batches:
                     await self._update(batch)
 
-    async def _look(self, id: str) -> None:
-        """Ask for a batch's state, in case its end was missed."""
+    async def _refresh(self, id: str) -> None:
+        """Ask for a batch's state, in case the event of its end was missed."""
         with suppress(ChatError):
             await self._update(await self.place.batch(id))
 
     async def _update(self, batch: dict[str, Any]) -> None:
-        shelved = self.batches[batch["id"]]
-        if shelved.whole:
+        tracked = self.batches[batch["id"]]
+        if tracked.whole:
             return
-        shelved.status = batch["status"]
+        tracked.status = batch["status"]
         if batch["status"] not in ENDED:
             return
-        if len(shelved.answers) < len(shelved.prompts):
+        if len(tracked.answers) < len(tracked.prompts):
             for file in (batch["output_file_id"], batch["error_file_id"]):
                 for line in [] if file is None else await self.place.lines(file):
-                    shelved.answers[str(line["custom_id"])] = text_of(line)
+                    tracked.answers[str(line["custom_id"])] = text_of(line)
         faults = (batch.get("errors") or {}).get("data") or []
-        shelved.note = "; ".join(f"prompt {fault['line']}: {fault['message']}" for fault in faults)
-        shelved.whole = True
+        tracked.note = "; ".join(f"prompt {fault['line']}: {fault['message']}" for fault in faults)
+        tracked.whole = True
         self._changed.set()
         if self.shown:
             self._print()
@@ -267,7 +267,7 @@ class Batching:
             self._show(in_words(id, self.batches.pop(id)))
 
 
-def in_words(id: str, batch: Shelved) -> str:
+def in_words(id: str, batch: TrackedBatch) -> str:
     """A batch that has ended, with its prompts and answers."""
     answered = f"{len(batch.answers)} of {len(batch.prompts)} answered"
     parts = [f"{id}  ·  {batch.status}  ·  {answered}" + (f"  ·  {batch.note}" if batch.note else "")]
@@ -278,7 +278,7 @@ def in_words(id: str, batch: Shelved) -> str:
 
 
 def text_of(line: dict[str, Any]) -> str:
-    """The text of an answered line, or why it has none. Raises ChatError."""
+    """The text of an answered line, or the reason why it has none. Raises ChatError."""
     try:
         if line["error"] is not None:
             return f"({line['error']['message']})"

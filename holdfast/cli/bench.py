@@ -37,7 +37,7 @@ SIMULATED_OPTIONS = (
 )  # fmt: skip
 """Engine options that affect a simulation."""
 SHORT_SECONDS = 20.0
-"""A capacity found from arrivals over less time than this is unreliable."""
+"""Least seconds of arrivals from which a capacity is reliable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class BenchConfig:
 def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arguments: Sequence[str]) -> int:
     """Run the benchmark, print the metrics and write the files. Returns the exit code.
 
-    `arguments` are those of the command line, for the report. Raises ValueError, OSError, EngineStartError.
+    `arguments` is the command line, for the report. Raises ValueError, OSError, EngineStartError.
     """
     check_outputs(config.json, engine.trace, report=config.report, plots=config.plots)
     check_links(config, engine)
@@ -153,7 +153,7 @@ def run(config: BenchConfig, workload: WorkloadConfig, engine: EngineConfig, arg
 
 
 def check_links(config: BenchConfig, engine: EngineConfig) -> None:
-    """Raise ValueError for links that join nothing, and for a layout beside a profile, which has its own."""
+    """Raise ValueError for links that join nothing, and for a layout given with a profile, which has its own."""
     derived = "@" in (config.simulate or "")
     if not derived and (config.link, config.stage_link) != (None, None):
         raise ValueError("link and stage_link are for --simulate MODEL@DEVICE")
@@ -176,7 +176,7 @@ class _Bench:
     base: Workload
     runs: list[Run] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """Failed requests, and figures that other runs have influenced."""
+    """Warnings to print: failed requests, and figures that other runs have influenced."""
 
     def run_all(self) -> float | None:
         """Run the rates that the options give, or search the capacity. Returns the capacity if it was searched."""
@@ -197,9 +197,9 @@ class _Bench:
         return self._keep(self.target.run(arriving, f"{rate:.4g} a second"), rate, arriving)
 
     def _keep(self, records: list[Record], rate: float | None = None, arriving: Workload = ()) -> dict[str, Any]:
-        """Keep the metrics of a run but not its records, as a search has many runs. Returns the metrics.
+        """Keep the metrics of a run but not its records, because a search has many runs. Returns the metrics.
 
-        `arriving` is its workload, where that arrives at a rate: then the metrics say whether the queue grows.
+        `arriving` is its workload if that arrives at a rate: then the metrics show whether the queue grows.
         """
         config = self.config
         slo = Slo(config.slo_ttft, config.slo_tpot, config.slo_e2el)
@@ -268,7 +268,7 @@ def describe_capacity(
 ) -> str:
     """The capacity as text, with a warning if conversations arrived for too short a time to trust it.
 
-    `figures` are those of all runs.
+    `figures` holds the figures of every run.
     """
     ttft = "" if config.slo_ttft is None else f" and P99 TTFT within {config.slo_ttft:g} ms"
     text = f"capacity: {capacity:.3g} a second with P99 TBT within {config.capacity:g} ms{ttft}"

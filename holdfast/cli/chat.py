@@ -61,6 +61,7 @@ NAMED = ("/save", "/load", "/branch")
 LAST = "last"
 """The name under which every turn is saved automatically."""
 MAX_NAME = 64
+"""Largest number of characters in the name of a saved conversation."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, which a terminal might obey. They are removed from a model's text."""
 
@@ -129,7 +130,7 @@ async def run(config: ChatConfig, engine: EngineConfig, model: str | None) -> in
 async def open_talker(
     config: ChatConfig, engine: EngineConfig, model: str | None, notes: Console
 ) -> AsyncIterator[tuple[Talker, BatchPlace | None]]:
-    """The talker that answers, open for the whole conversation, and where batches run, if they do."""
+    """The talker that answers, open for the whole conversation, and the place where batches run, if they can."""
     settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens)
     if config.url is not None:
         async with server_client(config.url, config.api_key, httpx.Timeout(10, read=None)) as http:
@@ -170,9 +171,9 @@ class Conversation:
     name: str | None = None
     """The name under which each turn is saved, besides `last`."""
     used: list[Usage] = field(default_factory=list)
-    """Token counts of the turns since it was begun or loaded."""
+    """Token counts of the turns since the conversation was begun or loaded."""
     batching: Batching | None = None
-    """Batches beside the conversation, if they can run."""
+    """Batches of the conversation, if they can run."""
 
     @property
     def batches_shown(self) -> bool:
@@ -180,7 +181,7 @@ class Conversation:
         return self.batching is not None and self.batching.shown
 
     def mark(self) -> str:
-        """What stands before the line that is typed."""
+        """The text before the line that is typed."""
         return "batch> " if self.batches_shown else "> "
 
     async def command(self, line: str) -> bool:
@@ -247,7 +248,10 @@ class Conversation:
                 self.note(f"there is no {name}; /help lists what there is")
 
     async def batch(self, line: str, begin: int) -> bool:
-        """Go to batching mode, and submit what the line holds from `begin` on. Returns whether it did that."""
+        """Switch to batching mode, and submit the batch that the line holds from `begin` on.
+
+        Returns whether it did that.
+        """
         if self.batching is None:
             self.notes.print(Text("this server takes no batches; a Holdfast server does", style="red"))
             return False
@@ -259,7 +263,7 @@ class Conversation:
         return submitted
 
     async def submit(self, line: str, begin: int = 0) -> bool:
-        """Submit the batch that a line holds from `begin` on. Returns whether it is one."""
+        """Submit the batch that a line holds from `begin` on. Returns whether it holds one."""
         assert self.batching is not None
         try:
             id = await self.batching.submit(line.rstrip(), begin, self.talker.name, self.system)
@@ -270,14 +274,17 @@ class Conversation:
         return True
 
     async def end(self, *, wait: bool) -> None:
-        """Say what goes on after the end. With `wait`, in batching mode, wait for it and show it instead."""
+        """Report the batches that continue after the end.
+
+        With `wait`, in batching mode, wait for them and show them instead.
+        """
         if wait and self.batching is not None and self.batching.shown:
             await self.batching.finished()
         elif unfinished := self._unfinished():
             self.note(f"{unfinished}\nthese go on at the server, or at your next `holdfast chat` of this model")
 
     def _unfinished(self) -> str:
-        """The batches in progress, a line each."""
+        """The batches in progress, one per line."""
         found = self.batching.unfinished if self.batching is not None else {}
         return "\n".join(
             f"{id}  ·  {each.status}  ·  {len(each.answers)} of {len(each.prompts)} answered"
@@ -313,7 +320,7 @@ class Conversation:
         self.note(note)
 
     def note(self, text: str) -> None:
-        """Print a note, which is not the model's text."""
+        """Print a note that is not part of the model's text."""
         self.notes.print(Text(text, style="dim"))
 
     async def turn(self, said: str) -> bool:
@@ -389,12 +396,12 @@ class Bookmark(msgspec.Struct, frozen=True, kw_only=True):
     system: str | None = None
     turns: int = 0
     said: str = ""
-    """The user's last message, for the list."""
+    """The user's last message, for the list of conversations."""
 
 
 @dataclass(frozen=True)
 class Bookmarks:
-    """The bookmarks of one place, in a file of the user's. A place is a server, or our own engine."""
+    """The bookmarks of one server, or of our own engine, in a file of the user's."""
 
     path: Path
     place: str

@@ -1,7 +1,7 @@
 """`holdfast`: its commands, their options, and the exit code of each outcome.
 
 Importing this module is cheap, so that help and refusals come at once. A command's own modules are imported when that
-command is asked for: the configs that name its options when they are parsed, everything else when it runs.
+command is given: the configs that name its options when they are parsed, everything else when it runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HINTS = {
     "train": "holdfast tune DATA tunes an adapter",
     "stop": "Ctrl-C or SIGTERM ends a server",
 }
-"""Commands of other programs, each with what does it here."""
+"""Commands of other programs, each with the command that does the same here."""
 HINTS |= {"ls": HINTS["list"], "ps": HINTS["list"], "show": HINTS["list"], "download": HINTS["pull"],
           "complete": HINTS["generate"], "start": HINTS["run"]}  # fmt: skip
 MODEL_HELP = f"{BUILTIN_MODEL}, which is built in (default), or the directory of a Hugging Face checkpoint"
@@ -115,16 +115,16 @@ class Command:
     """One command: its options, which are the fields of its configs, and the function that runs it."""
 
     run: Callable[[Asked], int]
-    """Returns the exit code. Raises UsageError."""
+    """Runs the command. Returns the exit code. Raises UsageError."""
     description: str
     groups: Mapping[type, str]
-    """Each config with the title of its group in the help."""
+    """The title of each config's group in the help."""
     engine_without: Sequence[str] = ("model",)
-    """Fields of EngineConfig that are no options of the command, or that it takes in another way."""
+    """Fields of EngineConfig that are not options of the command, or that it takes in another way."""
     model: str = MODEL_HELP
     """Help text of MODEL."""
     operand: str = "MODEL"
-    """What the command is given besides its options. Where it is not a model, `model` is its help all the same."""
+    """Name of the command's positional argument. If that is not a model, `model` is its help nevertheless."""
 
     @property
     def flags(self) -> list[str]:
@@ -135,14 +135,14 @@ class Command:
         return ["--help-all", *(flag_of(name) for name in names)]
 
     def without(self, config: type) -> Sequence[str]:
-        """The fields of a config that are no options of this command."""
+        """The fields of a config that are not options of this command."""
         return self.engine_without if config is EngineConfig else ()
 
 
 def make_parser(command: str | None, *, whole: bool = False) -> argparse.ArgumentParser:
     """The parser of the whole command line. Only `command` gets its options, since each command's cost an import.
 
-    Without `whole` its help has only the common ones.
+    Without `whole` its help has only the common options.
     """
     parser = Parser(
         prog="holdfast",
@@ -154,7 +154,7 @@ def make_parser(command: str | None, *, whole: bool = False) -> argparse.Argumen
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
     parsers = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, (help, load) in COMMANDS.items():
-        # The usage line does not list the options: the help below it does.
+        # The usage line does not list the options, because the help below it does.
         operand = OPERANDS.get(name, "[MODEL]")
         usage = f"holdfast {name} {operand} [OPTION ...]"
         added = parsers.add_parser(name, usage=usage, help=help, allow_abbrev=False)
@@ -207,7 +207,7 @@ def unknown_flag(given: str, command: str) -> str:
 def options_in(path: str, command: str) -> dict[str, Any]:
     """The options in a YAML file. Raises UsageError, also for an option that the command does not take."""
     loaded = load_command(command)
-    # The engine's options come first: where two configs have a field of one name, the other one's counts.
+    # The engine's options come first: if two configs have a field of one name, the other config's field counts.
     configs = sorted(loaded.groups, key=lambda config: config is not EngineConfig)
     file, flags = read_file(path, configs), loaded.flags
     for name in file:
@@ -242,7 +242,7 @@ def serve_command() -> Command:
 
     def run(asked: Asked) -> int:
         server, engine, apps, cluster, threads = serve_configs(asked)
-        # Not for the help, which needs the options alone.
+        # Not for the help, which needs only the options.
         from holdfast.engine.checkpoint import Checkpoint, settled
         from holdfast.engine.spawn import EngineProcess
         from holdfast.server.address import check_tls, listen
@@ -264,7 +264,7 @@ def serve_command() -> Command:
     return Command(
         run=run,
         description="Serve a model over HTTP, with OpenAI's API. Without any argument it serves the built-in model. "
-        "With --app it serves applications of cells, over the Open Inference Protocol: alone, or beside MODEL.",
+        "With --app it serves applications of cells, over the Open Inference Protocol: alone, or next to MODEL.",
         groups={
             ServerConfig: "the server",
             EngineConfig: "the engine",
@@ -275,15 +275,15 @@ def serve_command() -> Command:
 
 
 class ServeConfigs(NamedTuple):
-    """What `holdfast serve` is asked to serve, and how."""
+    """The configs of `holdfast serve`: engine, server, cluster and applications."""
 
     server: ServerConfig
     engine: EngineConfig | None
-    """None if applications are served alone."""
+    """The engine's config; None if only applications are served."""
     apps: AppConfig
     cluster: ClusterConfig
     threads: int | None
-    """Of each application's engine."""
+    """Number of CPU threads of each application's engine; None: PyTorch's choice."""
 
 
 def serve_configs(asked: Asked) -> ServeConfigs:
@@ -300,7 +300,7 @@ def serve_configs(asked: Asked) -> ServeConfigs:
     engine, apps, cluster = asked.config(EngineConfig), asked.config(AppConfig), asked.config(ClusterConfig)
     alone = bool(apps.app) and asked.model is None
     if alone:
-        refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one beside --app", but=("threads",))
+        refuse_engine_flags(asked.flags, "a language model; name MODEL to serve one next to --app", but=("threads",))
     else:
         with value_errors_as_usage():
             cluster.check(engine)
@@ -323,7 +323,7 @@ def chat_command() -> Command:
 
     return Command(
         run=run,
-        description="Talk to a model in the terminal. The model runs here, or behind the URL of any server with "
+        description="Talk to a model in the terminal. The model runs here, or at the URL of any server with "
         "OpenAI's API. Lines may also come from a pipe.",
         groups={chat.ChatConfig: "the conversation", EngineConfig: "the engine, when the model runs here"},
     )
@@ -344,7 +344,7 @@ def batch_command() -> Command:
     return Command(
         run=run,
         description="Answer the requests in a file, in OpenAI's format for batches: one JSON object a line. The model "
-        "runs here, or behind the URL of a server. A run that was stopped goes on with the same command.",
+        "runs here, or at the URL of a server. A run that was stopped goes on with the same command.",
         groups={batch.BatchConfig: "the batch", EngineConfig: "the engine, when the model runs here"},
         engine_without=(),
         model="the requests: JSON lines with custom_id, method, url and body",
@@ -373,7 +373,7 @@ def tune_command() -> Command:
     return Command(
         run=run,
         description="Tune a LoRA adapter to the examples in a file: JSON lines with messages, or with prompt and "
-        "completion. The model runs here, or behind the URL of a server. Ctrl-C pauses the run, and the same command "
+        "completion. The model runs here, or at the URL of a server. Ctrl-C pauses the run, and the same command "
         "goes on with it.",
         groups={tune.TuneConfig: "the tuning", EngineConfig: "the engine, when the model runs here"},
         engine_without=tune.ENGINE_WITHOUT,
@@ -500,7 +500,7 @@ COMMANDS: Mapping[str, tuple[str, Callable[[], Command]]] = {
 
 
 OPERANDS = {"batch": "FILE", "tune": "DATA", "completion": "SHELL"}
-"""What a command's usage names in place of [MODEL]."""
+"""The positional argument in a command's usage, if it is not [MODEL]."""
 
 
 def load_command(name: str) -> Command:
@@ -526,7 +526,7 @@ def run_in_loop(work: Coroutine[Any, Any, int]) -> int:
 
 
 def refuse_engine_flags(flags: Mapping[str, object], why: str, but: Sequence[str]) -> None:
-    """Raises UsageError for the first option of the engine that would be ignored: one that is not among `but`."""
+    """Raises UsageError for the first option of the engine that would be ignored: one that is not in `but`."""
     for field in fields(EngineConfig):
         if field.name in flags and field.name not in but:
             name = "MODEL" if field.name == "model" else flag_of(field.name)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 SHELLS = ("bash", "zsh", "fish")
 Options = Mapping[str, tuple[str, Sequence[str]]]
-"""Each flag with its help text and, where it has some, the words that it takes."""
+"""Each flag with its help text and the words that it takes, if it takes some."""
 
 BASH = """\
 _holdfast() {{
@@ -57,7 +57,7 @@ def bash(commands: Mapping[str, tuple[str, Options]]) -> str:
 
 
 def zsh(commands: Mapping[str, tuple[str, Options]]) -> str:
-    """The script for zsh, which understands that of bash."""
+    """The script for zsh, which can run the one for bash."""
     return f"autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n{bash(commands)}"
 
 
@@ -78,7 +78,7 @@ def fish(commands: Mapping[str, tuple[str, Options]]) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as one word of fish."""
+    """A text quoted as one word of fish."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 

@@ -1,4 +1,4 @@
-"""Flags and YAML keys, generated from the config dataclasses, which are the one source of options and help texts."""
+"""Flags and YAML keys, generated from the config dataclasses, the one source of options and help texts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def signed(words: Sequence[str]) -> list[str]:
 
 
 LETTERS = {"prompt": "-p"}
-"""Fields whose flags have a short form, too."""
+"""Fields whose flags also have a short form."""
 
 
 def add_flags(
@@ -55,7 +55,7 @@ def add_flags(
 ) -> None:
     """Add a flag for these fields of a config: `max_model_len` becomes --max-model-len, a bool --x and --no-x.
 
-    A flag that is not given sets no attribute, so that a file and the defaults apply. The help has those that are
+    A flag that is not given sets no attribute, so that a file and the defaults apply. The help has the fields in
     `shown`, by default all.
     """
     group = parser.add_argument_group(title)
@@ -132,7 +132,7 @@ def milliseconds(text: str) -> float:
 
 
 def full_url(given: str) -> str:
-    """A server's URL, where the scheme may be left out, as in localhost:8123 or :8123."""
+    """A server's URL, with the scheme added if it was left out, as in localhost:8123 or :8123."""
     if re.fullmatch(r":\d+(/\S*)?", given):
         given = f"127.0.0.1{given}"
     if "://" not in given and re.match(r"(localhost|\[[0-9a-fA-F:]+\]|[\w.-]+(?=[:.]))[\w.-]*(:\d+)?(/|$)", given):

@@ -1,4 +1,4 @@
-"""Output that commands share: progress on the terminal, and files, checked before the work starts."""
+"""Output that several commands share: progress on the terminal, and files, checked before the work starts."""
 
 from __future__ import annotations
 

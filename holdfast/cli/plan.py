@@ -42,12 +42,12 @@ from holdfast.lm.types import precision_of
 
 DEVICE = "h200"
 SERVED_DEVICES = 8
-"""Most devices on which `holdfast serve` runs a model: those of one host."""
+"""Largest number of devices on which `holdfast serve` runs a model: those of one host."""
 REPLICA_LINK = "ethernet-100g"
 PLACEHOLDER = "$MODEL"
 """Stands for the checkpoint's directory if only the shape of the model is known."""
 MAX_DEVICES = 1024
-"""Every layout over the devices is simulated. Beyond this number the search would take too long."""
+"""Largest number of devices in a plan. Every layout over them is simulated; more would take too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class PlanConfig:
     host_gb: tuple[float, ...] = option((0,), "sizes of the host tier in GB; 0 is off")
     routing: str | None = option(
         None,
-        f"simulate all replicas of the best candidate together, behind a router: {', '.join(POLICIES)}; "
+        f"simulate all replicas of the best candidate together, with a router: {', '.join(POLICIES)}; "
         "default: multiply what one sustains",
     )
     replica_link: str | None = option(
@@ -135,7 +135,7 @@ class PlanConfig:
 
     @property
     def router(self) -> RouterName | None:
-        """The policy that `routing` names; None where it names none."""
+        """The router's policy that `routing` names; None if it names none."""
         return next((name for name in POLICIES if name == self.routing), None)
 
     @property
@@ -155,7 +155,7 @@ def run(
 ) -> int:
     """Make the capacity plan, print it and write the files. Returns the exit code: 1 if no candidate has capacity.
 
-    `arguments` are those of the command line, for the report. Raises ValueError, OSError.
+    `arguments` is the command line, for the report. Raises ValueError, OSError.
     """
     check_outputs(config.json, report=config.report, plots=config.plots)
     question = question_of(config, workload, engine, model)
@@ -263,11 +263,11 @@ def describe(question: CapacityQuestion, workload: WorkloadConfig) -> str:
 
 
 def describe_fleet(fleet: FleetEvaluation, best: Evaluation) -> str:
-    """What the replicas sustain together, beside what one alone does, as one line of text."""
+    """One line of text: the load that the replicas sustain together, compared with that of one alone."""
     if not fleet.capacity:
-        return f"behind a {fleet.router} router, {fleet.replicas} replicas meet these limits at no rate"
+        return f"with a {fleet.router} router, {fleet.replicas} replicas meet these limits at no rate"
     return (
-        f"behind a {fleet.router} router: {fleet.replicas} replicas sustain {fleet.capacity:.3g} conversations a "
+        f"with a {fleet.router} router: {fleet.replicas} replicas sustain {fleet.capacity:.3g} conversations a "
         f"second ({fleet.capacity / best.fleet_capacity:.0%} of {fleet.replicas} times one), P99 TTFT "
         f"{fleet.figures['p99_ttft_ms']:,.0f} ms; {fleet.found:.1%} of reusable prompt tokens found, busy times within "
         f"{fleet.spread:.1%}"
@@ -275,7 +275,7 @@ def describe_fleet(fleet: FleetEvaluation, best: Evaluation) -> str:
 
 
 def most_devices(question: CapacityQuestion) -> int:
-    """The most devices on which `holdfast serve` runs the model: one where it is no native decoder."""
+    """The most devices on which `holdfast serve` runs the model: one if it is no native decoder."""
     shape = question.model if isinstance(question.model, ModelShape) else MODELS.get(question.model)
     return SERVED_DEVICES if shape is None or shape.native else 1
 
@@ -287,9 +287,9 @@ def recommend(
     most: int = SERVED_DEVICES,
     router: RouterName | None = None,
 ) -> list[str]:
-    """The advice, line by line. If anything can be served, on at most so many devices, the last line is the command.
+    """The advice, line by line. If anything can be served on at most `most` devices, the last line is the command.
 
-    Several replicas are behind the `router` of this name; None is the default.
+    `router` is the policy for several replicas; None is the default.
     """
     best = best_of(evaluations)
     if best is None and not any(each.fits for each in evaluations):
@@ -333,7 +333,7 @@ def served_model(model: str | None) -> str:
 def serve_command(
     chosen: Candidate, engine: EngineConfig, model: str, replicas: int = 1, router: RouterName | None = None
 ) -> str:
-    """The command line: the options of the candidate, and what is the same for all candidates and no default.
+    """The command line: the options of the candidate, and those shared by all candidates that are not defaults.
 
     Replicas that one host has no devices for run on the nodes of a Ray cluster.
     """

@@ -17,12 +17,12 @@ from holdfast.engine.profiles import CellProfile, CostProfile
 from holdfast.lab.reports.tables import table
 
 LARGEST = 16384
-"""The largest size of a task that can be measured."""
+"""Largest size of a task that can be measured, in nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """The options of `holdfast profile`. Raises ValueError for what is out of range or cannot be written."""
+    """The options of `holdfast profile`. Raises ValueError for values out of range and files that cannot be written."""
 
     app: str | None = option(
         None, "measure the cells of this application instead of a model: its name, or module:object"
@@ -61,7 +61,7 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
 
 
 async def run_app(config: ProfileConfig, apps: AppConfig, threads: int | None) -> int:
-    """Measure the cells of the one application of `apps`, cache and print it. As `run`."""
+    """Measure the cells of the one application in `apps`, cache and print their times. Returns and raises as `run`."""
     console = Console(highlight=False)
     (app,) = apps.app
     client = await AppClient.start(app, apps, stage_printer(console), threads, measure=config.largest)

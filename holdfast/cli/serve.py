@@ -41,7 +41,7 @@ async def run(
 ) -> int:
     """Serve a language model, applications, or both until a signal. Returns the exit code.
 
-    `process` is the language model's first one, `cluster` says how many there are, `threads` is the number of CPU
+    `process` is the language model's first engine process, `cluster` gives their number, `threads` is the number of CPU
     threads of each application's engine. Raises EngineStartError, StoreError.
     """
     log_as(server)
@@ -69,7 +69,7 @@ async def run(
 def announce(
     console: Console, engine: EngineConfig, server: ServerConfig, info: EngineInfo, url: str, replicas: str
 ) -> None:
-    """Print what runs and how to talk to it."""
+    """Print the model, its sizes, the address, and how to send requests."""
     memory, keys = info.memory, len(server.api_key)
     rows = {
         "page": f"{url}/  (chat in a browser)",
@@ -106,7 +106,7 @@ def announce(
 
 
 def replicas_of(model: EngineClient | Replicas) -> str:
-    """Which replicas there are, and how requests reach them, in words. Empty for a single engine."""
+    """The replicas, and how requests reach them, in words. Empty for a single engine."""
     if isinstance(model, EngineClient):
         return ""
     places = ", ".join(replica.place for replica in model.members)
@@ -115,7 +115,7 @@ def replicas_of(model: EngineClient | Replicas) -> str:
 
 
 def announce_apps(console: Console, apps: Sequence[AppInfo], url: str, *, keys: int) -> None:
-    """Print which applications run, what they take and give, and how to try one."""
+    """Print each application that runs, its inputs and outputs, and how to try one."""
     console.print()
     console.print(
         Text.assemble((f"Holdfast {__version__}", "bold"), " serves ", (", ".join(app.name for app in apps), "bold")),
@@ -164,7 +164,7 @@ def tier(info: EngineInfo, blocks: int) -> str:
 
 
 def adapters(engine: EngineConfig, info: EngineInfo) -> str:
-    """Which adapters are served, and how many the device holds, in words."""
+    """The adapters that are served, and how many the device holds, in words."""
     names = ", ".join(adapter.name for adapter in info.adapters) or "none yet"
     return (
         f"{names}; {info.adapter_slots} at a time on the device, of rank {engine.max_adapter_rank} at most "
@@ -173,7 +173,7 @@ def adapters(engine: EngineConfig, info: EngineInfo) -> str:
 
 
 def lower_tiers(engine: EngineConfig, info: EngineInfo) -> dict[str, str]:
-    """The tiers behind the host tier, by their names."""
+    """The tiers below the host tier, by their names."""
     rows = {}
     if engine.disk_cache_dir is not None:
         rows["disk tier"] = f"{engine.disk_cache_gb:g} GB in {engine.disk_cache_dir}"
@@ -184,16 +184,16 @@ def lower_tiers(engine: EngineConfig, info: EngineInfo) -> dict[str, str]:
 
 
 def no_host_tier(engine: EngineConfig) -> str:
-    """Why there is no host tier, in words."""
+    """The reason why there is no host tier, in words."""
     if not engine.prefix_sharing:
         return "off: with --no-prefix-sharing nothing in it could be found again"
     return "off (--host-cache-gb GB turns it on)"
 
 
 def retention(engine: EngineConfig, info: EngineInfo) -> str:
-    """Which idle state is dropped first, in words."""
+    """Which idle state is evicted first, in words."""
     if not engine.prefix_sharing:
-        return "off (--no-prefix-sharing): a finished request leaves nothing behind"
+        return "off (--no-prefix-sharing): a finished request leaves no state"
     if info.executor == "padded":
         return f"{EVICTION[engine.eviction]}, a row at a time"
     chunk = -(-engine.chunk_size // engine.block_size) * engine.block_size
@@ -209,7 +209,7 @@ EVICTION = {
 
 
 def key_header(keys: int) -> str:
-    """The option of curl that sends the first of so many keys, which are in the variable with commas between them."""
+    """The option of curl that sends the first of `keys` keys. The variable holds them separated by commas."""
     first = "${HOLDFAST_API_KEY%%,*}" if keys > 1 else "$HOLDFAST_API_KEY"
     return f' -H "authorization: Bearer {first}"' if keys else ""
 
@@ -221,7 +221,7 @@ def curl_line(url: str, model: str, keys: int) -> str:
 
 
 def python_lines(url: str, model: str, keys: int) -> str:
-    """The same in Python, with the openai package."""
+    """Python code that sends the server a chat message, with the openai package."""
     key = 'os.environ["HOLDFAST_API_KEY"]' + '.split(",")[0]' * (keys > 1) if keys else '"none"'
     return (
         ("import os\n" if keys else "")

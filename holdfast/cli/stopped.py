@@ -1,4 +1,4 @@
-"""What `holdfast batch` and `holdfast tune` leave when they are stopped; files that are written whole or not at all."""
+"""The state of a stopped `holdfast batch` or `holdfast tune`; files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from holdfast.files.regular import open_file, read_bytes
 
 MARK = "mark.json"
 PIECE = 1 << 20
+"""Bytes that are copied at a time, so that a large file takes little memory."""
 
 
 class Stopped(Protocol):
@@ -26,32 +27,35 @@ class Stopped(Protocol):
 
     @property
     def given(self) -> str:
-        """What it was asked to do, in words."""
+        """The task of the run, in words."""
         ...
 
     @property
     def partial(self) -> Path:
-        """What it leaves: a directory, or a file for one at a server."""
+        """The path of its state: a directory, or a file if the run is at a server."""
         ...
 
     @property
     def digest(self) -> str:
-        """Of the same. It goes on only with an equal one."""
+        """A digest of the task. A stopped run continues only with an equal one."""
         ...
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Says what a stopped run was about."""
+    """The file that a stopped run leaves, which identifies its task."""
 
     digest: str
     place: str
     """The model that ran here, or the server's URL."""
     id: str = ""
-    """That of the batch or job at the server."""
+    """The id of the batch or job at the server; empty for a run here."""
 
 
 async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:
-    """Write what a server sends to a file, whole or not at all. Raises ChatError, httpx.HTTPError, OSError."""
+    """Write the body of a server's answer to a file, completely or not at all.
+
+    Raises ChatError, httpx.HTTPError, OSError.
+    """
     async with http.stream("GET", path) as response:
         if response.status_code != 200:
             raise ChatError(reason_of(response.status_code, await response.aread()))
@@ -61,7 +65,7 @@ async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:
 
 
 def read_mark(path: Path, place: Stopped) -> Mark | None:
-    """The mark of a stopped run that was asked to do the same, if there is one. Raises UsageError for any other."""
+    """The mark of a stopped run with the same task, if there is one. Raises UsageError for a mark of any other task."""
     try:
         mark = msgspec.json.decode(read_bytes(path), type=Mark)
     except FileNotFoundError:
@@ -81,7 +85,7 @@ def read_mark(path: Path, place: Stopped) -> Mark | None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Any]:
-    """A new file that takes the place of `target` once it is whole."""
+    """A new file that replaces `target` once it is complete."""
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -95,12 +99,12 @@ def replacing(target: Path) -> Iterator[Any]:
 
 
 def write_whole(target: Path, data: bytes) -> None:
-    """Write a small file, whole or not at all."""
+    """Write a small file, completely or not at all."""
     with replacing(target) as file:
         file.write(data)
 
 
 def copy_whole(source: Path, target: Path) -> None:
-    """Copy a file, whole or not at all."""
+    """Copy a file, completely or not at all."""
     with open_file(source) as original, replacing(target) as file:
         shutil.copyfileobj(original, file)

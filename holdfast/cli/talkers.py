@@ -23,7 +23,7 @@ Head = str | Messages | None
 TENANT = ""
 """The tenant of our own engine's conversations."""
 PATIENT = httpx.Timeout(30, read=300, write=300)
-"""For a server that is sent files, and reads them before it answers."""
+"""Timeouts for a server that receives files, and reads them before it answers."""
 
 
 class ChatError(CommandError):
@@ -73,7 +73,7 @@ class Talker(Protocol):
 
 
 class LocalTalker:
-    """Our own engine, with our own store. It talks by the first adapter that was given, or by the model itself."""
+    """Our own engine, with our own store. Answers come from the first adapter given, or from the model itself."""
 
     def __init__(self, responses: Responses, settings: Settings) -> None:
         info = responses.service.client.info
@@ -110,7 +110,7 @@ class StatefulTalker:
     name: str
     settings: Settings
     context: int | None = None
-    """Longest sequence in tokens, if the server tells it."""
+    """Longest sequence in tokens; None if the server does not report it."""
 
     async def answer(self, said: str, system: str | None, head: Head) -> AsyncGenerator[Piece, None]:
         body = response_body(self.name, self.settings, said, system, head)
@@ -191,7 +191,7 @@ def server_client(url: str, api_key: str | None, timeout: httpx.Timeout) -> http
 
 @contextmanager
 def connection(http: httpx.AsyncClient) -> Iterator[None]:
-    """Raises ChatError for what httpx raises within."""
+    """Turn errors that httpx raises inside the block into ChatError."""
     try:
         yield
     except httpx.HTTPError as error:
@@ -219,7 +219,7 @@ def answer_of(response: httpx.Response) -> dict[str, Any]:
 async def server_events(
     http: httpx.AsyncClient, path: str, body: dict[str, Any] | None
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The events that a POST answers with, or a GET where there is no body.
+    """The events of the answer to a POST with `body`, or to a GET if it is None.
 
     Raises ChatError for a refusal, a broken connection or an invalid event.
     """
@@ -290,7 +290,7 @@ def piece_of(event: dict[str, Any]) -> Piece:
 
 
 def reason_of(status: int, body: bytes) -> str:
-    """Why a server refused, in its own words if it gave any."""
+    """The reason why a server refused, in its own words if it gave any."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

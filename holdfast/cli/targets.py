@@ -1,4 +1,4 @@
-"""Targets of `holdfast bench`: a server behind a URL, a model that runs here, or a simulation."""
+"""Targets of `holdfast bench`: a server at a URL, a model that runs here, or a simulation."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from holdfast.lm.types import EngineShape
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Runs workloads."""
+    """A system that runs workloads."""
 
     name: str
-    """The name in a report."""
+    """Its name in a report."""
     model: str
     context_length: int | None
     """Longest sequence in tokens; None if unknown."""
@@ -65,7 +65,7 @@ def sender(
 def server(
     url: str, *, api_key: str | None, model: str | None, vocab_size: int, concurrency: int | None, seed: int
 ) -> Iterator[Target]:
-    """A server with OpenAI's API. Without `model`, asks it for its first one. Raises OSError if that fails."""
+    """A server with OpenAI's API. Without `model`, its first model is used. Raises OSError if asking for that fails."""
     http = server_client(url, api_key, httpx.Timeout(30, read=None))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:

@@ -1,4 +1,4 @@
-"""The terminal side of `holdfast chat`: lines and blocks that are typed, completion, and words that wrap."""
+"""The terminal side of `holdfast chat`: typed lines and blocks, completion, and words that wrap."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from rich.cells import cell_len
 
 FENCE = '"""'
-"""Begins and ends a block of several lines."""
+"""Line that begins and ends a block of several lines."""
 MORE = "... "
-"""What stands before the further lines of a block."""
+"""Prompt for the further lines of a block."""
 
 
 async def lines(piped: bool, mark: Callable[[], str], completer: Completer) -> AsyncIterator[tuple[str, bool]]:
-    """What the user says until the end of input: a line, or a block of lines between fences, and whether it is a block.
+    """The user's input until its end: a line, or a block of lines between fences, and whether it is a block.
 
-    `mark` is shown where the next line is typed, and `completer` completes it.
+    `mark` is the prompt of the next line, and `completer` completes it.
     """
     read = piped_lines() if piped else typed_lines(mark, completer)
     async for each in blocks(read):
@@ -32,7 +32,7 @@ async def lines(piped: bool, mark: Callable[[], str], completer: Completer) -> A
 
 
 async def piped_lines() -> AsyncIterator[tuple[str, Callable[[bool], None]]]:
-    """The lines of standard input, as `blocks` takes them."""
+    """The lines of standard input, in the form that `blocks` takes."""
     while line := await asyncio.to_thread(sys.stdin.readline):
         yield line, lambda inside: None
 
@@ -40,7 +40,7 @@ async def piped_lines() -> AsyncIterator[tuple[str, Callable[[bool], None]]]:
 async def typed_lines(
     mark: Callable[[], str], completer: Completer
 ) -> AsyncIterator[tuple[str, Callable[[bool], None]]]:
-    """The lines that are typed, as `blocks` takes them."""
+    """The lines typed at the terminal, in the form that `blocks` takes."""
     session: PromptSession[str] = PromptSession(
         reserve_space_for_menu=0,
         completer=completer,
@@ -63,7 +63,7 @@ async def typed_lines(
 
 
 async def blocks(read: AsyncIterator[tuple[str, Callable[[bool], None]]]) -> AsyncIterator[tuple[str, bool]]:
-    """Join the lines between fences. Each line comes with a function that is told whether a block goes on."""
+    """Join the lines between fences. Each line comes with a function to call with whether a block continues."""
     block: list[str] | None = None
     async for line, tell in read:
         if block is None and not line.lstrip().startswith(FENCE):
@@ -79,12 +79,12 @@ async def blocks(read: AsyncIterator[tuple[str, Callable[[bool], None]]]) -> Asy
         if ended:
             said, block = "\n".join(block).strip("\n"), None
             yield said, True
-    if block is not None:  # the input ended within it
+    if block is not None:  # the input ended inside the block
         yield "\n".join(block).strip("\n"), True
 
 
 class CommandCompleter(Completer):
-    """Completes commands, and after those that take one, the name of a saved conversation."""
+    """Completes commands, and the name of a saved conversation after commands that take one."""
 
     def __init__(self, commands: Sequence[str], named: Sequence[str], names: Callable[[], Iterable[str]]) -> None:
         """`named` are the commands that take a name."""
@@ -103,7 +103,7 @@ class CommandCompleter(Completer):
 
 
 class Words:
-    """Writes a text that comes in pieces, and begins a new line where a word would not fit. Spaces stay as they are."""
+    """Writes a text that comes in pieces, and begins a new line if a word would not fit. Spaces stay unchanged."""
 
     def __init__(self, file: IO[str], width: int) -> None:
         """`width` is in cells of the terminal."""
@@ -113,7 +113,7 @@ class Words:
         self._spaces = ""
 
     def write(self, text: str) -> None:
-        """Write all but a last word that may go on."""
+        """Write all but a last word that may continue."""
         for each in text:
             if each == "\n":
                 self._put()
@@ -127,7 +127,7 @@ class Words:
         self.file.flush()
 
     def end(self) -> None:
-        """Write what is left, and end the line."""
+        """Write the rest, and end the line."""
         self._put()
         self.file.write("\n")
         self.file.flush()
@@ -145,6 +145,6 @@ class Words:
         else:
             self.file.write(f"{self._spaces}{self._word}")
             self._column += spaces + size
-        if self._column > self.width > 0:  # a word longer than the line goes on in the next one
+        if self._column > self.width > 0:  # a word longer than the line continues on the next one
             self._column = (self._column - 1) % self.width + 1
         self._word = self._spaces = ""

@@ -1,4 +1,4 @@
-"""`holdfast tune`: tunes a LoRA adapter over a model that runs here or at a server; goes on after a stop."""
+"""`holdfast tune`: tunes a LoRA adapter over a local model or at a server. A stopped run can continue."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from holdfast.server.protocol import ApiError, parse
 from holdfast.server.run import open_store
 from holdfast.server.service import Service
 
-LOOK_SECONDS = 0.2
-"""Pause between two looks at a job that runs here."""
+CHECK_SECONDS = 0.2
+"""Seconds between two checks of a job that runs here."""
 ASK_SECONDS = 1.0
-"""The same for one at a server."""
+"""Seconds between two checks of a job at a server."""
 RATE_SECONDS = 10.0
-"""Time over which tokens a second are counted."""
+"""Seconds over which the rate of tokens is averaged."""
 JOBS = "fine_tuning/jobs"
 ENGINE_WITHOUT = ("seed", "tuning", "adapter", "max_adapters", "deferral_bound", "tuning_progress")
-"""Options of the engine that have no place in a run that only tunes, or that the run has itself."""
+"""Options of the engine that a run that only tunes does not need, or that the run has itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +106,11 @@ class Place:
     validation: Path | None
     out: Path
     digest: str
-    """Of the data and the options: a run that was stopped goes on only with the same ones."""
+    """Digest of the data and the options: a stopped run continues only with the same ones."""
 
     @classmethod
     def of(cls, data: str, config: TuneConfig) -> Place:
-        """Raises UsageError if the data cannot be read, or the adapter cannot be written."""
+        """The files for DATA. Raises UsageError if the data cannot be read, or the adapter cannot be written."""
         source, validation = Path(data), None if config.validation is None else Path(config.validation)
         digest = hashlib.sha256(msgspec.json.encode(config.request("", "", None)))
         for path in (source, validation):
@@ -131,19 +131,19 @@ class Place:
 
     @property
     def given(self) -> str:
-        """What this run is asked to do, in words."""
+        """The task of this run, in words."""
         return f"{self.source}, or an option,"
 
     @property
     def partial(self) -> Path:
-        """What a run leaves that was stopped: a directory, or a file for one at a server."""
+        """The path of a stopped run's state: a directory, or a file if the job is at a server."""
         return self.out.with_name(f"{self.out.name}.partial")
 
 
 async def run(config: TuneConfig, engine: EngineConfig, data: str, model: str | None) -> int:
     """Tune an adapter. Returns the exit code: 0, 1 if tuning failed, 2 for wrong data or options.
 
-    `engine` has tuning on, for a model that runs here; `model` is the name of one at a server, if it is given. Raises
+    `engine` has tuning on, for a model that runs here. `model` names a model of the server, or is None. Raises
     UsageError, CommandError, EngineStartError, StoreError.
     """
     place, notes = Place.of(data, config), Console(highlight=False, stderr=True)
@@ -157,11 +157,11 @@ async def run(config: TuneConfig, engine: EngineConfig, data: str, model: str | 
         if place.partial.exists():
             notes.print("paused; the same command goes on with it", style="dim")
         raise
-    return tell(shown, place, notes)
+    return report_end(shown, place, notes)
 
 
-def tell(shown: dict[str, Any], place: Place, notes: Console) -> int:
-    """Print how a job has ended. Returns the exit code."""
+def report_end(shown: dict[str, Any], place: Place, notes: Console) -> int:
+    """Print how a job ended. Returns the exit code."""
     error = shown.get("error")
     if shown["status"] == "failed" and error:
         param = error.get("param")
@@ -183,7 +183,7 @@ def tell(shown: dict[str, Any], place: Place, notes: Console) -> int:
 
 async def run_here(engine: EngineConfig, config: TuneConfig, place: Place, notes: Console) -> dict[str, Any]:
     """Tune over a model that runs here. Returns the job at its end."""
-    read_mark(place.partial / MARK, place)  # before an engine starts for nothing
+    read_mark(place.partial / MARK, place)  # refuse before an engine starts for nothing
     engine = dataclasses.replace(engine, max_adapter_rank=max(engine.max_adapter_rank, config.rank))
     place.partial.mkdir(exist_ok=True, mode=0o700)
     try:
@@ -200,7 +200,7 @@ async def run_here(engine: EngineConfig, config: TuneConfig, place: Place, notes
             with bar(notes) as update:
                 while not job.ended:
                     update(job.shown())
-                    await asyncio.sleep(LOOK_SECONDS)
+                    await asyncio.sleep(CHECK_SECONDS)
                     job = await tuning.retrieve(TENANT, job.id)
                 update(job.shown())
             if job.status == "succeeded":
@@ -291,7 +291,7 @@ async def run_there(
 async def submit_there(
     http: httpx.AsyncClient, config: TuneConfig, place: Place, model: str | None, notes: Console
 ) -> Mark:
-    """Send the data and begin the job. Raises UsageError if the server does not take it as it is asked for."""
+    """Send the data and begin the job. Raises UsageError if the server refuses it."""
     if model is None:
         model = str((await fetched(http, "models"))["data"][0]["id"])
     sent: list[str | None] = []
@@ -315,7 +315,7 @@ async def submit_there(
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """A new directory that gets the name `target` once it is whole."""
+    """A new directory that gets the name `target` once it is complete."""
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
         yield temporary
@@ -326,7 +326,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
 
 
 class Bar:
-    """A progress bar of a job: steps, loss, tokens a second, time left."""
+    """A progress bar of a job: steps, loss, tokens per second, time left."""
 
     def __init__(self, progress: Progress, task: TaskID, clock: Callable[[], float] = time.monotonic) -> None:
         self._progress, self._task, self._clock = progress, task, clock
@@ -355,7 +355,7 @@ class Bar:
 
 @contextmanager
 def bar(notes: Console) -> Iterator[Bar]:
-    """Show a bar while within."""
+    """Show a bar inside the block."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
         TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),

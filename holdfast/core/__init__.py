@@ -1,1 +1,1 @@
-"""What every room shares: plain types and the cost model. Pure: standard library only."""
+"""Plain types and the cost model, shared by every room. Pure: standard library only."""

@@ -9,17 +9,17 @@ from itertools import pairwise
 from math import exp, inf, log
 
 NEAR_BEST = 0.95
-"""The largest size gives at least this share of the most nodes a second."""
+"""The largest supported size gives at least this share of the best throughput, in nodes per second."""
 LEAST_SAVING = 0.1
 """A smaller size is kept if it saves at least this share of the time of the next larger one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellCost:
-    """Seconds of one batch of a type of cell by its size, as measured at some sizes.
+    """Seconds of one batch of one type of cell, by the number of nodes in it, as measured at some sizes.
 
-    Flat below the first of them, a power law between two, and in proportion to the size beyond the last. Raises
-    ValueError if sizes are missing or do not rise from at least 1, or if a time is not above 0 and finite.
+    The time is flat below the first measured size, a power law between two, and in proportion to the size beyond the
+    last. Raises ValueError if sizes are missing or do not rise from at least 1, or if a time is not above 0 and finite.
     """
 
     sizes: tuple[int, ...]
@@ -46,21 +46,21 @@ class CellCost:
         return before * exp(log(size / low) / log(high / low) * log(after / before))
 
     def throughput(self, size: int) -> float:
-        """Nodes a second in batches of this size."""
+        """Nodes per second in batches of this size."""
         return size / self.at(size)
 
     def times(self, factor: float) -> CellCost:
-        """The same, slower by a factor."""
+        """A copy in which every time is multiplied by `factor`."""
         return CellCost(self.sizes, tuple(second * factor for second in self.seconds))
 
 
 def choose_sizes(cost: CellCost, candidates: Sequence[int] = ()) -> tuple[int, ...]:
-    """The batch sizes to support, out of some that rise; by default out of those that were measured.
+    """Choose the batch sizes to support from `candidates`, which rise. The default candidates are the measured sizes.
 
-    The largest is the smallest of them whose throughput is at least NEAR_BEST of the best (BatchMaker, Figure 2.3: more
-    nodes a batch would only make each wait longer). From there down, a size is kept if it saves at least LEAST_SAVING
-    of the time of the next larger one that is kept. The smallest is always kept: tasks below it would run only as the
-    first of a round (Algorithm 1, line 16).
+    The largest is the smallest candidate whose throughput is at least NEAR_BEST of the best (BatchMaker, Figure 2.3:
+    larger batches would only make each node wait longer). From there down, a size is kept if it saves at least
+    LEAST_SAVING of the time of the next larger size that is kept. The smallest is always kept: tasks below it would run
+    only as the first of a round (Algorithm 1, line 16).
     """
     some = tuple(candidates) or cost.sizes
     best = max(map(cost.throughput, some))

@@ -1,4 +1,4 @@
-"""Python's garbage collector kept still for a moment."""
+"""A context in which Python's garbage collector does not run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def collector_off() -> Iterator[None]:
     """Keep the garbage collector from running inside the block.
 
     A CUDA graph cannot be destroyed while another is captured: the capture fails. The collector may run at any
-    allocation, so it may find an old graph just then. `gc.collect()` still collects.
+    allocation, so it may free an old graph during a capture. `gc.collect()` still collects.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -10,17 +10,18 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class Columns(abc.Sequence[Row], Generic[Row]):
-    """Named tuples of one type, stored by column; each is made when it is read.
+    """Named tuples of one type, stored by column; each tuple is made when it is read.
 
-    A step has hundreds of rows. Making each costs more than planning it, and packing into arrays takes whole columns.
+    A step has hundreds of rows. Making each of them costs more than planning it, and packing into arrays takes whole
+    columns.
     """
 
     __slots__ = ("by_name", "row_type")
 
     def __init__(self, row_type: type[Row], **columns: abc.Sequence[Any]) -> None:
-        """A list for each field of `row_type`, by its name. All have one length. They are not copied.
+        """`columns` has one list for each field of `row_type`, under the field's name. All lists have one length.
 
-        Raises TypeError for a name that is no field, or a field without a list.
+        The lists are not copied. Raises TypeError for a name that is not a field, or a field without a list.
         """
         fields: tuple[str, ...] = row_type._fields  # type: ignore[attr-defined]
         if tuple(columns) != fields:
@@ -29,25 +30,25 @@ class Columns(abc.Sequence[Row], Generic[Row]):
             columns = {name: columns[name] for name in fields}
         self.row_type = row_type
         self.by_name: dict[str, Any] = columns
-        """The lists; not to be changed."""
+        """The list of each field, by the field's name. Callers must not change it."""
 
     @classmethod
     def of(cls, row_type: type[Row], rows: abc.Sequence[Row]) -> Columns[Row]:
-        """These rows by column; returned unchanged if they are Columns."""
+        """Store these rows by column. Returns them unchanged if they are Columns."""
         if isinstance(rows, Columns):
             return rows
         fields: tuple[str, ...] = row_type._fields  # type: ignore[attr-defined]
         return cls(row_type, **{name: [getattr(row, name) for row in rows] for name in fields})
 
     def column(self, name: str) -> Any:
-        """The list of one field."""
+        """The list of the field `name`."""
         return self.by_name[name]
 
     def __len__(self) -> int:
         return len(next(iter(self.by_name.values())))
 
     def __iter__(self) -> abc.Iterator[Row]:
-        # tuple.__new__ is what row_type(...) comes down to, at less than half its time.
+        # `tuple.__new__` is all that row_type(...) calls in the end, and takes less than half its time.
         return map(tuple.__new__, repeat(self.row_type), zip(*self.by_name.values(), strict=True))
 
     @overload

@@ -52,19 +52,19 @@ PAGED_OPTIONS = (
 )  # fmt: skip
 """Options that only the paged executor reads."""
 LOWER_OPTIONS = ("disk_cache_dir", "remote_cache")
-"""Options that bring a tier behind the host tier."""
+"""Options that add a tier below the host tier."""
 TUNING_OPTIONS = (
     "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress", "tuning_mirror",
 )  # fmt: skip
-"""Options that are read with `tuning` only."""
+"""Options that are read only if `tuning` is set."""
 LEAST_SAMPLES = 64
-"""Tokens that a step can draw at least, where drafts are verified."""
+"""Tokens that a step may always draw if drafts are verified, however small the batch."""
 DEFAULT_ADAPTERS = 8
-"""Adapters that the device holds at a time where some are served."""
+"""Adapters that the device holds at a time, if adapters are served and no number is given."""
 KEY_VARIABLE = "HOLDFAST_API_KEY"
 """The environment variable that holds API keys."""
 OPERATOR_VARIABLE = "HOLDFAST_OPERATOR_KEY"
-"""The same for operators' keys."""
+"""The environment variable that holds operators' keys."""
 
 
 def option(
@@ -148,7 +148,7 @@ class EngineConfig:
     host_cache_gb: float | Literal["auto"] = option(
         "auto",
         "size of the host tier in GB, for all devices, where idle conversations go; auto is a quarter of the free host "
-        "memory on CUDA, at most 32, and on a CPU 0, or at most 1 with chunk_host or a tier behind it; 0 is off",
+        "memory on CUDA, at most 32, and on a CPU 0, or at most 1 with chunk_host or a lower tier; 0 is off",
     )
     chunk_host: str = option(
         "",
@@ -163,7 +163,7 @@ class EngineConfig:
     disk_cache_gb: float = option(20.0, "size of the disk tier in GB")
     remote_cache: str | None = option(
         None,
-        "URL of a Redis service that several engines share as a tier behind the host's: redis://HOST:PORT/DB; needs "
+        "URL of a Redis service that several engines share as a tier below the host's: redis://HOST:PORT/DB; needs "
         "holdfast[redis]",
     )
     chunk_size: int = option(32, "tokens that are evicted together; rounded up to whole blocks")
@@ -195,11 +195,11 @@ class EngineConfig:
     )
     max_adapter_rank: int = option(16, "largest rank of an adapter; each slot on the device has room for it")
     adapter_host_gb: float = option(4.0, "host memory in GB for adapters; those used longest ago are read again")
-    tuning: bool = option(False, "take tuning jobs: train LoRA adapters on the weights that serve, beside inference")
+    tuning: bool = option(False, "take tuning jobs: train LoRA adapters on the weights that serve, next to inference")
     deferral_bound: float | None = option(
         None,
         "seconds that a request may wait for training at most, or for one iteration if that takes longer; 0 is "
-        "inference first, inf training first; not with tbt_target, which trains in slices beside streams; default: 1",
+        "inference first, inf training first; not with tbt_target, which trains in slices between streams; default: 1",
     )
     tuning_memory_fraction: float = option(
         0.5, "share of the KV cache that may be lent to training; inference takes it back when it needs it"
@@ -342,7 +342,7 @@ class EngineConfig:
             raise ValueError(f"chunk_size is {self.chunk_size}; it must be at least 1")
 
     def _check_host_tier(self) -> None:
-        """Raises ValueError for a host tier of no size, and for one that nothing would be found in again."""
+        """Raises ValueError for a host tier of size 0, and for one in which no state would ever be found again."""
         if self.host_cache_gb != "auto":
             if not 0 <= self.host_cache_gb < inf:
                 raise ValueError(f"host_cache_gb is {self.host_cache_gb}; it must be auto, or at least 0, which is off")
@@ -353,7 +353,7 @@ class EngineConfig:
                 )
 
     def _check_executor(self) -> None:
-        """Raises ValueError for what the other executor has, and for a cache that the attention backend cannot read."""
+        """Raises ValueError for options of the other executor, and for a cache type that the backend cannot read."""
         if self.attention_backend == "vllm-flash-attn" and self.kv_cache_dtype == "fp8":
             raise ValueError(
                 "attention_backend is vllm-flash-attn, which reads no FP8, and kv_cache_dtype is fp8; choose auto"
@@ -393,7 +393,7 @@ class EngineConfig:
             raise ValueError(f"tbt_target is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
 
     def _check_chunk_host(self) -> None:
-        """Raises ValueError for an address that is none, or under which nobody can reach this host."""
+        """Raises ValueError for text that is not an address, and for an address at which nobody can reach this host."""
         found = re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?", self.chunk_host)
         if self.chunk_host and found is None:
             raise ValueError(f"chunk_host is {self.chunk_host!r}; it must look like HOST, HOST:PORT or [IPv6]:PORT")
@@ -403,7 +403,7 @@ class EngineConfig:
             )
 
     def _refuse_set(self, names: tuple[str, ...], owner: str) -> None:
-        """Raises ValueError for the first of these options that has another value than its default."""
+        """Raises ValueError for the first of these options whose value is not its default."""
         default = {each.name: each.default for each in fields(self)}
         for name in names:
             value = getattr(self, name)
@@ -435,7 +435,7 @@ class EngineConfig:
         if self.deferral_bound is not None and self.tbt_target is not None:
             raise ValueError(
                 f"deferral_bound is {self.deferral_bound} and tbt_target is {self.tbt_target}: with a target, training "
-                "runs in slices beside streams and nothing is deferred; drop one"
+                "runs in slices between streams and nothing is deferred; drop one"
             )
         if self.quantization != "none":
             raise ValueError(
@@ -447,7 +447,7 @@ class EngineConfig:
             raise ValueError("tuning_mirror is empty; it must be auto, off, or a directory")
 
     def _check_lower_tiers(self) -> None:
-        """Raises ValueError for a disk or remote tier that has nothing before it."""
+        """Raises ValueError for a disk or remote tier without a host tier or without prefix sharing."""
         if self.disk_cache_dir is None and self.disk_cache_gb != EngineConfig.disk_cache_gb:
             raise ValueError(f"disk_cache_gb is {self.disk_cache_gb}, and there is no disk_cache_dir; give one")
         for name in LOWER_OPTIONS:
@@ -459,12 +459,12 @@ class EngineConfig:
             if not self.prefix_sharing:
                 raise ValueError(f"{said} and prefix_sharing is off: nothing would be found there again; drop one")
             if self.host_cache_gb == 0:
-                raise ValueError(f"{said} and host_cache_gb is 0: it lies behind the host tier; give that a size")
+                raise ValueError(f"{said} and host_cache_gb is 0: it lies below the host tier; give that a size")
             if self.executor == "padded" or self.scheduler in ROW_SCHEDULERS:
                 raise ValueError(f"{said}, which is for the paged executor; drop it")
 
     def _check_layout(self) -> None:
-        """Raises ValueError for what takes the whole model on one device, where there are several."""
+        """Raises ValueError if the model runs on several devices with an option that needs it whole on one."""
         several = next((name for name in ("tp", "pp") if getattr(self, name) > 1), None)
         if several is None:
             return
@@ -478,7 +478,7 @@ class EngineConfig:
 
     @property
     def _no_drafts(self) -> str:
-        """Why no drafts can be verified, if they cannot."""
+        """The reason why no drafts can be verified; empty if they can."""
         if self.pp > 1:
             return f"pp is {self.pp}: drafts are verified on one stage"
         if self.tuning:
@@ -489,24 +489,24 @@ class EngineConfig:
 
     @property
     def drafter(self) -> DrafterName | None:
-        """What guesses tokens; None where none are verified."""
+        """The method that guesses tokens; None if no drafts are verified."""
         if self.speculation == "off" or self._no_drafts:
             return None
         return "suffix" if self.speculation == "auto" else self.speculation
 
     @property
     def max_samples(self) -> int:
-        """Most tokens that a step draws."""
+        """Largest number of tokens that a step draws."""
         return max(self.max_sequences, LEAST_SAMPLES if self.drafter else 0)
 
     @property
     def lower_tiers(self) -> bool:
-        """Whether there are tiers behind the host tier."""
+        """Whether there are tiers below the host tier."""
         return self.disk_cache_dir is not None or self.remote_cache is not None
 
     @property
     def moves_blocks(self) -> bool:
-        """Whether blocks of the host tier go to other engines, or to tiers behind it."""
+        """Whether blocks of the host tier are sent to other engines or to lower tiers."""
         return bool(self.chunk_host) or self.lower_tiers
 
     @property
@@ -521,24 +521,24 @@ class EngineConfig:
 
     @property
     def adapter_slots(self) -> int:
-        """Adapters that the device holds at a time."""
+        """Number of adapters that the device holds at a time."""
         return self.max_adapters or (DEFAULT_ADAPTERS if self.adapter or self.tuning else 0)
 
     @property
     def states_ahead(self) -> int:
-        """Most prompts that are computed before there is a row for them in the batch, on padded rows."""
+        """Largest number of prompts computed before the batch has a row for them; 0 on paged blocks."""
         if self.scheduler not in AHEAD_SCHEDULERS:
             return 0
         return self.max_sequences if self.prefill_ahead is None else self.prefill_ahead
 
     @property
     def plan_rows(self) -> int:
-        """Rows that a plan may name: those of the batch, and of states that wait for a place in it."""
+        """Number of rows that a plan may name: rows of the batch, and states that wait for a place in it."""
         return self.max_sequences + self.states_ahead
 
     @property
     def fixed_token_budget(self) -> int | None:
-        """The token budget if it is given as a number."""
+        """The token budget if it is given as a number, else None."""
         return None if self.token_budget == "auto" else self.token_budget
 
 

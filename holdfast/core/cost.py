@@ -1,8 +1,8 @@
 """The cost model: predicts the time of a step from measurements. The only place where hardware enters policy.
 
-The time of a step is that of its linear layers, by token count, plus that of each segment's attention, by query length
-and context. Both are measured at powers of two and interpolated in between (Pensieve §4.3.1, Sarathi-Serve §4.3).
-Times are in seconds. They are measured for each model and device.
+The time of a step is the time of its linear layers, by token count, plus the time of each segment's attention, by query
+length and context. Both are measured at powers of two and interpolated in between (Pensieve §4.3.1, Sarathi-Serve
+§4.3). Times are in seconds. They are measured for each model and device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import inf
 HEAVY = 512
 """A step of at least this many query tokens is heavy: limited by arithmetic, with the highest power draw."""
 SHARES_ROUNDED = 1e-6
-"""How far the shares of a pipeline's stages may be from a sum of 1."""
+"""Largest difference from 1 that the sum of the pipeline stages' shares may have, for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class LinkCost:
     """
 
     sizes: tuple[int, ...]
-    """Bytes, ascending."""
+    """Message sizes in bytes, ascending."""
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -72,17 +72,17 @@ class CostModel:
     All points ascend, and all times are for the whole model and the steady pace of the device.
 
     - `linear_seconds[i]`: everything but attention in a step of `linear_tokens[i]` query tokens.
-    - `attention_seconds[i][j]`: what a segment of `attention_queries[i]` query tokens adds if it ends at position
+    - `attention_seconds[i][j]`: time that a segment of `attention_queries[i]` query tokens adds if it ends at position
       `attention_contexts[j]`.
     - `decode_seconds[i]`: everything but attention in a step of `decode_rows[i]` decodes and nothing else. Executors
       may run such steps faster, as a captured graph. If it is empty, `linear_seconds` applies.
-    - `decode_attention[i][j]`: what each of `decode_rows[i]` decodes adds at a context of `attention_contexts[j]`,
+    - `decode_attention[i][j]`: time that each of `decode_rows[i]` decodes adds at a context of `attention_contexts[j]`,
       among decodes of other contexts. A few decodes leave part of a device idle, and decodes of unequal contexts share
       less work than equal ones. If it is empty, `attention_seconds` applies.
     - `burst`: how much faster the first heavy steps after light work are.
-    - `deviation`: how far steps are believed to be from their prediction, as a share of it, before any was seen.
-    - `stage_shares`: where steps pass the stages of a pipeline, each stage's share of the time of a step. All other
-      times are then those of all stages together, which a step alone in the pipeline takes. Empty: all are equal.
+    - `deviation`: expected relative error of a prediction before any step was measured.
+    - `stage_shares`: each pipeline stage's share of the time of a step. All other times are then sums over the stages,
+      the time of a step that is alone in the pipeline. Empty: all stages take equal time.
 
     Raises ValueError if points are missing or do not ascend, if points and times differ in number, if a time or
     `deviation` is negative or not finite, or if the shares are not above 0 with a sum of 1.
@@ -128,7 +128,7 @@ class CostModel:
             )
 
     def shares(self, stages: int) -> tuple[float, ...]:
-        """The share of each of `stages` stages in the time of a step. Raises ValueError for another number of them."""
+        """Each stage's share of a step's time. Raises ValueError if `stages` is not the number of `stage_shares`."""
         if self.stage_shares and len(self.stage_shares) != stages:
             raise ValueError(
                 f"the pipeline has {stages} stages, and the cost profile of {self.model} on {self.device} has "
@@ -137,12 +137,12 @@ class CostModel:
         return self.stage_shares or (1 / stages,) * stages
 
     def decode_only(self, rows: int) -> float:
-        """Time of everything but attention in a step of `rows` decodes and nothing else."""
+        """Seconds of everything but attention in a step of `rows` decodes and nothing else."""
         measured = self.decode_rows and rows
         return interpolate(self.decode_rows, self.decode_seconds, rows) if measured else self.linear(rows)
 
     def linear(self, tokens: int) -> float:
-        """Time of everything but attention in a step of `tokens` query tokens; 0 for no tokens.
+        """Seconds of everything but attention in a step of `tokens` query tokens; 0 for no tokens.
 
         Past the last point the time grows in proportion to the tokens. The slope between the last two points would be
         wrong: steps may be padded to one size, so those points may be level.
@@ -153,7 +153,7 @@ class CostModel:
         return interpolate(self.linear_tokens, self.linear_seconds, tokens) if tokens else 0.0
 
     def attention(self, query: int, context: int) -> float:
-        """Time that one segment's attention adds: `query` tokens that end at position `context`.
+        """Seconds that one segment's attention adds: `query` tokens that end at position `context`.
 
         A segment longer than any measured one is priced as the longest measured one with the same ratio of query to
         context, times the ratio of their (query, position) pairs. The last points cannot be extrapolated: their
@@ -167,14 +167,14 @@ class CostModel:
         return interpolate(self.attention_queries, rows, query)
 
     def decode(self, rows: int, context: int) -> float:
-        """Time that the attention of one decode at position `context` adds, if the step holds `rows` decodes."""
+        """Seconds that the attention of one decode at position `context` adds, if the step holds `rows` decodes."""
         if not self.decode_attention:
             return self.attention(1, context)
         by_rows = [interpolate(self.attention_contexts, row, context) for row in self.decode_attention]
         return interpolate(self.decode_rows, by_rows, rows)
 
     def step(self, segments: Iterable[tuple[int, int]]) -> float:
-        """Time of a step of (query, context) segments."""
+        """Seconds of a step of (query, context) segments."""
         pairs = list(segments)
         tokens = sum(query for query, _ in pairs)
         decodes = [context for query, context in pairs if query == 1]
@@ -197,15 +197,16 @@ class CostModel:
         )
 
     def predictor(self) -> Predictor:
-        """What gives these predictions from memory."""
+        """A Predictor that gives these predictions from memory."""
         return Predictor(self)
 
     def recompute(self, chunk: int, position: int) -> float:
-        """Time that computing `chunk` tokens ending at `position` again adds to a full step: Cost(l) = attention + c.
+        """Seconds that computing `chunk` tokens up to `position` again adds to a full step: Cost(l) = attention + c.
 
         It differs from the Cost(l) of Pensieve §4.3.1 in the constant c. Here c is the chunk's share of the linear
-        layers of a full step, because recomputed tokens run beside others. The paper seems to profile a chunk of 32
-        tokens alone (its Fig. 4), whose non-attention cost is higher. So position weighs more here than in the paper.
+        layers of a full step, because recomputed tokens run in one step with others. The paper seems to profile a chunk
+        of 32 tokens alone (its Fig. 4), whose non-attention cost is higher. So position weighs more here than in the
+        paper.
         """
         full = self.linear_tokens[-1]
         return self.attention(chunk, position) + self.linear(full) * chunk / full
@@ -213,25 +214,25 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class PaddedCost(CostModel):
-    """The cost model of an unmodified model on padded rows: a step is several forwards, each with a launch of its own.
+    """The cost model of an unmodified model on padded rows: a step is several forwards, each with its own launch.
 
-    The points mean the same, measured on padded rows: `linear_seconds` is a forward of one prompt's chunk, and
-    `decode_attention` is what a row of a batch adds that is as wide as the context, whatever the row's own length.
+    The points are those of CostModel, measured on padded rows. `linear_seconds` is a forward of one prompt's chunk.
+    `decode_attention` is the time that each row adds to a batch of a given width, whatever the row's own length.
     """
 
     @classmethod
     def of(cls, cost: CostModel) -> PaddedCost:
-        """The same points, read as those of padded rows."""
+        """A PaddedCost with the points of `cost`, which must be measured on padded rows."""
         return cls(**{each.name: getattr(cost, each.name) for each in fields(cost)})
 
     def forward(self, rows: int, query: int, context: int) -> float:
-        """Time of one forward of `rows` rows, padded to `query` tokens each, in a batch `context` wide afterwards."""
+        """Seconds of a forward of `rows` rows, padded to `query` tokens each, in a batch `context` wide afterwards."""
         if query == 1:
             return self.decode_only(rows) + rows * self.decode(rows, context)
         return self.linear(rows * query) + rows * self.attention(query, context)
 
     def step(self, segments: Iterable[tuple[int, int]]) -> float:
-        """Time of a step of (query, context) segments: the decodes in one forward, each prompt in one of its own."""
+        """Seconds of a step of (query, context) segments: the decodes share one forward, each prompt has its own."""
         pairs = list(segments)
         decodes = [context for query, context in pairs if query == 1]
         seconds = self.forward(len(decodes), 1, max(decodes)) if decodes else 0.0
@@ -250,7 +251,7 @@ class Predictor:
         self._decode_only: dict[int, float] = {}
         self._rows = cost.decode_rows if cost.decode_attention else (1,)
         self._decode: tuple[list[float], ...] = tuple([] for _ in self._rows)
-        """For each number of decodes in `_rows`, what one of them adds, by context."""
+        """For each entry of `_rows`, the seconds that one decode adds, by context. Filled in when first needed."""
 
     def linear(self, tokens: int) -> float:
         """Seconds of everything but attention in a step."""
@@ -275,7 +276,7 @@ class Predictor:
         return fewer + share * (self._added(right, contexts) - fewer) if share else fewer
 
     def decode(self, rows: int, context: int) -> float:
-        """Seconds that the attention of one decode adds among `rows`, priced as among the next measured number."""
+        """Seconds that one decode's attention adds among `rows`, priced at the next larger measured number of rows."""
         return self._added(min(bisect_left(self._rows, rows), len(self._rows) - 1), [context])
 
     def _added(self, index: int, contexts: list[int]) -> float:
@@ -288,7 +289,7 @@ class Predictor:
             return sum(map(known.__getitem__, contexts))
 
     def _extend(self, index: int, length: int) -> None:
-        """Fill in what a decode adds at every context below `length`, linearly between measured points."""
+        """Fill in the time that a decode adds at every context below `length`, linearly between measured points."""
         cost, known, rows = self.cost, self._decode[index], self._rows[index]
         for stop in (*cost.attention_contexts, length):
             first, last = len(known), max(stop, len(known) + 1)
@@ -315,9 +316,9 @@ class Predictor:
         return rest + seconds + self.decodes(contexts)
 
     def drafted(self, tokens: int, contexts: list[int]) -> float:
-        """Seconds of a step that decodes these contexts, with so many tokens in all, drafted ones included.
+        """Seconds of a step that decodes these contexts and verifies drafts: `tokens` in all, drafted ones included.
 
-        It runs as a step of so many decodes. The tokens of one draft share the reading of their context.
+        It costs as much as a step of `tokens` decodes, but the tokens of one draft read their context only once.
         """
         seconds, rows = self._decodes_alone(tokens), self.cost.decode_rows
         if rows and tokens > rows[-1]:
@@ -332,10 +333,10 @@ class Predictor:
 
 
 class PaddedPredictor(Predictor):
-    """Gives a PaddedCost's predictions from memory. Each chunk brings its own forward; decodes share one."""
+    """Gives a PaddedCost's predictions from memory. Each chunk has its own forward; all decodes share one."""
 
     def mixed(self, decodes: int, tokens: int) -> float:
-        """Seconds of everything but attention in the forward of `decodes` rows; `chunk` has those of the prompts."""
+        """Seconds of everything but attention in the forward of `decodes` rows; `chunk` prices those of prompts."""
         return self._decodes_alone(decodes) if decodes else 0.0
 
     def decodes(self, contexts: list[int]) -> float:
@@ -347,7 +348,7 @@ class PaddedPredictor(Predictor):
         return self.linear(stop - start) + self.cost.attention(stop - start, stop)
 
     def segments(self, spans: Iterable[tuple[int, int]]) -> float:
-        """Seconds of a step that decodes in one forward, and computes each other segment in one of its own."""
+        """Seconds of a step with one forward for its decodes, and one for each other segment."""
         seconds, contexts = 0.0, []
         for start, stop in spans:
             if stop - start == 1:

@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`pp` stages, each a part of the layers, and in each of them `tp` shards of every layer. One rank is one device.
+    """`pp` stages, each a part of the layers, with `tp` shards of every layer in each stage. One rank is one device.
 
-    Raises ValueError for less than one of either.
+    Raises ValueError if `tp` or `pp` is below 1.
     """
 
     tp: int = 1
@@ -23,20 +23,20 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Ranks in all. Rank = stage * tp + shard."""
+        """Number of ranks: rank = stage * tp + shard."""
         return self.tp * self.pp
 
     @property
     def suffix(self) -> str:
-        """The layout at the end of a file's name: `-tp2-pp2`; empty for one device."""
+        """The end of a file's name for this layout: `-tp2-pp2`; empty for one device."""
         return "".join(f"-{name}{size}" for name, size in (("tp", self.tp), ("pp", self.pp)) if size > 1)
 
     def shard_of(self, rank: int) -> int:
-        """Which part of its layers a rank has."""
+        """Index of the shard that a rank has of each of its layers."""
         return rank % self.tp
 
     def stage_of(self, rank: int) -> int:
-        """Which part of the layers a rank is in."""
+        """Index of the stage that a rank belongs to."""
         return rank // self.tp
 
     @property

@@ -1,4 +1,4 @@
-"""Stages: what a start spends its time on."""
+"""Stages: which steps the start of an engine consists of, and how long each takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Stage(NamedTuple):
-    """One stage; seconds after the beginning of the start."""
+    """One stage of a start. `begin` and `end` are in seconds after the start began."""
 
     name: str
     begin: float
@@ -16,13 +16,13 @@ class Stage(NamedTuple):
 
 
 class Stages:
-    """The stages of a start, and when each began and ended. They may overlap, and threads may note theirs."""
+    """The stages of one start, and when each began and ended. Stages may overlap, and threads may record theirs."""
 
     def __init__(self, began: float, clock: Callable[[], float]) -> None:
-        """`began` is the time on `clock` that stages are counted from, in seconds."""
+        """`began` is the time on `clock`, in seconds, from which all stages are counted."""
         self._began, self._clock = began, clock
         self.done: list[Stage] = []
-        """In the order of their ends."""
+        """Finished stages, in the order of their ends."""
 
     def elapsed(self) -> float:
         """Seconds since the start began."""
@@ -30,7 +30,7 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Note what runs inside as a stage, also if it fails."""
+        """Record what runs inside the block as a stage, even if it fails."""
         begin = self.elapsed()
         try:
             yield
@@ -39,6 +39,6 @@ class Stages:
 
 
 def in_words(stages: Iterable[Stage]) -> str:
-    """The stages on one line, by their beginnings."""
+    """The stages on one line, in the order of their beginnings."""
     ordered = sorted(stages, key=lambda stage: stage.begin)
     return ", ".join(f"{stage.name} {stage.begin:.1f} to {stage.end:.1f}" for stage in ordered) + " s"

@@ -12,7 +12,7 @@ VOCABULARY_LIMIT = 1 << 31
 
 
 def packed(tokens: Sequence[int], vocab_size: int) -> array[int]:
-    """Return tokens as an array of 32-bit numbers (typecode I). Such an array is returned unchanged.
+    """Return tokens as an array of 32-bit numbers (typecode I). An array of that kind is returned unchanged.
 
     `vocab_size` is at most VOCABULARY_LIMIT. Raises ValueError naming an out-of-range id; TypeError for a non-number.
     """

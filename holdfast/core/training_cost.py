@@ -1,4 +1,4 @@
-"""The cost of training: the time of each unit of a micro-batch, from the same measurements as that of inference.
+"""The cost of training: the time of each unit of a micro-batch, from the measurements made for inference.
 
 A unit is half a layer, forward or backward, a chunk of the head, or the optimizer. No measurement is made for it: a
 forward half is its share of the linear layers of a step of as many tokens, by weights, plus the attention of each
@@ -17,21 +17,23 @@ UnitKind = Literal["attention", "mlp", "head", "mlp_backward", "attention_backwa
 KINDS: tuple[UnitKind, ...] = get_args(UnitKind)
 
 LORA, LORA_ATTENTION = 1.1, 1.6
-"""Time of a half's linear layers with their adapters, over that without: MLP and attention, whose products are smaller.
-Measured on an H200 with rank 16 and 8,192 tokens, as are the other factors."""
+"""Time of a half's linear layers with adapters, over the time without: MLP, and attention, whose products are smaller.
+This and the factors below were measured on an H200 with rank 16 and 8,192 tokens.
+"""
 BACKWARD = 1.1
-"""Time of a backward half over its forward: the same products with the base weights, and those of the adapters twice.
-The base weights have no gradients."""
+"""Time of a backward half over its forward: the products with the base weights once, those with the adapters twice. The
+base weights have no gradients.
+"""
 ATTENTION, ATTENTION_BACKWARD = 2.0, 5.5
-"""Time of attention and of its backward, over that of attention in inference, whose kernel is another one."""
+"""Time of attention and of its backward in training, over that of attention in inference, which has another kernel."""
 HEAD = 2.0
-"""Time of the head with its backward, over that of its forward."""
+"""Time of the head with its backward, over the time of its forward."""
 HEAD_TOKENS = 1024
-"""Tokens of one unit of the head, at most."""
+"""Largest number of tokens in one unit of the head."""
 MICRO_BATCHES = (512, 1024, 2048, 4096, 8192)
-"""Sizes in tokens that are chosen for jobs that give none."""
+"""Micro-batch sizes, in tokens, to choose from for jobs that give none."""
 OPTIMIZER = 0.25
-"""Time of the optimizer's unit over that of a step of one token, which reads all weights once."""
+"""Time of the optimizer's unit over the time of a step of one token, which reads all weights once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,11 @@ class TrainingShape:
 
     num_layers: int
     attention_weights: int
-    """Of one layer: queries, keys, values and output."""
+    """Number of weights of one layer's attention: queries, keys, values and output."""
     mlp_weights: int
-    """Of one layer: gate, up and down."""
+    """Number of weights of one layer's MLP: gate, up and down."""
     head_weights: int
-    """Of the LM head."""
+    """Number of weights of the LM head."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "attention_weights", "mlp_weights", "head_weights"):
@@ -67,13 +69,13 @@ class TrainingCost:
     """Predicts the seconds of training over a model whose inference a CostModel predicts."""
 
     def __init__(self, cost: CostModel, shape: TrainingShape, *, block_seconds: float = 0.0) -> None:
-        """`block_seconds` is the time to copy one block of the cache between host and device; 0: not known."""
+        """`block_seconds` is the time to copy one block of the cache between host and device; 0 if it is unknown."""
         self.cost, self.shape, self.block_seconds = cost, shape, block_seconds
 
     def unit(self, kind: UnitKind, lengths: Sequence[int], *, recompute: bool = False) -> float:
         """Seconds of one unit of a micro-batch of sequences of these lengths, in tokens.
 
-        `recompute`: the backward of a half computes its forward again first.
+        `recompute` adds the forward of a half to its backward, which then computes it again first.
         """
         shape, tokens = self.shape, sum(lengths)
         linear = self.cost.linear(tokens)
@@ -95,11 +97,11 @@ class TrainingCost:
         return backward + forward * recompute
 
     def head_units(self, tokens: int) -> int:
-        """Units of the head of a micro-batch of so many tokens."""
+        """Number of head units in a micro-batch of `tokens` tokens."""
         return max(1, -(-tokens // HEAD_TOKENS))
 
     def largest_unit(self, tokens: int) -> float:
-        """Seconds of the longest unit of a micro-batch of one sequence of so many tokens, with its recomputation."""
+        """Seconds of the longest unit of a micro-batch of one sequence of `tokens` tokens, with its recomputation."""
         return max(self.unit(kind, (tokens,), recompute=True) for kind in KINDS)
 
     def iteration(self, lengths: Sequence[int], *, recompute: bool = False) -> float:
@@ -110,10 +112,10 @@ class TrainingCost:
         return self.shape.num_layers * layer + head + self.unit("optimizer", lengths)
 
     def auto_micro_batch(self, target: float | None, longest: int) -> int:
-        """Most tokens of a micro-batch where a job does not say: a power of two from 512 to 8,192.
+        """Largest number of tokens in a micro-batch of a job that gives none: a power of two from 512 to 8,192.
 
-        The largest whose longest unit takes at most a sixth of `target` seconds; without a target 8,192. At least
-        `longest`, the tokens of the longest example.
+        It is the largest size whose longest unit takes at most a sixth of `target` seconds; without a target, 8,192. It
+        is at least `longest`, the number of tokens of the longest example.
         """
         sizes = [size for size in MICRO_BATCHES if target is None or 6 * self.largest_unit(size) <= target]
         return max(longest, max(sizes, default=MICRO_BATCHES[0]))

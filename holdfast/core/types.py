@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 MAX_SEED = 2**63 - 1
+"""Largest seed: a signed 64-bit number."""
 MAX_LOGPROBS = 20
-"""Most alternatives whose log probabilities are told beside a token's own."""
+"""Largest number of alternatives whose log probabilities are reported with a token's own."""
 MAX_BIASES = 1024
-"""Most tokens of a `logit_bias`."""
+"""Largest number of tokens in a `logit_bias`."""
 MAX_DEADLINE = 86_400
-"""Seconds from arrival."""
+"""Largest deadline of a request, in seconds from its arrival."""
 MAX_GRAMMAR_LENGTH = 1 << 18
-"""Most characters of a grammar."""
+"""Largest number of characters in a grammar."""
 BATCH_CLASS = 100
-"""Priority class from which on nobody watches a stream: lines of batches. Waiting lifts a request by one class an hour,
-so none of them reaches a chat in a day."""
+"""First priority class of streams that nobody watches: lines of batches. Waiting lifts a request by one class an hour,
+so none of them overtakes a chat within a day.
+"""
 
 
 class FinishReason(enum.StrEnum):
@@ -36,10 +38,7 @@ GrammarKind = Literal["json", "regex", "lark"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the answer must match, from its first token to its end.
-
-    Raises ValueError, naming the value and the limit, for a text that is empty or too long.
-    """
+    """The rule that an answer must match, from its first token to its end."""
 
     kind: GrammarKind
     text: str
@@ -67,7 +66,7 @@ class SamplingParams:
     top_p: float = 1.0
     """Sample from the most probable tokens that together reach this probability; 1 is off."""
     seed: int | None = None
-    """The same seed gives the same draws, no matter what else runs in the batch."""
+    """A given seed always gives the same draws, no matter what else runs in the batch."""
     max_tokens: int = 16
     """Maximum number of generated tokens."""
     stop: tuple[str, ...] = ()
@@ -77,27 +76,30 @@ class SamplingParams:
     ignore_eos: bool = False
     """Continue after the model's end-of-sequence token (benchmarks)."""
     logprobs: int | None = None
-    """Tell each token's log probability, with those of so many of the most probable tokens. None: tell nothing."""
+    """Number of most probable tokens whose log probabilities are reported with each token's own. None: report nothing.
+    """
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens, from the second one on. The whole prompt is computed then, cached or not."""
+    """Number of alternatives, like `logprobs`, for the prompt's tokens from the second on. The whole prompt is then
+    computed, cached or not.
+    """
 
     embed: bool = False
-    """Give the embedding of the prompt: the hidden state of its last token. What is generated means nothing then."""
+    """Give the embedding of the prompt: the hidden state of its last token. The generated tokens then mean nothing."""
 
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token that the answer has so far; -2 to 2."""
     frequency_penalty: float = 0.0
     """Subtracted once for each time that the answer has the token; -2 to 2."""
     repetition_penalty: float = 1.0
-    """Of each token of the prompt and the answer, divides a positive logit and multiplies another; 1 is off."""
+    """Divides a positive logit, and multiplies any other, of each token in the prompt or the answer; 1 is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these tokens; each value from -100 to 100."""
+    """(token id, number) pairs: each number, from -100 to 100, is added to the token's logit."""
     min_p: float = 0.0
-    """Sample from the tokens of at least this share of the largest probability; 0 is off."""
+    """Sample only tokens with at least this share of the largest probability; 0 is off."""
     min_tokens: int = 0
-    """No end token is drawn, and no stop string counts, before the answer has so many tokens."""
+    """Number of tokens that the answer must have before an end token may be drawn or a stop string counts."""
     grammar: Grammar | None = None
-    """What the answer must match; None: anything. `max_tokens` and stop strings may cut it short."""
+    """The rule that the answer must match; None: anything. `max_tokens` and stop strings may cut it short."""
 
     def __post_init__(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
@@ -137,9 +139,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a request's cached state depends on besides its tokens. Equal prefixes are shared only within one identity.
+    """The properties of a request that its cached state depends on, besides its tokens.
 
-    An empty model or dtype means the one that the engine serves. An empty adapter means none.
+    Equal prefixes are shared only within one identity. An empty model or dtype means the one that the engine serves. An
+    empty adapter means none.
     """
 
     model: str = ""
@@ -165,13 +168,14 @@ class AdapterInfo:
     """A LoRA adapter that an engine serves."""
 
     id: str
-    """Its name and what it holds, `name@digest`: the adapter of an `Identity`. Other content gives another id."""
+    """Its name and the digest of its content, `name@digest`: the `adapter` of an `Identity`. Other content, another id.
+    """
     name: str
-    """Under which requests ask for it."""
+    """The name by which requests ask for it."""
     rank: int
-    """The largest of its ranks."""
+    """The largest rank among its modules."""
     bytes: int
-    """In a slot on the device."""
+    """Bytes that it takes in a slot on the device."""
     modules: tuple[str, ...]
     """The linear layers that it changes, by their short names."""
 
@@ -182,20 +186,22 @@ class Request:
 
     id: str
     prompt: abc.Sequence[int]
-    """Token ids, 32-bit numbers. It must not be changed. An array of typecode I is best for long prompts, since it is
-    passed on without a look at each token."""
+    """Token ids, 32-bit numbers. It must not be changed. An array of typecode I is best for long prompts: it is passed
+    on without reading each token.
+    """
     params: SamplingParams
     priority: int = 0
-    """Priority class: lower runs first, and first come, first served among equals."""
+    """Priority class: lower classes run first. Equal classes run first come, first served."""
     identity: Identity = Identity()
-    """Which model, adapter and dtype compute it, and for which tenant."""
+    """The model, adapter and dtype that compute it, and the tenant it belongs to."""
     arrival: float = 0.0
     """Seconds on the monotonic clock that all processes of a host share."""
     deadline: float | None = None
-    """Seconds from arrival until the first token is due. None: the order's default applies."""
+    """Seconds from arrival until the first token is due. None: the default of the queue order applies."""
     answered: int = 0
-    """How many tokens at the prompt's end begin the answer: another engine wrote them before it ended. They count for
-    `max_tokens`, `min_tokens`, penalties and the grammar, and are not given again."""
+    """Number of tokens at the prompt's end that begin the answer: another engine wrote them before it ended. They count
+    for `max_tokens`, `min_tokens`, penalties and the grammar, and are not given again.
+    """
 
     @property
     def answer_start(self) -> int:
@@ -208,22 +214,22 @@ class TokenLogprobs(NamedTuple):
 
     logprob: float
     top_ids: tuple[int, ...]
-    """The most probable tokens at its place, most probable first."""
+    """The most probable tokens at this token's place, most probable first."""
     top_logprobs: tuple[float, ...]
-    """Theirs."""
+    """Log probabilities of `top_ids`, in the same order."""
 
 
 class Found(NamedTuple):
-    """Tokens of a prompt whose KV an engine holds, by the fastest tier that has them."""
+    """Tokens of a prompt whose KV an engine holds, counted in the fastest tier that has them."""
 
     device: int = 0
     host: int = 0
     lower: int = 0
-    """On disk or in a remote tier."""
+    """Number of tokens found on disk or in a remote tier."""
 
     @property
     def tokens(self) -> int:
-        """In any tier."""
+        """Number of tokens found in any tier."""
         return self.device + self.host + self.lower
 
 
@@ -238,11 +244,14 @@ class SequenceOutput(NamedTuple):
     """When its first segment was planned, in seconds on the scheduler's clock."""
     preemptions: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of each of the tokens, where the request asks for them."""
+    """Log probabilities of `tokens`, one entry each, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's next tokens, from its second one on, where the request asks. There may be no new tokens beside
-    them."""
+    """Log probabilities of the prompt's next tokens, from its second one on, if the request asks for them. A step may
+    give these without new tokens.
+    """
     vector: bytes = b""
-    """The prompt's embedding, where the request asks: float32 numbers in native order. With the first token."""
+    """The prompt's embedding, if the request asks for it: float32 numbers in native order. It comes with the first
+    token.
+    """
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
-    """Of `cached_tokens`, those from the host, from the disk and from the remote tier."""
+    """`cached_tokens` by tier: tokens from the host, from the disk and from the remote tier."""

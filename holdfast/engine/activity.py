@@ -1,7 +1,7 @@
-"""What an engine does, as records: of each step, of the queues, and of the blocks. For traces and for live views.
+"""Records of an engine's activity: its steps, its queues, and its blocks. For traces and for live views.
 
-A trace file has a step's record as the arguments of its bar, and the others as those of instant events. A live view is
-sent the same records.
+In a trace file, a step's record is the arguments of its bar, and the other records are those of instant events. A live
+view receives the same records.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from holdfast.lm.types import RowMove, RowPlan, SchedulerStats, StepPlan, StepRe
 from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 
 MOST_REQUESTS = 64
-"""Requests of each queue that a record tells of."""
+"""Largest number of requests of each queue in a record."""
 
 
 class ChunkRecord(NamedTuple):
-    """Positions [start, stop) of a request that a step computes: of its prompt, or of what it had generated."""
+    """Positions [start, stop) of a request that a step computes: part of its prompt, or of its generated tokens."""
 
     request: str
     start: int
@@ -38,14 +38,14 @@ class CopyRecord(msgspec.Struct, omit_defaults=True):
 
     step: int
     inward: bool
-    """To the device."""
+    """Whether the copies go to the device."""
     at: float
     """The earliest time at which they can have begun, in seconds."""
     seconds: float
     bytes: int
     blocks: int = 0
     rows: int = 0
-    """Of padded rows, in place of blocks."""
+    """Number of padded rows copied, in place of blocks."""
 
 
 class SliceRecord(msgspec.Struct, omit_defaults=True):
@@ -65,36 +65,37 @@ class SliceRecord(msgspec.Struct, omit_defaults=True):
 
 
 class StepRecord(msgspec.Struct, omit_defaults=True):
-    """A step that has ended. Times in seconds on the loop's clock."""
+    """A step that has ended. Times are in seconds on the loop's clock."""
 
     step: int
     at: float
-    """When it began to compute."""
+    """Time at which it began to compute."""
     seconds: float
-    """How long its segments took."""
+    """Seconds that its segments took."""
     tokens: int
     decodes: int
-    """Of the tokens, those of decodes and of drafts that they verify."""
+    """Number of its tokens that belong to decodes, including the drafts that they verify."""
     prefill: int = msgspec.field(name="prefill tokens")
     segments: int
     preempted: list[str]
     chunks: list[ChunkRecord] = []
     budget: int = 0
-    """Tokens that it could have held; 0: not told."""
+    """Number of tokens that it could have held; 0 if unknown."""
     predicted: float = 0.0
-    """Seconds that the policy expected; 0: it predicts nothing."""
+    """Seconds that the policy expected; 0 if it predicts nothing."""
     swap_in: int = msgspec.field(name="blocks in", default=0)
-    """Copies from the host that it began."""
+    """Number of blocks that it began to copy from the host."""
     swap_out: int = msgspec.field(name="blocks out", default=0)
     forwards: int = 0
     idle_tokens: int = msgspec.field(name="idle tokens", default=0)
     lent: int = 0
-    """Blocks that are lent to training."""
+    """Number of blocks lent to training."""
     training: SliceRecord | None = None
     copies: list[CopyRecord] = []
-    """Those that were seen to complete."""
+    """Copies that were seen to complete at this step."""
     steps: int = 1
-    """Steps that this record stands for: of many short ones after each other that only decode, numbers are summed."""
+    """Number of steps in this record. Many short steps in a row that only decode make one record of sums.
+    """
 
 
 class Recorded(NamedTuple):
@@ -111,13 +112,15 @@ class StepRecorder:
         self._plans: deque[tuple[StepPlan, float]] = deque()
         self._free_at = 0.0
         self._copying: dict[tuple[int, bool], tuple[float, int, str]] = {}
-        """Copies in flight, by step and direction (True: to the device): time of submission, number, and of what."""
+        """Copies in flight, by step and direction (True: to the device): time of submission, number, and "blocks" or
+        "rows".
+        """
         self._host_slots: set[int] = set()
-        """The slots whose state is on the host. A load from any other copies nothing between the tiers."""
+        """The slots whose state is on the host. A load from any other slot copies nothing between the tiers."""
         self._copied_until = [0.0, 0.0]
 
     def submit(self, plan: StepPlan, now: float) -> None:
-        """A plan is submitted."""
+        """Record that a plan is submitted."""
         self._plans.append((plan, now))
         moves = plan.part(RowPlan).moves
         into, out = self._row_copies(moves) if moves else (0, 0)
@@ -130,7 +133,7 @@ class StepRecorder:
         if not self._plans or self._plans[0][0].step != result.step:
             return []
         plan, submitted = self._plans.popleft()
-        # Use the device's own measure where it fits between the neighbours: steps run one after another.
+        # Use the device's own measure if it fits between the neighbours: steps run one after another.
         training = result.part(TrainingReport).seconds
         began = max(submitted, self._free_at, now - result.seconds - training)
         self._free_at = now
@@ -215,7 +218,7 @@ class StepRecorder:
 
 
 def verified_segments(plan: StepPlan) -> set[int]:
-    """The places of those segments that verify drafted tokens."""
+    """Indices of the segments that verify drafted tokens."""
     drafts = plan.drafts
     if drafts is None:
         return set()
@@ -225,7 +228,7 @@ def verified_segments(plan: StepPlan) -> set[int]:
 
 
 class Scene:
-    """The queues and the blocks behind a scheduler, as records. It changes nothing."""
+    """The queues and the blocks of a scheduler, as records. It changes nothing."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -237,14 +240,14 @@ class Scene:
             self.meet(name)
 
     def meet(self, request: str) -> None:
-        """A step computes part of this request's prompt."""
+        """Follow the blocks of a request, because a step computes part of its prompt."""
         entries = self._scheduler.entries
         for map_ in self._maps:
             if request in entries and isinstance(cache := entries[request].cache, SequenceCache):
                 map_.meet(request, cache)
 
     def meet_all(self, plan: StepPlan) -> None:
-        """A plan is made: meet all requests that it does more of than decode."""
+        """Follow the blocks of all requests for which a new plan does more than decode."""
         if not self._maps:
             return
         columns = plan.columns
@@ -256,7 +259,7 @@ class Scene:
                     self.meet(ids[at])
 
     def queues(self) -> QueueReport:
-        """Who waits and why, and who runs."""
+        """The requests that wait, with the reason, and those that run."""
         return report_queues(self._scheduler.queues, MOST_REQUESTS)
 
     def stats(self) -> SchedulerStats:
@@ -264,12 +267,12 @@ class Scene:
         return self._scheduler.stats()
 
     def blocks(self, now: float, most: int) -> list[ConversationBlocks]:
-        """The conversations whose blocks have changed, as far as about `most` blocks show it; 0: all blocks."""
+        """The conversations whose blocks have changed, from reading about `most` blocks; 0 reads all blocks."""
         found, entries = list[ConversationBlocks](), self._scheduler.entries
         for map_ in self._maps:
             found += map_.advance(entries, now, most) if most else map_.everything(entries, now)
         return found
 
     def costs(self) -> list[tuple[int, float]]:
-        """The cost of computing a chunk again, by block of its conversation, at some of them."""
+        """The cost of computing a chunk again, by block of its conversation, for a sample of places."""
         return [cost for map_ in self._maps for cost in map_.costs()]

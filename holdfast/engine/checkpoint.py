@@ -23,6 +23,7 @@ TOKENIZER_LIMIT = 256 << 20
 TEMPLATE_LIMIT = 1 << 20
 """Most bytes of a chat template."""
 CONVERSION_SECONDS = 300
+"""Most seconds that converting a tokenizer may take."""
 
 _CONVERT = """\
 import sys
@@ -55,7 +56,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Checkpoint:
-        """The checkpoint that a configuration names, under the first name that it is to be served by."""
+        """The checkpoint that a configuration names. Its name is the first of the configuration's served names."""
         found = cls.find(
             config.model,
             config.revision,
@@ -69,7 +70,7 @@ class Checkpoint:
         """The checkpoint of a model name: the built-in one, else a directory with config.json, else one of the hub.
 
         `revision`, `weights` and `code` are those of `hub.snapshot`. Raises ValueError, in one line, with the directory
-        that was looked for, or with why the hub's model cannot be had.
+        that it looked for, or with the reason why the hub's model is unavailable.
         """
         if model == BUILTIN_MODEL:
             directory = Path(__file__).resolve().parent.parent / "builtin" / BUILTIN_MODEL
@@ -88,14 +89,14 @@ class Checkpoint:
                 f"(owner/name), or {BUILTIN_MODEL!r}"
             )
         try:
-            check_regular_below(directory)  # libraries open some of these files by themselves
+            check_regular_below(directory)  # libraries open some of these files themselves
         except OSError as error:
             raise ValueError(f"model {model!r}: {error.filename}: {error.strerror}") from None
         return cls(BUILTIN_MODEL if model == BUILTIN_MODEL else directory.name, directory)
 
 
 def settled(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
-    """The configuration with its checkpoint's directory for a model of the hub: other processes look for none again."""
+    """The configuration, with the checkpoint's directory in place of a hub id: other processes need not look it up."""
     if config.model == BUILTIN_MODEL or Path(config.model).expanduser().exists():
         return config
     names = config.served_model_name or (checkpoint.name,)
@@ -103,10 +104,10 @@ def settled(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
 
 
 def for_other_hosts(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
-    """The configuration for an engine on another host, which looks for the model, and for adapters, by itself.
+    """The configuration for an engine on another host, which finds the model and adapters itself.
 
-    Paths are absolute: they must lead to the same files there. A model of the hub is that at the same commit, which the
-    host fetches if its cache has none.
+    Paths are absolute: they must lead to the same files there. A hub model is named by id and commit; the host fetches
+    that commit if its cache lacks it.
     """
     adapters = tuple(f"{name}={Path(path).expanduser().resolve()}" for name, path in config.adapters)
     config = replace(config, adapter=adapters, served_model_name=config.served_model_name or (checkpoint.name,))
@@ -120,7 +121,7 @@ def for_other_hosts(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfi
 
 
 def refuse_gguf(model: str, directory: Path) -> None:
-    """Raises ValueError for a file of llama.cpp's format, or a directory of nothing else."""
+    """Raises ValueError for a file of llama.cpp's format, or a directory with nothing else."""
     found = directory if directory.suffix == ".gguf" else next(iter(sorted(directory.glob("*.gguf"))), None)
     if found is not None and not (directory / "config.json").is_file():
         raise ValueError(
@@ -162,8 +163,8 @@ def read_text(path: Path, limit: int) -> str:
 def tokenizer_file(directory: Path) -> Path:
     """The checkpoint's tokenizer.json. If it is missing, it is converted once and kept in the user's cache.
 
-    The conversion loads Transformers and so torch, in a process of its own. Raises NoTokenizer where there is
-    none to convert, and ValueError with the reason where the conversion fails.
+    The conversion loads Transformers and so torch, in a process of its own. Raises NoTokenizer if there is none to
+    convert, and ValueError with the reason if the conversion fails.
     """
     own = directory / "tokenizer.json"
     if own.is_file():
@@ -177,7 +178,7 @@ def tokenizer_file(directory: Path) -> Path:
     converted = cache / f"{key}.json"
     if not converted.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=cache) as nameless:  # so that a kill leaves nothing behind
+        with tempfile.TemporaryFile(dir=cache) as nameless:  # nameless, so that nothing is left after a kill
             _convert(directory, nameless.fileno())
             nameless.seek(0)
             fresh = cache / f"{key}.{os.getpid()}"

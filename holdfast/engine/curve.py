@@ -16,19 +16,21 @@ from zmq.utils.monitor import recv_monitor_message
 from holdfast.engine.spawn import Link, Remote
 
 HEARTBEAT_MS = 1000
+"""Milliseconds between two heartbeats."""
 SILENCE_MS = 5000
-"""A peer that has sent nothing for so long, not even an answer to a heartbeat, is lost. libzmq's own threads send and
-answer them, so a process that is busy is not."""
+"""Milliseconds of silence after which a peer is lost: it has not even answered a heartbeat. libzmq's own threads send
+and answer heartbeats, so a busy process is not silent.
+"""
 CONNECT_MS = 10_000
-"""Time to connect, and again to agree on keys."""
+"""Milliseconds to connect, and again to agree on keys."""
 LOST = 4
-"""Exit status of an engine process that has lost its client, and that of one whose host is lost."""
+"""Exit status of an engine process that has lost its client, and of the process for an engine whose host is lost."""
 
 log = logging.getLogger("holdfast.engine")
 
 
 class Doorkeeper:
-    """Listens for one engine on another host, and lets nobody else in. For one event loop."""
+    """Listens for one engine on another host, and refuses all other connections. For one event loop."""
 
     is_watched = True
     """Whether a message that waits means that the engine is lost: sends never wait for a peer that is connected."""
@@ -38,7 +40,7 @@ class Doorkeeper:
         self.where = f" on {remote.place}"
         """The engine's host in words that can follow "process"."""
         self._authenticator = AsyncioAuthenticator(context)
-        self._authenticator.start()  # before the socket listens: libzmq lets everybody in where nobody keeps the door
+        self._authenticator.start()  # before the socket listens: libzmq accepts everybody without an authenticator
         try:
             self._authenticator.configure_curve_callback(credentials_provider=_OneKey(remote.key))
             public, secret = zmq.curve_keypair()
@@ -53,19 +55,19 @@ class Doorkeeper:
             self.close()
             raise
         self.link = Link(f"tcp://{host}:{port}", public.decode())
-        """What the engine needs to know, without its own keys."""
+        """The link for the engine: address and client key. The engine adds its own keys."""
 
     def hide(self) -> None:
         """Do nothing: nobody else can connect in any case."""
 
     def close(self) -> None:
-        """Let nobody in any more. May be called more than once."""
+        """Refuse all new connections. May be called more than once."""
         if self._authenticator.zap_socket is not None:
             self._authenticator.stop()
 
 
 class _OneKey:
-    """Knows the one public key that may connect."""
+    """Accepts the one public key that may connect."""
 
     def __init__(self, key: str) -> None:
         self._key = key.encode()
@@ -77,7 +79,7 @@ class _OneKey:
 def connect(socket: zmq.Socket[bytes], link: Link) -> None:
     """Connect an engine's socket to its client on another host, once, and end this process when the client is lost.
 
-    It also ends if the client cannot be reached. `leave` ends the watch.
+    It also ends if the client cannot be reached. `leave` stops this watch.
     """
     socket.setsockopt(zmq.CURVE_SERVERKEY, link.client_key.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, link.public_key.encode())
@@ -93,7 +95,7 @@ def connect(socket: zmq.Socket[bytes], link: Link) -> None:
 
 
 def leave(socket: zmq.Socket[bytes]) -> None:
-    """End the watch over a socket, which may be closed then."""
+    """Stop the watch over a socket, which may then be closed."""
     socket.disable_monitor()
 
 
@@ -107,7 +109,7 @@ def beat(socket: zmq.Socket[Any]) -> None:
 def _end_when_lost(monitor: zmq.Socket[bytes], link: Link) -> None:
     try:
         event = recv_monitor_message(monitor)["event"]
-    except zmq.ContextTerminated:  # as at an end that `leave` tells of, which it may overtake
+    except zmq.ContextTerminated:  # the context ended before the event of `leave` was read
         event = zmq.EVENT_MONITOR_STOPPED
     monitor.close(0)
     if event == zmq.EVENT_MONITOR_STOPPED:

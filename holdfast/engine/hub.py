@@ -12,11 +12,11 @@ from pathlib import Path
 from holdfast.files.regular import read_text
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""What may be a model's id: its owner and its name."""
+"""The form of a model's id: its owner and its name."""
 WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files that a model is read from: configuration, weights, tokenizer and chat template."""
 UNWANTED = ("*/*", "consolidated*")
-"""Other forms of the same weights: in folders of their own, and Mistral's."""
+"""Other forms of the same weights: those in subfolders, and Mistral's."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -26,13 +26,13 @@ def is_id(model: str) -> bool:
 
 
 def snapshot(model: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Path:
-    """The directory of a model's snapshot: that in the hub's cache, if it is whole, else fetched into the cache.
+    """The directory of a model's snapshot: the one in the hub's cache if it is complete, else fetched into the cache.
 
-    A cached snapshot takes no network, and is not compared with the hub's. Without `weights` they are left out; with
-    `code` the model's own Python files come along. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count as in
+    A cached snapshot takes no network, and is not compared with the hub's. `weights` False leaves the weights out;
+    `code` includes the model's own Python files. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count as in
     huggingface_hub. Progress goes to stderr. Raises ValueError with the reason and the way out.
     """
-    # Imported here because it takes a while, and a directory needs none of it.
+    # Imported here because it takes a while, and a local directory does not need it.
     from huggingface_hub import constants, try_to_load_from_cache
 
     config = try_to_load_from_cache(model, "config.json", revision=revision)
@@ -45,7 +45,8 @@ def snapshot(model: str, revision: str | None = None, *, weights: bool = True, c
             f"network: {command(model, revision)}"
         )
     print(f"fetching {named} from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}", file=sys.stderr, flush=True)
-    # In a process of its own, which Ctrl-C ends at once: the library's threads would go on to the end of their files.
+    # In a process of its own, which Ctrl-C ends at once: the library's threads would continue to the end of their
+    # files.
     asked = json.dumps([model, revision, weights, code])
     done = subprocess.run([sys.executable, "-P", "-m", __name__, asked], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
@@ -57,7 +58,7 @@ def snapshot(model: str, revision: str | None = None, *, weights: bool = True, c
 
 
 def main() -> None:
-    """Fetch what the argument says, and print the snapshot's directory, or the reason why not, with exit status 1."""
+    """Fetch the model that the argument names. Prints the snapshot's directory, or the fault with exit status 1."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     model, revision, weights, code = json.loads(sys.argv[1])
     from huggingface_hub import constants, snapshot_download
@@ -82,7 +83,7 @@ def main() -> None:
         reason = f"{endpoint} has no such revision of it"
     except HfHubHTTPError as error:
         reason = f"{endpoint} answered: {first_line(error)}"
-    except Exception as error:  # the library, and its HTTP client, have many kinds for no network
+    except Exception as error:  # the library and its HTTP client have many error types for no network
         reason = (
             f"it is not in {constants.HF_HUB_CACHE}, and {endpoint} cannot be reached ({first_line(error)}); fetch it "
             f"where there is a network: {command(model, revision)}"
@@ -97,7 +98,7 @@ def command(model: str, revision: str | None) -> str:
 
 
 def lacks(directory: Path, weights: bool) -> str | None:
-    """The first file that a snapshot lacks; None if it is whole."""
+    """The first file that a snapshot lacks; None if it is complete."""
     names = ["config.json"]
     if weights and not (directory / SINGLE).is_file():
         names.append(INDEX)

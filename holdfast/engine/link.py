@@ -26,14 +26,15 @@ from holdfast.engine.curve import LOST, Doorkeeper, connect, leave
 from holdfast.engine.spawn import Link, Process
 
 GRACE_SECONDS = 5.0
-"""Time to end after Shutdown before the process is killed, and for a Failure to arrive after its sender has ended."""
+"""Seconds from Shutdown until the process is killed, and for a Failure to arrive after its sender has ended.
+"""
 FAILED = 3
 """Exit status of an engine process that has sent a Failure."""
 LINGER_MS = 2000
-"""Time for the last message to leave."""
+"""Milliseconds for the last message to leave."""
 
 STALE_SECONDS = 3600.0
-"""Age at which a directory cannot belong to a start, in which processes find each other within seconds."""
+"""Age in seconds from which a directory belongs to no start: processes find each other within seconds."""
 
 LINK_LIMIT = 4096
 """Most bytes of the line with the socket's address and keys."""
@@ -88,13 +89,13 @@ class Child:
         while True:
             try:
                 return messages.decode_from_engine(await self._socket.recv())
-            except zmq.Again:  # a peer has left between the poll and the read; `send` notices if it was the engine
+            except zmq.Again:  # the peer left between the poll and the read; `send` notices if that was the engine
                 pass
 
     def hide(self) -> None:
         """Remove the socket's file once the engine is connected.
 
-        No other process can connect then, and nothing is left behind when both processes are killed.
+        No other process can connect then, and no file is left when both processes are killed.
         """
         self._door.hide()
 
@@ -125,7 +126,7 @@ class Child:
         return LocalDoor(self._socket) if remote is None else Doorkeeper(self._context, self._socket, remote)
 
     def _watch(self) -> None:
-        """Wait for the process to end, in a thread of its own: this works with every event loop, in any thread."""
+        """Wait for the process to end, in a separate thread: this works with every event loop, in any thread."""
         status = self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits
             self._loop.call_soon_threadsafe(self._note_end, status)
@@ -211,17 +212,17 @@ class Parent:
         self._socket.send(messages.encode(message))
 
     def poll(self, seconds: float) -> bool:
-        """Whether a message arrives within this time, or another thread calls `wake`, as for `wait`."""
+        """Whether a message arrives within `seconds`. A call of `wake` in another thread counts, as for `wait`."""
         return bool(self._poller.poll(int(seconds * 1000)))
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for a message, or until another thread calls `wake`, now or since the last wait; at most so long."""
+        """Wait at most `seconds` for a message, or a call of `wake` in another thread, even one since the last wait."""
         self._poller.poll(None if seconds is None else int(1000 * seconds))
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 1 << 16)
 
     def wake(self) -> None:
-        """End a wait. May be called in any thread, unlike all else."""
+        """End a wait. May be called in any thread, unlike the other methods."""
         with contextlib.suppress(BlockingIOError):  # the pipe is full, so the wait ends anyway
             os.write(self._wake, b".")
 
@@ -240,7 +241,7 @@ class Parent:
             yield messages.decode_to_engine(data)
 
     def close(self) -> None:
-        """Let the last messages leave, then close the socket. No other thread may call `wake` any more."""
+        """Let the last messages leave, then close the socket. No other thread may call `wake` after this."""
         if self._watched:
             leave(self._socket)
         self._socket.close(LINGER_MS)
@@ -269,7 +270,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def await_link() -> Link:
-    """Where the parent's socket is, the first line of our standard input. Ends this process if none comes."""
+    """The address and keys of the parent's socket, from the first line of standard input.
+
+    Ends this process without one.
+    """
     line = b""
     while not line.endswith(b"\n"):
         got = os.read(0, LINK_LIMIT)
@@ -280,18 +284,18 @@ def await_link() -> Link:
 
 
 def exit_at_end_of_input() -> None:
-    """End this process, from a thread, when the parent is gone: it holds the other end of our standard input open."""
+    """End this process, from a thread, when the parent has ended and so closed our standard input."""
     threading.Thread(target=_await_end_of_input, name="holdfast-parent", daemon=True).start()
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process: do what is registered for its end, and leave its memory to the system.
+    """End this process: run its exit handlers, and leave its memory to the system.
 
-    The interpreter is not taken down. Triton's bindings would print all that is still alive then as leaks.
+    The interpreter is not finalised, because Triton's bindings would report all objects still alive as leaks.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it now
             stream.flush()
     os._exit(status)
 
@@ -304,7 +308,7 @@ def _await_end_of_input() -> None:
 
 
 def one_line(error: Exception) -> str:
-    """An error as one line for people. Names the error's class unless its message is written for them."""
+    """An error as one line of text. Names the error's class unless its message is written for people."""
     text = " ".join(str(error).split())
     own = type(error).__module__.startswith("holdfast.")
     expected = own or isinstance(error, (ValueError, MemoryError, OSError))

@@ -19,7 +19,7 @@ from holdfast.lm.scheduler.queue_report import QueueReport
 from holdfast.lm.types import MemoryMeasurement, SchedulerStats
 
 MESSAGE_LIMIT = 128 << 20
-"""Most bytes of one message. The longest prompt that a configuration allows fits."""
+"""Largest size of one message in bytes. The longest prompt that a configuration allows fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ class EngineInfo:
     model: str
     """The name under which the model is served."""
     precision: str
-    """The type of weights, activations and cache, for people; names those that are in FP8."""
+    """The type of weights, activations and cache, in words. It names the parts that are in FP8."""
     memory: MemoryMeasurement
     num_blocks: int
-    """Blocks of the KV cache; on padded rows positions, or rows where a state does not grow."""
+    """Number of blocks in the KV cache. On padded rows: positions, or rows if a state does not grow."""
     block_size: int
-    """Tokens of a block; 1 on padded rows."""
+    """Number of tokens in a block; 1 on padded rows."""
     token_budget: int
     max_model_len: int
     max_sequences: int
@@ -44,29 +44,29 @@ class EngineInfo:
     """Seconds from the client's call until the engine was ready."""
     executor: ExecutorName = "paged"
     executor_reason: str = ""
-    """Why it is this executor, and what it does with this model, for people."""
+    """Why this executor was chosen, and what it does with this model, in words."""
     num_host_blocks: int = 0
-    """Blocks of the host tier."""
+    """Number of blocks in the host tier."""
     adapters: tuple[AdapterInfo, ...] = ()
     """The adapters that are served from the start."""
     adapter_slots: int = 0
-    """Adapters that the device holds at a time; 0: none are served."""
+    """Number of adapters that the device holds at a time; 0 if none are served."""
     gives_hidden: bool = False
-    """Whether hidden states can be had: for log probabilities of prompts, and for embeddings."""
+    """Whether the engine can give hidden states: for log probabilities of prompts, and for embeddings."""
     tp: int = 1
-    """Devices that share each layer. `memory` is that of all devices."""
+    """Number of devices that share each layer. `memory` is the sum over all devices."""
     pp: int = 1
-    """Stages that share the layers."""
+    """Number of stages that share the layers."""
     profile_path: str = ""
     """The file with the device's cost profile; empty if the engine needed none."""
     stages: tuple[Stage, ...] = ()
     """The stages of the start, counted from the client's call. They may overlap."""
     chunk_address: str = ""
-    """Where other engines find this one's KV blocks, as `host:port`; empty: nothing is moved."""
+    """Address at which other engines fetch this one's KV blocks, as `host:port`; empty if blocks are not moved."""
     chunk_reason: str = ""
-    """Why nothing is moved, for people."""
+    """The reason why blocks are not moved, in words; empty if they are."""
     remote_trouble: str = ""
-    """Why the remote tier did not work at the start, for people; empty if it did, or if there is none."""
+    """The reason why the remote tier did not work at the start, in words; empty if it did, or if there is none."""
 
     @property
     def limits(self) -> RequestLimits:
@@ -84,7 +84,7 @@ class TensorField:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """-1 is a dimension of any size from 1 to `limit`."""
+    """Size of each dimension; -1 is a dimension of any size from 1 to `limit`."""
     limit: int
     help: str
 
@@ -99,9 +99,9 @@ class AppInfo:
     cells: tuple[str, ...]
     """The names of the cell types."""
     sizes: tuple[tuple[int, ...], ...]
-    """The batch sizes of each."""
+    """The supported batch sizes of each cell type."""
     devices: tuple[str, ...]
-    """One for each worker."""
+    """The device of each worker."""
     capacity: int
     started_in: float
     """Seconds from the client's call until the engine was ready."""
@@ -112,25 +112,25 @@ class AppInfo:
 
 @dataclass(frozen=True, slots=True)
 class CellTypeStats:
-    """One cell type of an application as it stands."""
+    """The present state of one cell type of an application."""
 
     cell: str
     ready: int
-    """Nodes that could run now."""
+    """Number of nodes that could run now."""
     tasks: int
-    """Tasks in flight."""
+    """Number of tasks in flight."""
     batches: dict[int, int]
-    """How many tasks of each size, without padding, have been planned since the start."""
+    """Number of tasks planned since the start, by batch size without padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppStats:
-    """The planner of an application as it stands."""
+    """The present state of an application's planner."""
 
     waiting: int
-    """Requests that have no rows yet."""
+    """Number of requests that have no rows yet."""
     running: int
-    """Requests that have rows."""
+    """Number of requests that have rows."""
     rows_used: int
     rows_total: int
     cells: tuple[CellTypeStats, ...]
@@ -141,54 +141,54 @@ JobAction = Literal["pause", "resume", "cancel", "leave"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStart:
-    """A tuning job as its owner asks for it. What is left to the engine is in JobInfo."""
+    """A tuning job as its owner asks for it. JobInfo has the values that the engine chose."""
 
     id: str
-    """Letters, digits, and . _ -; at most 128. The same as before for a job that goes on."""
+    """Letters, digits, and . _ -; at most 128. A job that continues keeps its id."""
     directory: str
-    """Of this job alone; holds examples.bin, and validation.bin if there is a `validation_digest`."""
+    """Directory of this job alone. It holds examples.bin, and validation.bin if there is a `validation_digest`."""
     name: str
-    """Under which the finished adapter is served, at once. Must be free, now and then."""
+    """Name under which the finished adapter is served, at once. It must be free at the start and at the end."""
     tenant: str = ""
-    """Jobs of several tenants take turns. Who may name the adapter is the caller's affair."""
+    """The owner. Jobs of several tenants take turns. The caller decides who may name the adapter."""
     data_digest: str
     """SHA-256 of examples.bin in hexadecimal, as `write_examples` returns it."""
     validation_digest: str = ""
     epochs: int | None = None
-    """None, here and below: chosen by the number of examples (`auto_epochs`, `auto_batch_size`)."""
+    """Number of epochs. None, here and below: chosen by the number of examples (`auto_epochs`, `auto_batch_size`)."""
     batch_size: int | None = None
-    """Examples of an optimizer step."""
+    """Number of examples in an optimizer step."""
     learning_rate: float = 2e-4
     rank: int = 16
     alpha: float | None = None
-    """None: twice the rank."""
+    """Scale of the adapter. None: twice the rank."""
     modules: tuple[str, ...] = ()
-    """Of q, k, v, o, gate, up, down; none: all."""
+    """Layers to adapt, out of q, k, v, o, gate, up, down. Empty: all of them."""
     micro_batch: int | None = None
-    """Most tokens that are computed at once; None: as the engine's configuration says."""
+    """Most tokens that are computed at once. None: the engine's configuration applies."""
     seed: int = 0
     paused: bool = False
     """Begin paused: nothing runs before `resume`."""
     known: int = 0
-    """Steps done that the owner has been told of."""
+    """Number of finished steps whose events the owner has received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInfo:
-    """A job as the engine has taken it."""
+    """A job as the engine has accepted it."""
 
     id: str
     step: int
     """Optimizer steps done, and stored, before it was started here."""
     steps: int
-    """Of the whole job."""
+    """Number of optimizer steps in the whole job."""
     examples: int
     trained_tokens: int
-    """Of the steps done."""
+    """Number of tokens trained in the finished steps."""
     loss: float | None
-    """Of the last step done."""
+    """Loss of the last finished step; None before the first."""
     validation: float | None
-    """Of the last validation done."""
+    """Loss of the last validation; None before the first."""
     checkpoint: str
     """Directory of the adapter after the last complete epoch, in PEFT's format; empty if there is none."""
     epochs: int
@@ -207,39 +207,39 @@ class JobStep(msgspec.Struct, array_like=True, frozen=True, tag="step"):
 
     job: str
     step: int
-    """Steps done with this one: 1 to `steps`, each once and in order."""
+    """Number of steps done including this one: 1 to `steps`, each once and in order."""
     steps: int
-    """Of the whole job."""
+    """Number of optimizer steps in the whole job."""
     tokens: int
-    """That this step trained on."""
+    """Number of tokens that this step trained on."""
     loss: float
     """Mean over the step's weighted tokens, before its update."""
     validation: float | None = None
-    """The same over the validation examples, after its update, at each epoch's end and every 100 steps."""
+    """Mean over the validation examples, after the update, at each epoch's end and every 100 steps; else None."""
     checkpoint: str = ""
     """The directory of the adapter after this step, if it ended an epoch; else empty."""
 
 
 class JobStatus(msgspec.Struct, array_like=True, frozen=True, tag="status"):
-    """The job has another status than before. The first comes after the start."""
+    """The job has a new status. The first comes after the start."""
 
     job: str
     status: Literal["queued", "running", "paused"]
-    """queued: another job's turn; running: its steps are computed, when there is time; paused: by request."""
+    """queued: another job's turn; running: its steps are computed when there is time; paused: by request."""
 
 
 class JobEnded(msgspec.Struct, array_like=True, frozen=True, tag="ended"):
-    """The last event of a job. Its directory is the caller's again."""
+    """The last event of a job. Its directory belongs to the caller again."""
 
     job: str
     outcome: Literal["succeeded", "failed", "cancelled", "left"]
-    """left: its state is on the disk, and it goes on when it is started again."""
+    """left: its state is on the disk, and it continues when it is started again."""
     reason: str = ""
-    """Why it failed, in one line."""
+    """The reason why it failed, in one line; empty if it did not."""
     adapter: AdapterInfo | None = None
-    """Of a success: requests may name it from now on."""
+    """The adapter, if the job succeeded: requests may name it from now on."""
     checkpoint: str = ""
-    """Of a success: the adapter's directory."""
+    """The adapter's directory, if the job succeeded."""
 
 
 JobEvent = JobStep | JobStatus | JobEnded
@@ -263,7 +263,7 @@ class AppResult(Message):
     request_id: str
     outputs: dict[str, Tensor]
     scheduled_at: float
-    """When the first of its nodes was planned, on the clock that both processes share."""
+    """Time at which the first of its nodes was planned, on the clock that both processes share."""
 
 
 class Start(Message, tag="start"):
@@ -274,7 +274,7 @@ class Start(Message, tag="start"):
     measure: bool = False
     """Measure the cost profile again, even if it is not needed or was kept from before."""
     chunk_secret: bytes = b""
-    """What engines show each other before KV blocks move between them."""
+    """Secret by which engines recognise each other before KV blocks move between them."""
     priced: bool = False
     """Find the cost profile even if the engine needs none: its client prices requests."""
 
@@ -341,7 +341,7 @@ class ChangeJob(Message, tag="change-job"):
 
 
 class FindChunks(Message, tag="find-chunks"):
-    """To the engine: how much of this chain of block digests is here; the answer is ChunksFound."""
+    """To the engine: report how much of this chain of block digests is here; the answer is ChunksFound."""
 
     number: int
     chain: list[bytes]
@@ -353,14 +353,14 @@ class FetchChunks(Message, tag="fetch-chunks"):
     number: int
     digests: list[bytes]
     indices: list[int]
-    """The place of each in its sequence, 0 for the first block."""
+    """Index of each block in its sequence, 0 for the first block."""
     source: str
-    """The other's `EngineInfo.chunk_address`."""
+    """The other engine's `EngineInfo.chunk_address`."""
     block_size: int
 
 
 class StopFetch(Message, tag="stop-fetch"):
-    """To the engine: give up the rest of a fetch. Its answer comes all the same."""
+    """To the engine: give up the rest of a fetch. Its answer comes nevertheless."""
 
     number: int
 
@@ -372,7 +372,7 @@ class Ask(Message, tag="ask"):
 
 
 class Watch(Message, tag="watch"):
-    """To the engine: send Activity for so many seconds from now on; 0: no more."""
+    """To the engine: send Activity for `seconds` seconds from now on; 0 stops it."""
 
     seconds: float
 
@@ -385,11 +385,11 @@ class Hello(Message, tag="hello"):
     """From the engine, its first message: the process runs and the socket is connected."""
 
     now: float = 0.0
-    """The engine's monotonic clock, which another host does not share."""
+    """The engine's monotonic clock in seconds. Another host does not share it."""
 
 
 class Progress(Message, tag="progress"):
-    """From the engine while it starts: its next stage, for people."""
+    """From the engine while it starts: its next stage, in words."""
 
     stage: str
 
@@ -433,12 +433,12 @@ class Results(Message, tag="results"):
 
 
 class Refused(Message, tag="refused"):
-    """From the engine: a request that it refuses, and why."""
+    """From the engine: a request that it refuses, with the reason."""
 
     request_id: str
     reason: str
     param: str = "prompt"
-    """What of the request is at fault, as `RequestRefused` names it."""
+    """The field of the request that is at fault, as `RequestRefused` names it."""
 
 
 class AdapterLoaded(Message, tag="adapter-loaded"):
@@ -449,7 +449,7 @@ class AdapterLoaded(Message, tag="adapter-loaded"):
 
 
 class AdapterRefused(Message, tag="adapter-refused"):
-    """From the engine: an adapter that it does not load, and why. The reason names no directory."""
+    """From the engine: an adapter that it does not load, with the reason. The reason names no directory."""
 
     number: int
     reason: str
@@ -462,35 +462,35 @@ class AdapterUnloaded(Message, tag="adapter-unloaded"):
 
 
 class JobStarted(Message, tag="job-started"):
-    """From the engine: the job is taken. Its events follow."""
+    """From the engine: the job is accepted. Its events follow."""
 
     number: int
     info: JobInfo
 
 
 class JobChanged(Message, tag="job-changed"):
-    """From the engine: the change is known. What comes of it is an event."""
+    """From the engine: it has received the change. Events report the effect."""
 
     number: int
 
 
 class JobRefused(Message, tag="job-refused"):
-    """From the engine: a job that it does not take or change, and why. The reason names no directory."""
+    """From the engine: a job that it does not accept or change, with the reason. The reason names no directory."""
 
     number: int
     reason: str
     missing: bool = False
-    """There is no open job of this id."""
+    """Whether there is no open job of this id."""
 
 
 class JobProgress(Message, tag="job-progress"):
-    """From the engine: what has happened to jobs, in order."""
+    """From the engine: events of jobs, in order."""
 
     events: list[JobEvent]
 
 
 class ChunksFound(Message, tag="chunks-found"):
-    """From the engine: tokens of a chain, by the first tier that has them."""
+    """From the engine: tokens of a chain that it holds, counted in the fastest tier that has them."""
 
     number: int
     device: int
@@ -499,12 +499,12 @@ class ChunksFound(Message, tag="chunks-found"):
 
 
 class ChunksFetched(Message, tag="chunks-fetched"):
-    """From the engine: so many tokens have come, and requests find them."""
+    """From the engine: the number of tokens that have come. Requests now find them."""
 
     number: int
     tokens: int
     reason: str = ""
-    """Why it is less than was asked for, in one line; empty if it is not."""
+    """The reason why it is less than was asked for, in one line; empty if it is not."""
 
 
 class Failed(Message, tag="failed"):
@@ -514,7 +514,7 @@ class Failed(Message, tag="failed"):
 
 
 class Tick(Message, tag="tick"):
-    """To an engine on another host, now and then: are you there, and what does your clock say? It answers Clock."""
+    """To an engine on another host, from time to time: report your clock, and that you are there. It answers Clock."""
 
 
 class Clock(Message, tag="clock"):
@@ -531,28 +531,29 @@ class Stats(Message, tag="stats"):
 
 
 class Steps(Message, tag="steps"):
-    """From the engine: the steps since the last such message that computed tokens, oldest first."""
+    """From the engine: the steps that computed tokens since the last such message, oldest first."""
 
     tokens: list[int]
-    """Query tokens of each."""
+    """Number of query tokens in each step."""
     seconds: list[float]
-    """Time that the device spent on each."""
+    """Seconds that the device spent on each step."""
 
 
 class Activity(Message, tag="activity"):
-    """From an engine that is watched: what it did since the last such message, and how it stands."""
+    """From an engine that is watched: its activity since the last such message, and its present state."""
 
     at: float
-    """When it was sent, in seconds on the clock of the records."""
+    """Time at which it was sent, in seconds on the clock of the records."""
     begins: bool
-    """It is the first since watching began: what was told before is void."""
+    """Whether it is the first since watching began. The client then discards all earlier ones."""
     steps: list[StepRecord]
     blocks: list[ConversationBlocks]
     """The conversations whose blocks have changed."""
     queues: QueueReport | None = None
     stats: SchedulerStats | None = None
     costs: list[tuple[int, float]] | None = None
-    """With the first: the cost of computing a chunk again, by block of its conversation, at some of them."""
+    """Cost of computing a chunk again, by block of its conversation, at some places. Only in the first message.
+    """
 
 
 class AppAnswer(Message, tag="app-stats"):
@@ -563,13 +564,13 @@ class AppAnswer(Message, tag="app-stats"):
 
 
 class Failure(Message, tag="failure"):
-    """From the engine, its last message: why it ends. One line."""
+    """From the engine, its last message: the reason why it ends, in one line."""
 
     reason: str
 
 
 class Submitted(Message, tag="submit"):
-    """The encoded form of Submit: its prompt is 32-bit numbers in native order, far faster than a MessagePack array."""
+    """The encoded form of Submit. Its prompt is 32-bit numbers in native order, far faster than a MessagePack array."""
 
     request: Request
     prompt: bytes

@@ -37,40 +37,43 @@ class CostProfile:
     """A cost model, and the sizes of the engine in which it was measured."""
 
     cost: CostModel
-    """Of padded rows a `PaddedCost`."""
+    """The measured cost model; a `PaddedCost` for padded rows."""
     dtype: str
     """The type of activations, and of everything that is not in FP8."""
     quantization: QuantizationName = "none"
     kv_cache_dtype: CacheTypeName = "auto"
     cache_tokens: int
-    """Positions in the KV cache."""
+    """Number of positions in the KV cache."""
     max_model_len: int
     token_budget: int
-    """The device's default for the most tokens of a step."""
+    """The device's default for the largest number of tokens in a step."""
     tile: int
     """A computed token budget is a multiple of this many tokens."""
     token_bytes: int = 0
     """Bytes of one position in the KV cache, over all layers; 0 if unknown."""
     copy_rate: float = 0.0
-    """Bytes a second between device and host memory; 0 if it was not measured."""
+    """Bytes per second between device and host memory; 0 if it was not measured."""
     measured: bool = True
     """Whether it was measured in full. Otherwise it was estimated by a few steps, and perhaps corrected in service."""
     rows: RowShape | None = None
-    """The padded rows that it was measured on; None: it was measured on a paged cache."""
+    """The padded rows that it was measured on. None: it was measured on a paged cache."""
     tp: int = 1
-    """Devices that share each layer."""
+    """Number of devices that share each layer."""
     pp: int = 1
-    """Stages of a pipeline. The times of `cost` are those of all stages together, and it has each one's share."""
+    """Number of pipeline stages. The times of `cost` are sums over all stages; `stage_shares` has each one's part."""
     stream_bytes: int = 0
-    """Bytes that a token's activations take between two layers, and so from stage to stage; 0 if unknown."""
+    """Bytes that a token's activations take between two layers, and so between stages; 0 if unknown."""
     all_reduce: LinkCost | None = None
-    """The sum of a message over the devices that share a layer, as measured alone. `cost` has it already."""
+    """Time to sum a message over the devices that share a layer, measured alone. `cost` already includes it."""
     send: LinkCost | None = None
-    """A message from a stage to the next one."""
+    """Time of a message from a stage to the next one."""
 
     @property
     def threads(self) -> int | None:
-        """Threads of the CPU that it was measured on, by its name (`lm.devices.describe_device`). None: no CPU."""
+        """Number of threads of the CPU it was measured on, from its name (`lm.devices.describe_device`).
+
+        None: not a CPU.
+        """
         named = re.fullmatch(r"CPU \(.*, (\d+) threads?\)", self.cost.device)
         return int(named[1]) if named else None
 
@@ -85,7 +88,7 @@ class CostProfile:
 
     @property
     def precision(self) -> str:
-        """The types of its numbers, for people."""
+        """The types of its numbers, in words."""
         return precision_of(self.dtype, self.quantization, self.kv_cache_dtype)
 
     @property
@@ -99,7 +102,7 @@ class CostProfile:
         return "paged" if self.rows is None else "padded"
 
     def require(self, config: EngineConfig) -> None:
-        """Raises ValueError naming both values, if the engine's executor, weights, cache or layout differ from its own.
+        """Raises ValueError, with both values, if the engine's executor, weights, cache or layout differ from these.
 
         An engine of one device has no layout, so it may take that of the profile.
         """
@@ -135,10 +138,10 @@ class CostProfile:
 
 @dataclass(frozen=True, slots=True)
 class CellType:
-    """What was measured of one type of cell."""
+    """The measurements of one type of cell."""
 
     name: str
-    """Of its first cell."""
+    """Name of the first cell of this type."""
     fingerprint: str
     """Equal for cells that take equal time: cells.types.fingerprint."""
     cost: CellCost
@@ -151,15 +154,15 @@ class CellType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellProfile:
-    """How long tasks of an application's cells take on a device, and what was measured."""
+    """How long tasks of an application's cells take on a device, and under which versions that was measured."""
 
     app: str
-    """As it was asked for: its name, or module:object."""
+    """The application as it was asked for: its name, or module:object."""
     device: str
     versions: str
-    """Of what computes, and of the measurement."""
+    """Versions of the libraries that compute, and of the measurement."""
     types: tuple[CellType, ...]
-    """By number."""
+    """Cell types by number."""
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -167,7 +170,7 @@ class CellProfile:
         return tuple(each.sizes for each in self.types)
 
     def require(self, *, device: str, versions: str, types: Sequence[tuple[str, str]]) -> None:
-        """Raises ValueError, naming both values, unless it was measured on this device, with these versions and cells.
+        """Raises ValueError, with both values, unless it was measured on this device, with these versions and cells.
 
         Each of `types` is the name and the fingerprint of a type of cell.
         """
@@ -216,14 +219,14 @@ def _load(path: Path, kind: type[ProfileT], command: str) -> ProfileT:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a profile's file while it is made.
+    """Hold the lock of a profile's file while the profile is made.
 
-    Engines that start together would slow each other down while they measure. So one measures, and the others find it.
+    Engines that start together would slow each other's measurements. So one measures, and the others find its result.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = open_regular(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode=0o644)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a process that dies lets go
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the lock of a dead process is released
         yield
     finally:
         os.close(lock)
@@ -232,14 +235,15 @@ def held(path: Path) -> Iterator[None]:
 def cached_profile_path(directory: Path, precision: str, device: str) -> Path:
     """The file of the profile of the checkpoint in `directory`, for this precision and this device.
 
-    Its name is readable and ends with a digest of config.json and the rest, which keeps models of one name apart.
+    Its name is readable and ends with a digest of config.json and the other arguments, which separates models of one
+    name.
     """
     state = [read_text(directory / "config.json", JSON_LIMIT), precision, device, MEASURED]
     return _cached(f"{directory.name} {precision} {device}", state)
 
 
 def cached_cell_profile_path(app: str, device: str) -> Path:
-    """The file of the profile of an application, which was asked for by this name, on this device."""
+    """The file of the profile on this device of the application that was asked for as `app`."""
     return _cached(f"cells {app} {device}", ["cells", app, device])
 
 

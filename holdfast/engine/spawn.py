@@ -1,4 +1,4 @@
-"""EngineProcess: the engine's process before there is a connection to it. Cheap to import, so that it begins early."""
+"""EngineProcess: the engine's process before there is a connection to it. Cheap to import, so that it starts early."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from typing import IO, NamedTuple, Protocol, Self, cast
 from holdfast.core.config import KEY_VARIABLE, OPERATOR_VARIABLE
 
 BUILD, APPS = "holdfast.engine.process.build", "holdfast.engine.process.apps"
-"""What builds the engine of a language model, and that of an application."""
+"""Modules that build the engine of a language model, and of an application."""
 
 
 class Link(NamedTuple):
-    """Where an engine process finds its client's socket, and the keys to it. None are needed on the same machine."""
+    """The address of the client's socket, and the keys to it, for an engine process. No keys on one machine."""
 
     address: str
     client_key: str = ""
-    """The client's public CURVE key, in Z85 as are all; empty on the same machine, where the socket is a file."""
+    """The client's public CURVE key. All keys are in Z85. Empty on the same machine, where the socket is a file."""
     public_key: str = ""
-    """The engine's own pair of keys, here and below."""
+    """The engine's own pair of keys (public and secret), or empty."""
     secret_key: str = ""
 
 
 class Remote(NamedTuple):
-    """What a client knows of an engine process on another host before there is a connection to it."""
+    """An engine process on another host, before there is a connection to it."""
 
     place: str
-    """The host, for people."""
+    """The host, in words."""
     reach: str
-    """The address of ours, an IP, by which the engine's host reaches us."""
+    """Our IP address by which the engine's host reaches us."""
     key: str
     """The engine's public key. Nobody else can connect to the client's socket."""
 
 
 class Process(Protocol):
-    """An engine process that its client has yet to connect to, or waits for the end of."""
+    """An engine process whose client has yet to connect to it, or waits for its end."""
 
     began: float
-    """When its start began, on our monotonic clock."""
+    """Time at which its start began, on our monotonic clock."""
     remote: Remote | None
-    """None if it runs on this machine."""
+    """The process on another host; None if it runs on this machine."""
 
     @property
     def pid(self) -> int:
         """The process id, on its host."""
 
     def connect(self, link: Link) -> None:
-        """Tell the process where its client's socket is. Lost if the process has ended."""
+        """Send the process the address of its client's socket. Lost if the process has ended."""
 
     def wait(self) -> int:
         """Wait, in a thread, until the process has ended. Returns its exit status, negative for a signal's number."""
@@ -65,7 +65,7 @@ class Process(Protocol):
 class EngineProcess:
     """A process on this machine that loads PyTorch at once, and waits for the address of its client's socket.
 
-    It ends with us, in whatever way we end. As a context manager it ends no later than the block.
+    It ends with us, however we end. As a context manager it ends no later than the block.
     """
 
     remote: Remote | None = None
@@ -75,13 +75,13 @@ class EngineProcess:
     ) -> None:
         """Start the process, from the thread that lives longest. `device` is the config's. Raises OSError.
 
-        `builder` is the module that it loads beside PyTorch. `environment` is added to ours.
+        `builder` is the module that it loads together with PyTorch. `environment` is added to ours.
         """
         self.began = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "holdfast.engine.process.serve", str(os.getpid()), device, builder],
-            stdin=subprocess.PIPE,  # end of file tells the engine that we are gone
-            stdout=2,  # what libraries print is not output of the program
+            stdin=subprocess.PIPE,  # end of file shows the engine that we are gone
+            stdout=2,  # text that libraries print is not output of the program
             env=child_environment() | dict(environment or {}),
             start_new_session=True,  # the terminal's Ctrl-C must reach only us
         )
@@ -93,7 +93,7 @@ class EngineProcess:
         return self._process.pid
 
     def connect(self, link: Link) -> None:
-        """Tell the process where its client's socket is. Lost if the process has ended."""
+        """Send the process the address of its client's socket. Lost if the process has ended."""
         with contextlib.suppress(OSError):
             self._input.write(f"{' '.join(link)}\n".encode())
             self._input.flush()

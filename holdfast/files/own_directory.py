@@ -1,4 +1,4 @@
-"""OwnDirectory: a directory that only this user can write to, and what is opened below it."""
+"""OwnDirectory: a directory that only this user can write to, and the files opened below it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Self
 from holdfast.files.regular import KINDS, open_regular
 
 OTHERS_WRITE = 0o022
-"""The rights of a group and of everybody else to write."""
+"""Write permission of the group and of all other users."""
 
 
 class OwnDirectory:
-    """A directory of this user that nobody else may write to, held open. What it holds is opened below it.
+    """A directory of this user that nobody else may write to, held open. Its files are opened relative to it.
 
-    Who could write to a directory could put links there, through which files elsewhere would be overwritten with this
-    process's rights. So one of another owner, or that others may write to, is refused, and so are links in it. Held
-    open, the directory stays the one that was checked, whatever its path leads to later.
+    Anybody who can write to a directory could put links there, through which this process would overwrite files
+    elsewhere with its own rights. So a directory of another owner, or one that others may write to, is refused, and so
+    are links in it. Held open, the directory stays the one that was checked, whatever its path leads to later.
     """
 
     def __init__(self, path: Path, parent: OwnDirectory | None = None) -> None:
-        """Made if it does not exist, for this user alone. With `parent`, `path` is a name in it.
+        """Open the directory, or make it for this user alone. With `parent`, `path` is a name in it.
 
-        Raises OSError that says what is wrong with a directory that is there.
+        Raises OSError with the fault of an existing directory.
         """
         self.path: Path = path if parent is None else parent.path / path
         at: int | None = None if parent is None else parent._descriptor
@@ -43,7 +43,7 @@ class OwnDirectory:
         return OwnDirectory(Path(name), self)
 
     def open(self, name: str, flags: int) -> int:
-        """The descriptor of a regular file of this user in the directory; a new one is for this user alone.
+        """The descriptor of a regular file of this user in the directory. A new file is for this user alone.
 
         Raises OSError, also for a link, for another user's file, and for a file that has a second name elsewhere.
         """
@@ -62,7 +62,7 @@ class OwnDirectory:
             file.write(text)
 
     def names(self) -> list[str]:
-        """The names of what the directory holds, in order."""
+        """The names of all entries of the directory, sorted."""
         return sorted(os.listdir(self._descriptor))  # noqa: PTH208  by descriptor
 
     def bytes_on_disk(self) -> int:
@@ -71,19 +71,19 @@ class OwnDirectory:
         return sum(each.st_blocks * 512 for each in sizes)
 
     def remove_tree(self, name: str) -> None:
-        """Remove a directory in this one with all that it holds, as far as that is possible. A link is left alone."""
+        """Remove a directory in this one with all its contents, as far as that is possible. A link is left alone."""
         shutil.rmtree(name, ignore_errors=True, dir_fd=self._descriptor)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Let go of the directory. What was opened below it stays open."""
+        """Close the directory. Files opened in it stay open."""
         os.close(self._descriptor)
 
 
 def check_own(found: os.stat_result, path: Path | str) -> None:
-    """Raise OSError unless what was found at a path is a directory of this user that nobody else may write to."""
+    """Raise OSError unless `found`, the status of a path, is a directory of this user that nobody else may write to."""
     if not stat.S_ISDIR(found.st_mode):
         kind = KINDS.get(stat.S_IFMT(found.st_mode), "a regular file")
         raise OSError(errno.ENOTDIR, f"it is {kind}, not a directory", str(path))

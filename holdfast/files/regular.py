@@ -1,8 +1,9 @@
-"""Open regular files, and nothing else, at paths that somebody else chose or may have changed.
+"""Opens regular files, and nothing else, at paths that somebody else chose or may have changed.
 
-Opening a named pipe waits until somebody writes to it, and a device may do anything. So no file is opened by its path
-but here: without waiting, and refused by name unless it is a regular file. Links are followed at paths that a user
-gives, as the hub's cache is made of them. `own_directory` follows none in a directory of the server's own.
+Opening a named pipe waits until somebody writes to it, and opening a device may have any effect. So all files are
+opened by path through this module: without waiting, and refused by name unless they are regular. Links are followed at
+paths that a user gives, because the hub's cache is made of them. `own_directory` follows none in a directory of the
+server's own.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ KINDS = {
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, directory: int | None = None, mode: int = 0o600) -> int:
-    """The descriptor of a regular file, opened without waiting. `directory` is the descriptor that `path` is below.
+    """The descriptor of a regular file, opened without waiting. `path` is relative to the descriptor `directory`.
 
-    Raises OSError as `os.open` does, and one that names the kind of file for any other than a regular one. O_TRUNC is
-    not for `flags`: a file is only changed once it is known to be regular.
+    Raises OSError as `os.open` does, and one that names the kind of a file that is not regular. `flags` must not have
+    O_TRUNC: a file is changed only once it is known to be regular.
     """
     assert not flags & os.O_TRUNC
     try:
@@ -62,14 +63,14 @@ def irregular(mode: int, path: str | Path) -> OSError:
 
 
 def open_file(path: str | Path) -> BufferedReader:
-    """A regular file, open to read its bytes. Raises OSError."""
+    """A regular file, open for reading bytes. Raises OSError."""
     return BufferedReader(FileIO(open_regular(path), "rb"))
 
 
 def create_file(path: str | Path, *, follow_links: bool = False, mode: int = 0o666) -> BufferedWriter:
-    """A regular file, open to write its bytes anew. What is there is emptied once it is known to be regular.
+    """A regular file, open for writing bytes. An existing file is emptied once it is known to be regular.
 
-    `follow_links` is for a path that a user gives, not for a name that this process has made up. Raises OSError.
+    `follow_links` is for a path that a user gives, not for a name that this process made. Raises OSError.
     """
     flags = os.O_WRONLY | os.O_CREAT | (0 if follow_links else os.O_NOFOLLOW)
     descriptor = open_regular(path, flags, mode=mode)
@@ -78,12 +79,12 @@ def create_file(path: str | Path, *, follow_links: bool = False, mode: int = 0o6
 
 
 def open_directory(path: str | Path) -> int:
-    """The descriptor of a directory, which no link leads to. Raises OSError."""
+    """The descriptor of a directory. The path's last part may not be a link. Raises OSError."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def sync_directory(path: str | Path) -> None:
-    """Make the names in a directory durable. Raises OSError."""
+    """Make the names in a directory durable (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -93,7 +94,7 @@ def sync_directory(path: str | Path) -> None:
 
 @contextmanager
 def name_of_regular(path: str | Path) -> Iterator[str]:
-    """A name by which a library can open a file that is known to be regular. It is good within. Raises OSError."""
+    """A name by which a library can open a file that is known to be regular, valid within the block. Raises OSError."""
     with open_file(path) as file:
         yield f"/dev/fd/{file.fileno()}"
 
@@ -110,9 +111,9 @@ def read_text(path: str | Path) -> str:
 
 
 def check_regular_below(directory: Path) -> None:
-    """Raise OSError for a directory that holds anything but regular files and directories, links to them included.
+    """Raise OSError if a directory holds anything but regular files, directories, and links to them.
 
-    For directories whose files others open by name. A link that leads nowhere is left to whoever needs its target.
+    For directories whose files others open by name. A link without a target is left to the code that needs the target.
     """
     with os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):

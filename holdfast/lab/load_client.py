@@ -22,7 +22,7 @@ class LoadClient:
     """Sends a workload and records the answers. Prompts are token ids.
 
     A client does not know the ids of generated tokens. The next turn of a conversation therefore carries other tokens
-    in their place, so only the previous prompt can come from a prefix cache, not the previous answer.
+    in their place. So only the previous prompt can come from a prefix cache, not the previous answer.
     """
 
     def __init__(self, ask: Ask, tokens: PromptTokens, on_progress: Callable[[int], None]) -> None:
@@ -35,7 +35,7 @@ class LoadClient:
         self._began = 0.0
 
     async def run(self, workload: Workload, concurrency: int | None = None) -> list[Record]:
-        """Send at the arrival times, or keep `concurrency` conversations open (closed loop). Records hold failures."""
+        """Send at the arrival times, or keep `concurrency` conversations open. Failures are in the records."""
         gc.collect()
         gc.freeze()  # a full collection would delay the times of all streams
         self._began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Records of requests, and the metrics of a run, named as `vllm bench serve` names them."""
+"""Records of requests, and the metrics of a run, named as in `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Record:
     scheduled: float | None = None
     """When its first segment was planned; None if unknown."""
     token_times: list[float] = field(default_factory=list)
-    """When each generated token arrived, ascending. Over HTTP, tokens that arrive together have one time."""
+    """Arrival time of each generated token, ascending. Over HTTP, tokens that arrive together have one time."""
     output_tokens: int | None = None
-    """Generated tokens, if known; else there is one for each time."""
+    """Number of generated tokens; None: one for each entry of `token_times`."""
     cached_tokens: int = 0
     error: str = ""
-    """Why the request failed; empty if it did not."""
+    """The reason why the request failed; empty if it did not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in milliseconds that a request must meet to count towards goodput. None is no limit."""
+    """Limits in milliseconds that a request must meet to count towards goodput. None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -86,13 +86,13 @@ def summary(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]
 
 
 def queue_growth(records: Sequence[Record], window: float) -> float:
-    """How much of what arrived in the later half of `window` seconds of arrivals was left waiting there, as a share.
+    """The share of requests arriving in the later half of `window` seconds that was left waiting at its end.
 
-    The window begins with the first arrival. A request has begun when its first step is planned, or, if that is not
-    known, when its first token comes; the shortest wait of all requests counts as no wait. As many requests as arrive
-    on average in half a window are expected to begin in its later half, or as many as did arrive there if they are
-    fewer: then neither a burst nor a lull is taken for growth. 0 for less than chance explains: the square root of
-    their number, which is how far random arrivals in half a window are off.
+    The window begins with the first arrival. A request begins when its first step is planned or, if that is not known,
+    when its first token comes. The shortest wait of all requests counts as no wait. The later half is expected to begin
+    as many requests as arrive on average in half a window, or as many as arrived there if they are fewer: then neither
+    a burst nor a lull counts as growth. The share is 0 if chance explains it: if at most the square root of the
+    expected number was left, the usual deviation of random arrivals.
     """
     begun = [
         (record.arrival, record.token_times[0] if record.scheduled is None else record.scheduled)
@@ -111,7 +111,7 @@ def queue_growth(records: Sequence[Record], window: float) -> float:
 
 
 def _peak_tokens_per_second(records: Sequence[Record]) -> float:
-    """Most tokens that arrived within one second, counting seconds from the first arrival."""
+    """Most tokens that arrived in any one second, counting seconds from the first arrival."""
     began = min(record.arrival for record in records)
     seconds: dict[int, float] = {}
     for record in records:

@@ -25,31 +25,32 @@ from holdfast.lab.workloads import Workload
 from holdfast.lm.choice import find_policy
 
 MAX_QUEUED_MS = 2000.0
-"""Longest median wait for the first step under a sustained load (Sarathi-Serve §5)."""
+"""Longest median wait in ms for the first step under a sustained load (Sarathi-Serve §5)."""
 MAX_QUEUE_GROWTH = 0.05
 """Largest share of the arriving requests that may be left waiting while the load lasts (`metrics.queue_growth`)."""
 TOLERANCE = 0.05
-"""A search ends when its bounds are within this ratio of each other, unless told otherwise."""
+"""A search ends when its upper bound is at most this share above its lower one, by default."""
 MIN_RATE, MAX_RATE = 1e-3, 1e5
-"""Bounds of a search, in requests a second."""
+"""Bounds of a search, in requests per second."""
 SHARED_OPTIONS = (
     "max_sequences", "max_model_len", "block_size", "headroom", "memory_fraction", "prefix_sharing", "chunk_size",
     "eviction", "seed", "quantization", "kv_cache_dtype",
 )  # fmt: skip
 """Engine options that are the same for all candidates."""
 MIN_CONVERSATIONS = 40
-"""Fewest conversations of a run, however low its rate."""
+"""Least number of conversations in a run, however low its rate."""
 LIFETIMES = 3.0
-"""Seconds of arrivals in a run, in mean lifetimes of its conversations. Until about the first one has passed, more and
-more conversations run at once, and no queue forms however high the rate is."""
+"""Length of a run's arrivals, in mean lifetimes of its conversations. During about the first lifetime more and more
+conversations run at once, and no queue forms however high the rate is.
+"""
 MOST_EXTENSION = 8.0
-"""Longest time of arrivals in a run, over the time that was asked for."""
+"""Longest time of arrivals in a run, divided by the time that was asked for."""
 MAX_ROUTED = 64
-"""Most replicas that are simulated together."""
+"""Largest number of replicas that are simulated together."""
 FIRST_STEP = 1.2
 """First factor of a candidate's search. It is small because throughput is a good first guess of the capacity."""
 TARGET_MARGIN = 0.9
-"""A candidate with a computed budget aims at this share of the TBT limit, as real steps differ from predicted ones."""
+"""Share of the TBT limit that a computed budget aims at, because real steps differ from predicted ones."""
 
 Policy = tuple[SchedulerName, int | None, float | None]
 """A scheduler with its fixed budget in tokens or its TBT target in ms."""
@@ -60,9 +61,9 @@ Layout = tuple[int, int, float]
 def sustained(figures: Mapping[str, float], tbt_ms: float, ttft_ms: float | None = None) -> bool:
     """Whether P99 TBT and P99 TTFT are within their limits and the queue is short and does not grow.
 
-    It is short if the median wait for the first step is at most MAX_QUEUED_MS. Whether it grows is the figure
-    `queue_growth`; without that figure only its length counts. If `figures` has no queueing times, TTFT stands in for
-    them. Without `ttft_ms`, TTFT has no limit.
+    The queue is short if the median wait for the first step is at most MAX_QUEUED_MS. Its growth is the figure
+    `queue_growth`; without that figure only its length counts. If `figures` has no queueing times, TTFT replaces them.
+    Without `ttft_ms`, TTFT has no limit.
     """
     queued = figures["median_queued_ms" if "median_queued_ms" in figures else "median_ttft_ms"]
     prompt = ttft_ms is None or figures["p99_ttft_ms"] <= ttft_ms
@@ -71,11 +72,13 @@ def sustained(figures: Mapping[str, float], tbt_ms: float, ttft_ms: float | None
 
 
 def load_figures(records: Sequence[Record], workload: Workload, slo: Slo | None = None) -> dict[str, Any]:
-    """`metrics.summary` of a run, and what tells a lasting load from a burst. Raises ValueError as that does.
+    """`metrics.summary` of a run, with figures that separate a lasting load from a burst.
 
     - `arrival_window`: seconds from the first conversation's arrival to the last one's.
-    - `queue_growth`: of the requests that arrived in it (`metrics.queue_growth`).
-    - `mean_lifetime`: seconds from a conversation's arrival to its last token, with the times between its turns.
+    - `queue_growth`: growth of the queue in that window (`metrics.queue_growth`).
+    - `mean_lifetime`: seconds from a conversation's arrival to its last token, including the times between its turns.
+
+    Raises ValueError if no request succeeded.
     """
     arrivals = [conversation.arrival for conversation in workload]
     window = max(arrivals) - min(arrivals)
@@ -90,7 +93,7 @@ def load_figures(records: Sequence[Record], workload: Workload, slo: Slo | None 
 
 
 def describe_load(figures: Mapping[str, float]) -> str:
-    """How long the load of a run lasted, and what that says of its queue, as one line of text."""
+    """One line of text: how long the load of a run lasted, and whether that shows if its queue grows."""
     window, lifetime = figures["arrival_window"], figures["mean_lifetime"]
     told = f"conversations arrived for {window:,.3g} s, {window / lifetime:,.2g} times as long as one lasts"
     if lasting(figures):
@@ -99,7 +102,7 @@ def describe_load(figures: Mapping[str, float]) -> str:
 
 
 def lasting(figures: Mapping[str, float]) -> bool:
-    """Whether conversations arrived for long enough to tell a lasting load from a burst: LIFETIMES of them."""
+    """Whether conversations arrived for at least LIFETIMES lifetimes, so that the load is not just a burst."""
     return figures["arrival_window"] >= LIFETIMES * figures["mean_lifetime"]
 
 
@@ -112,7 +115,7 @@ def find_capacity(
     step: float = 2.0,
     tolerance: float = TOLERANCE,
 ) -> float:
-    """The highest sustained rate in requests a second, to within `tolerance`; 0.0 if no rate is sustained.
+    """The highest sustained rate in requests per second, to within `tolerance`; 0.0 if no rate is sustained.
 
     `run` returns the figures of a run at a rate. The search goes up or down from `start` by a factor until it has a
     bound on both sides, then bisects. The factor is `step` at first, so choose a small one if `start` is a good guess;
@@ -150,14 +153,14 @@ class Candidate:
     scheduler: SchedulerName = "stall-free"
     token_budget: int | None = None
     tbt_target: float | None = None
-    """Milliseconds."""
+    """Target between tokens in milliseconds; None without a target."""
     tp: int = 1
     pp: int = 1
     host_cache_gb: float = 0.0
 
     @property
     def devices(self) -> int:
-        """Devices of one replica."""
+        """Number of devices in one replica."""
         return self.tp * self.pp
 
     @property
@@ -186,16 +189,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityQuestion:
-    """What a capacity plan is asked, the same for all candidates. Plain data, so that it can go to other processes."""
+    """The question that a capacity plan answers, one for all candidates. Plain data, so other processes can take it."""
 
     model: str | ModelShape
     """A shape, or the name of a known one. Not used if there is a profile."""
     device: str
     devices: int
     price: float | None
-    """Price of one device for an hour."""
+    """Price of one device per hour; None if unknown."""
     profile: CostProfile | None
-    """Measured, for its own layout alone. If None, there is one for each layout, derived or packaged."""
+    """A measured profile, valid for its own layout only. None: each layout has its own, derived or packaged."""
     engine: EngineConfig
     workload: Workload
     """Conversations to draw from. A run takes as many as arrive in its time, and starts over at the end of the list."""
@@ -203,13 +206,13 @@ class CapacityQuestion:
     tbt_ms: float
     ttft_ms: float | None
     seconds: float
-    """Time during which conversations arrive in each run, unless it takes longer to tell whether the queue grows."""
+    """Seconds during which conversations arrive in each run; more if it takes longer to see whether the queue grows."""
     link: str | None = None
     """Link between the devices of a layer. None: the device's own."""
     stage_link: str | None = None
-    """Link between the stages of a pipeline. None: the same."""
+    """Link between the stages of a pipeline. None: `link`."""
     cores: int | None = None
-    """Cores that all replicas share, where the profile is that of a CPU. None: as many as they have threads."""
+    """Number of cores that all replicas share, for the profile of a CPU. None: as many as they have threads."""
 
     def deployment(self, candidate: Candidate) -> Deployment:
         """Profile and stages of a replica. Raises ValueError if the model does not fit."""
@@ -229,15 +232,15 @@ class CapacityQuestion:
         )
 
     def arriving(self, base: Workload, rate: float, seconds: float | None = None) -> Workload:
-        """The conversations of a run at `rate`: those of so many seconds, the question's own by default."""
+        """The conversations that arrive at `rate` in `seconds` seconds; by default the question's own time."""
         count = max(MIN_CONVERSATIONS, math.ceil(rate * (seconds or self.seconds)))
         drawn = [base[number % len(base)] for number in range(count)]
         return workloads.gamma_arrivals(drawn, rate, self.engine.seed, self.variation)
 
     def run_at(self, base: Workload, rate: float, run: Callable[[Workload], Sequence[Record]]) -> dict[str, Any]:
-        """The figures of a run at `rate` that is long enough to tell whether the rate is sustained.
+        """The figures of a run at `rate`, long enough to show whether the rate is sustained.
 
-        A run that seems to sustain its rate is made again with more arrivals until they last for LIFETIMES of its
+        A run that seems to sustain its rate is repeated with more arrivals until they last for LIFETIMES of its
         conversations, or MOST_EXTENSION times as long as asked for. Raises ValueError as `run` does.
         """
         seconds, most = self.seconds, MOST_EXTENSION * self.seconds
@@ -252,27 +255,27 @@ class CapacityQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The capacity and cost of a candidate: of one replica, except for `fleet_capacity`."""
+    """The capacity and cost of a candidate, for one replica; `fleet_capacity` is for all."""
 
     candidate: Candidate
     capacity: float
-    """Conversations a second that one replica sustains; 0 if none."""
+    """Conversations per second that one replica sustains; 0 if none."""
     figures: Mapping[str, Any]
     """`load_figures` of the run at that rate; empty without capacity."""
     output_rate: float
-    """Generated tokens a second at that rate in the long run, without the slow end of a run."""
+    """Generated tokens per second at that rate in the long run, without the slow end of a run."""
     replicas: int
-    """Replicas that the devices hold."""
+    """Number of replicas that the devices hold."""
     cost: float | None
     """Cost of a million generated tokens at that rate; None without a price or without capacity."""
     reason: str = ""
-    """Why there is no capacity."""
+    """The reason why there is no capacity; empty if there is some."""
     fits: bool = True
     """Whether the candidate can run at all. If not, no policy can run on its layout."""
 
     @property
     def fleet_capacity(self) -> float:
-        """Conversations a second of all replicas."""
+        """Conversations per second that all replicas sustain."""
         return self.capacity * self.replicas
 
 
@@ -313,28 +316,28 @@ def evaluate(question: CapacityQuestion, candidate: Candidate) -> Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class FleetEvaluation:
-    """The capacity of all replicas of a candidate together, behind a router."""
+    """The capacity of all replicas of a candidate together, with one router."""
 
     router: RouterName
     replicas: int
     capacity: float
-    """Conversations a second that they sustain together; 0 if none."""
+    """Conversations per second that they sustain together; 0 if none."""
     figures: Mapping[str, Any]
     """`load_figures` of the run at that rate; empty without capacity."""
     found: float
-    """Prompt tokens found in that run, as a share of what one replica with endless memory would find."""
+    """Prompt tokens found in that run, as a share of those that one replica with endless memory would find."""
     spread: float
-    """How far the busy times of the busiest and the idlest replica are apart, as a share of the mean."""
+    """Busy time of the busiest replica minus that of the idlest, as a share of the mean."""
     moves: int
-    """Conversations moved ahead of need."""
+    """Number of conversations moved ahead of need."""
     copied_tokens: int
-    """Tokens whose KV went from replica to replica."""
+    """Number of tokens whose KV was copied between replicas."""
 
 
 def evaluate_fleet(
     question: CapacityQuestion, evaluation: Evaluation, router: RouterName, link: str
 ) -> FleetEvaluation:
-    """Search the capacity of all replicas of an evaluated candidate together, behind a router of this policy.
+    """Search the capacity of all replicas of an evaluated candidate together, with a router of this policy.
 
     `link` joins the replicas; state moves over it if they have a host tier. Deterministic. Raises ValueError for an
     evaluation without capacity, for more than MAX_ROUTED replicas and for padded rows.
@@ -348,7 +351,7 @@ def evaluate_fleet(
     profile, engine = deployment.profile, replace(question.engine, **candidate.options())
     base = workloads.fit_context(question.workload, context_length(engine, profile))
     rules = RoutingRules(block_size=engine.block_size, step_tokens=engine.fixed_token_budget or profile.token_budget)
-    # Of a CPU's cores each engine takes as many as its profile had threads.
+    # Each engine on a CPU takes as many cores as its profile had threads.
     cores = None if question.cores is None or profile.threads is None else question.cores / profile.threads
     runs: dict[float, tuple[dict[str, Any], ClusterOutcome]] = {}
 
@@ -385,7 +388,7 @@ def evaluate_fleet(
 
 
 def saturated_rate(engine: EngineConfig, deployment: Deployment, base: Workload) -> float:
-    """Conversations completed a second when all arrive at once. A first guess of the capacity that saves long runs."""
+    """Conversations completed per second when all arrive at once. A first guess of the capacity saves long runs."""
     sample = [replace(base[number % len(base)], arrival=0.0) for number in range(2 * engine.max_sequences)]
     outcome = simulate(engine, deployment.profile, sample, pipeline=deployment.pipeline)
     return len(sample) / outcome.seconds
@@ -411,7 +414,7 @@ def evaluator(question: CapacityQuestion, jobs: int) -> Iterator[Callable[[Seque
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation | None:
     """The evaluation with the highest capacity over all devices; None if none has any.
 
-    A search cannot tell capacities apart that are within its tolerance. Among those the first wins: the plainest.
+    A search cannot separate capacities that are within its tolerance. Among those the first wins: the plainest.
     """
     highest = max((each.fleet_capacity for each in evaluations), default=0.0)
     near = highest * (1 - TOLERANCE)

@@ -19,11 +19,11 @@ from holdfast.core.config import option
 from holdfast.files.regular import read_text
 
 HASH_BLOCK = 512
-"""Tokens of each hash id of a Mooncake trace."""
+"""Number of tokens that each hash id of a Mooncake trace stands for."""
 DEFAULT_REQUESTS = 100
-"""Conversations of a generated workload, unless told otherwise."""
+"""Default number of conversations in a generated workload."""
 CHARACTERS_PER_TOKEN = 4
-"""Estimates the length of a text in tokens where no tokenizer is available."""
+"""Characters per token, to estimate the length of a text without a tokenizer."""
 MIN_VARIATION, MAX_VARIATION = 0.01, 100.0
 """Bounds of the variation of arrivals. Beyond them, the gamma distribution leaves the range of floats."""
 
@@ -37,12 +37,14 @@ class Turn:
     think: float = 0.0
     """Seconds between the end of the previous turn and this one."""
     hashes: tuple[int, ...] = ()
-    """Ids of the blocks of HASH_BLOCK tokens. Equal ids mean equal tokens. If empty, no other turn has these tokens."""
+    """Ids of the turn's blocks of HASH_BLOCK tokens. Equal ids mean equal tokens. If empty, no other turn has these
+    tokens.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, each of which continues the one before."""
+    """Turns, each of which continues the previous one."""
 
     arrival: float
     """Seconds from the workload's start to the first turn."""
@@ -91,7 +93,7 @@ DATASETS = {
 
 @dataclass(frozen=True, slots=True)
 class ConversationMeans:
-    """Means of a data set: requests of a conversation, new prompt tokens of a request, generated tokens of one."""
+    """Means of a data set: requests per conversation, new prompt tokens per request, generated tokens per request."""
 
     turns: float
     prompt: float
@@ -99,7 +101,7 @@ class ConversationMeans:
 
 
 SHAREGPT, ULTRACHAT = ConversationMeans(5.56, 37.77, 204.58), ConversationMeans(3.86, 51.78, 257.81)
-"""Pensieve, Table 2."""
+"""Means of Pensieve's data sets (Table 2)."""
 
 
 def fixed(count: int, prompt: int, output: int) -> list[Conversation]:
@@ -202,7 +204,7 @@ def sharegpt_json(path: str | Path, count_tokens: Callable[[str], int]) -> list[
 
 
 def gamma_arrivals(workload: Workload, rate: float, seed: int, variation: float = 1.0) -> list[Conversation]:
-    """The same conversations, arriving at `rate` a second with gamma-distributed intervals.
+    """These conversations, arriving at `rate` per second with gamma-distributed intervals.
 
     `variation` is the standard deviation of the intervals divided by their mean. 1 is a Poisson process; above it,
     arrivals come in bursts.
@@ -218,7 +220,7 @@ def gamma_arrivals(workload: Workload, rate: float, seed: int, variation: float 
 
 
 def speed_up(workload: Workload, factor: float) -> list[Conversation]:
-    """The same conversations, arriving `factor` times as fast as in the trace."""
+    """These conversations, arriving `factor` times as fast as in the trace."""
     if not factor > 0:
         raise ValueError(f"the factor is {factor}; it must be above 0")
     return [replace(conversation, arrival=conversation.arrival / factor) for conversation in workload]
@@ -240,7 +242,7 @@ def fit_context(workload: Workload, max_model_len: int) -> list[Conversation]:
 
 
 def num_requests(workload: Workload) -> int:
-    """Requests of all conversations together."""
+    """Number of requests in all conversations together."""
     return sum(len(conversation.turns) for conversation in workload)
 
 
@@ -251,7 +253,7 @@ def _base_tokens(vocab_size: int, length: int) -> tuple[int, ...]:
 
 
 class PromptTokens:
-    """Token ids for prompts. Turns differ, except that equal hash ids give equal tokens. The same in every run."""
+    """Token ids for prompts, equal in every run. No two turns have equal tokens, unless they have equal hash ids."""
 
     BASE = 1 << 16
 
@@ -263,10 +265,10 @@ class PromptTokens:
         self._vocabulary = range(16, vocab_size)
         self._base = _base_tokens(vocab_size, self.BASE)
         self._block = lru_cache(maxsize=1 << 14)(lambda block: self._text(f"#{block}", HASH_BLOCK))
-        """The tokens of a hash id. Cached: a prefix comes again and again."""
+        """The tokens of a hash id. Cached, because prefixes come again and again."""
 
     def prompt(self, conversation: int, index: int, turn: Turn) -> tuple[int, ...]:
-        """The new prompt tokens of a turn: number `index` of conversation number `conversation`."""
+        """The new prompt tokens of turn number `index` of conversation number `conversation`."""
         if not turn.hashes:
             return self._text(f"{conversation}/{index}", turn.prompt)
         return tuple(chain.from_iterable(map(self._block, turn.hashes)))[: turn.prompt]
@@ -333,7 +335,7 @@ class WorkloadConfig:
 
     @property
     def title(self) -> str:
-        """The workload's name for a report, a file without its directory."""
+        """The workload's name for a report; a file without its directory."""
         return "fixed lengths" if self.workload == "fixed" else self.workload.rpartition("/")[2]
 
     @property

@@ -34,7 +34,7 @@ class RequestLimits:
     served: Identity | None = None
     """The model, adapter and dtype that the engine serves. None: a request may name any."""
     gives_hidden: bool = True
-    """Whether hidden states can be had: for log probabilities of prompts, and for embeddings."""
+    """Whether the engine can give hidden states: for log probabilities of prompts, and for embeddings."""
 
     def check(
         self,

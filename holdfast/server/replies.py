@@ -40,7 +40,7 @@ class RequestUsage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
-    """Of these, those from the host, from the disk and from the remote tier."""
+    """`cached_tokens` by lower tier: tokens from the host, from the disk and from the remote tier."""
     wanted: SampledRequest | None = None
     """What was asked for."""
     queued: float | None = None

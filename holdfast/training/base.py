@@ -1,4 +1,4 @@
-"""The base model of tuning jobs: its sizes for the planner, and a digest by which a job knows it again."""
+"""The base model of tuning jobs: its sizes for the planner, and a digest by which a job recognises it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import DecoderSpec
 
 AT_A_TIME = 1 << 22
-"""Numbers that are summed at once."""
+"""Number of elements that are summed at once."""
 PERIOD = 65_521
-"""A prime. A number is weighted by its place modulo this, so two that change places change the sum."""
+"""A prime. An element is weighted by its index modulo this, so exchanging two elements changes the sum."""
 
 
 def training_shape(decoder: DecoderSpec) -> TrainingShape:
@@ -31,10 +31,10 @@ def training_shape(decoder: DecoderSpec) -> TrainingShape:
 
 @torch.no_grad()
 def digest_of_model(model: Decoder) -> str:
-    """A digest of all weights as they are on the device, and of the model's options: equal if a job may go on over it.
+    """A digest of all weights as they are on the device, and of the model's options. A job may resume if it is equal.
 
-    It tells models apart that differ by chance, dtype or training; it is no proof against forgery. A pass over the
-    weights: for 16 GB on an H200 about 10 ms of reading, and some times that for 64-bit sums.
+    It distinguishes models that differ by accident, dtype or training; it is no proof against forgery. It takes one
+    pass over the weights: for 16 GB on an H200 about 10 ms of reading, and a few times that for 64-bit sums.
     """
     found = hashlib.sha256(repr((model.decoder, str(model.spec.dtype))).encode())
     for name, tensor in _weights(model):
@@ -53,7 +53,10 @@ def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _sums(tensor: torch.Tensor) -> tuple[int, int]:
-    """The sum of a tensor's numbers, read as integers, and that of each times its place. Of 64 bits, wrapping."""
+    """The sum of a tensor's elements, read as integers, and the sum of each times its index.
+
+    Both are 64 bits, wrapping.
+    """
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     rows = tensor if tensor.dim() > 1 else tensor[None]
     plain = weighted = torch.zeros((), dtype=torch.int64, device=tensor.device)

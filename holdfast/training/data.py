@@ -1,7 +1,7 @@
-"""A job's examples in one file that is mapped into memory: token ids and the weight of each in the loss.
+"""A job's examples in one memory-mapped file: token ids, and the weight of each token in the loss.
 
-The file, little-endian: 8 bytes "HFEXAMP1"; the numbers of examples and of tokens, 8 bytes each; where each example
-begins and the end of the last, in tokens, 8 bytes each; token ids, 4 bytes each; weights, float32.
+The file is little-endian: 8 bytes "HFEXAMP1"; the numbers of examples and of tokens, 8 bytes each; the first token of
+each example and the end of the last one, 8 bytes each; token ids, 4 bytes each; weights, float32.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from typing import TYPE_CHECKING
 from holdfast.files.regular import create_file, open_file
 
 if TYPE_CHECKING:
-    import numpy as np  # where it is needed it is imported: the API process only writes examples
+    import numpy as np  # imported where it is needed, because the API process only writes examples
     import numpy.typing as npt
 
 EXAMPLES_FILE = "examples.bin"
 VALIDATION_FILE = "validation.bin"
-"""The files of a job, in its directory."""
+"""Names of a job's files, in its directory."""
 MAGIC = b"HFEXAMP1"
 HEADER = struct.Struct("<8sQQ")
+"""Magic, number of examples, number of tokens."""
 HASHED_AT_A_TIME = 1 << 20
+"""Bytes that are read and hashed together."""
 
 
 def write_examples(path: str | Path, examples: Iterable[tuple[Sequence[int], Sequence[float]]]) -> str:
-    """Write examples, each its token ids and as many weights, and return the file's SHA-256 in hexadecimal.
+    """Write examples, each with its token ids and equally many weights. Returns the file's SHA-256 in hexadecimal.
 
-    A token's weight is that of predicting it from those before it; so an example's first weight has no effect. The file
-    appears whole or not at all. Raises ValueError naming the example that cannot be trained on, by number from 0.
+    A token's weight applies to predicting it from the tokens before it, so an example's first weight has no effect. The
+    file appears whole or not at all. Raises ValueError naming an example that cannot be trained on, by its number from
+    0.
     """
     path = Path(path)
     partial, weights_path = path.with_name(f".{path.name}.ids"), path.with_name(f".{path.name}.weights")
@@ -70,7 +73,7 @@ def digest_of(path: str | Path) -> str:
 
 
 class Examples:
-    """The examples of a file from `write_examples`. Raises ValueError if the file is another or not whole."""
+    """The examples of a file from `write_examples`. Raises ValueError if the file is of another kind or incomplete."""
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
@@ -91,7 +94,7 @@ class Examples:
         if int(self.offsets[0]) != 0 or int(self.offsets[-1]) != tokens or (lengths < 2).any():
             raise ValueError(f"{path.name} is damaged: its examples do not lie one after the other")
         self.lengths: npt.NDArray[np.int64] = lengths
-        """Tokens of each example."""
+        """Number of tokens of each example."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -102,15 +105,15 @@ class Examples:
         return self._ids[part], self._weights[part]
 
     def weight(self, numbers: Iterable[int]) -> float:
-        """The sum of all weights of some examples, by which a step's loss is divided."""
+        """The sum of all weights of some examples. A step's loss is divided by it."""
         return math.fsum(float(self.example(number)[1][1:].sum(dtype="float64")) for number in numbers)
 
     def packed(
         self, numbers: Sequence[int]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Examples one after the other: ids [T], the token after each [T], and that token's weight [T].
+        """Concatenate examples: token ids [T], the next token of each [T], and that next token's weight [T].
 
-        The last token of an example has none after it: weight 0.
+        The last token of an example has no next one, so its weight is 0.
         """
         import numpy as np
 
@@ -133,7 +136,7 @@ def _check(number: int, ids: Sequence[int], weights: Sequence[float]) -> None:
 
 
 def _little(numbers: array[int] | array[float]) -> array[int] | array[float]:
-    """The numbers in little-endian order."""
+    """The elements in little-endian order."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers

@@ -1,7 +1,7 @@
-"""One micro-batch as a list of units, of which any may run next; its tensors lie in memory that a caller lends.
+"""One micro-batch as a list of units, which may run in any slices. Its tensors lie in memory that a caller lends.
 
-The bits of loss and gradients do not depend on where the units are cut into slices, nor on what is kept, released or
-begun again: a unit is computed by the same operations from the same numbers each time.
+The bits of loss and gradients do not depend on how the units are cut into slices, nor on which tensors are kept,
+released or computed again: a unit uses the same operations on the same numbers each time.
 """
 
 from __future__ import annotations
@@ -19,23 +19,29 @@ from holdfast.lm.models.peft_files import MODULES
 from holdfast.training.jobs import HEAD_ROWS, Unit
 
 ALIGNMENT = 256
-"""Bytes that every tensor's place is a multiple of, counted from the end of its plane."""
+"""The alignment of every tensor's place in bytes, counted from the end of its plane."""
 
 Half = str
-"""attention or mlp."""
+"""The name of a half: attention or mlp."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where tensors lie in the two planes of each layer; all layers are alike. Offsets count from the planes' ends."""
+    """The places of tensors in the two planes of each layer, the same in all layers.
+
+    Offsets count from the planes' ends.
+    """
 
     at: dict[str, tuple[int, int]]
-    """By name: the plane, 0 or 1, and how far before its end the tensor begins, in bytes."""
+    """For each tensor, by name: its plane, 0 or 1, and the distance from the plane's end to its beginning, in bytes."""
     depths: tuple[int, int] = (0, 0)
-    """Bytes that are taken at the end of each plane."""
+    """Number of bytes that are taken at the end of each plane."""
 
     def then(self, sizes: Iterable[tuple[str, int]]) -> Places:
-        """With more tensors before those that are there, each (name, bytes) in the plane that has less so far."""
+        """These places and more tensors before them.
+
+        Each tensor (name, bytes) goes to the plane that has less so far.
+        """
         at, depths = dict(self.at), [*self.depths]
         for name, size in sizes:
             plane = int(depths[1] < depths[0])
@@ -48,7 +54,7 @@ class Arena:
     """The ends of the KV cache's planes as memory for tensors. A layer has two planes: of keys and of values."""
 
     def __init__(self, planes: Sequence[tuple[torch.Tensor, torch.Tensor]], block_bytes: int) -> None:
-        """`planes` are whole, as bytes [num_blocks * block_bytes] uint8. Nothing is written until a tensor is."""
+        """`planes` are whole, as bytes [num_blocks * block_bytes] uint8. Creating the arena writes nothing."""
         self.planes, self.block_bytes = planes, block_bytes
         # A plane may end anywhere; places count from the last aligned byte.
         self._slack = max((plane.data_ptr() + plane.numel()) % ALIGNMENT for pair in planes for plane in pair)
@@ -58,12 +64,15 @@ class Arena:
         return self.planes[0][0].numel() // self.block_bytes
 
     def blocks(self, places: Places) -> int:
-        """How many blocks at the end of the cache these places lie in."""
+        """The number of blocks, at the end of the cache, that these places occupy."""
         deepest = max(places.depths)
         return -(-(deepest + self._slack) // self.block_bytes) if deepest else 0
 
     def tensor(self, places: Places, layer: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor at a place, with whatever its memory holds. Raises ValueError if the plane is too small."""
+        """The tensor at a place, with the current contents of its memory.
+
+        Raises ValueError if the plane is too small.
+        """
         number, offset = places.at[name]
         plane = self.planes[layer][number]
         end = plane.numel() - (plane.data_ptr() + plane.numel()) % ALIGNMENT
@@ -74,18 +83,18 @@ class Arena:
 
 
 def arena_of(cache: KVCache) -> Arena:
-    """The end of a KV cache, whose layers' keys and values are each in one piece."""
+    """The arena at the end of a KV cache. Each layer's keys and each layer's values must be contiguous."""
     planes = [(_bytes(key), _bytes(value)) for key, value in map(cache.layer, range(len(cache.data)))]
     return Arena(planes, planes[0][0].numel() // cache.num_blocks)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor that is in one piece, [bytes] uint8."""
+    """The memory of a contiguous tensor, [bytes] uint8."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def kept_places(halves: Halves, tokens: int, before: Places) -> tuple[Places, Places]:
-    """Places for the inputs of all halves of so many tokens, and those with everything that the halves keep besides."""
+    """Places for the inputs of all halves of `tokens` tokens, and places that hold their kept tensors too."""
     size = tokens * halves.model.decoder.hidden_size * halves.model.spec.dtype.itemsize
     inputs = before.then((half, size) for half in ("attention", "mlp"))
     shapes = {**halves.kept_shapes("attention", tokens), **halves.kept_shapes("mlp", tokens)}
@@ -96,9 +105,10 @@ def kept_places(halves: Halves, tokens: int, before: Places) -> tuple[Places, Pl
 
 @torch.no_grad()
 def workspace_bytes(model: Decoder, tokens: int, rank: int) -> int:
-    """Bytes of a GPU that units take at most besides the arena, for a sequence of so many tokens; 0 on a CPU.
+    """The most GPU memory in bytes that units take outside the arena, for a sequence of `tokens` tokens; 0 on a CPU.
 
-    Measured: runs the units that take most, on layer 0. With the stream that a micro-batch holds from its last forward.
+    It is measured by running the units that take most, on layer 0. It includes the stream that a micro-batch holds from
+    its last forward.
     """
     device, dtype = model.spec.device, model.spec.dtype
     if device.type != "cuda":
@@ -123,7 +133,7 @@ def workspace_bytes(model: Decoder, tokens: int, rank: int) -> int:
 
 
 class Iteration:
-    """The computation of one micro-batch, at some unit of it. Runs without autograd."""
+    """The computation of one micro-batch, which stands at one of its units. Runs without autograd."""
 
     def __init__(
         self,
@@ -137,13 +147,13 @@ class Iteration:
         adapters: Sequence[LayerAdapter],
         grads: Sequence[LayerAdapter],
     ) -> None:
-        """`before` are the places that are taken, `targets` and `weights` [T] those of `Halves.head`.
+        """`before` are the places that are already taken. `targets` and `weights` [T] are those of `Halves.head`.
 
-        `adapters` and `grads` are by layer. The backward writes each gradient once, over what was there.
+        `adapters` and `grads` are by layer. The backward writes each gradient once, and overwrites the old contents.
         """
         self.units = tuple(unit for unit in units if unit.kind != "optimizer")
         self.at = 0
-        """The unit that comes next."""
+        """The index of the next unit."""
         self._halves, self._arena, self._tokens = halves, arena, tokens
         self._targets, self._weights, self._adapters, self._grads = targets, weights, adapters, grads
         self._inputs, self._all = kept_places(halves, tokens.count, before)
@@ -154,7 +164,7 @@ class Iteration:
         sums = torch.float64 if spec.dtype == torch.float64 else torch.float32
         self._losses = torch.zeros(chunks, dtype=sums, device=spec.device)
         self._stream: torch.Tensor | None = None
-        """The output of the last layer, and later the gradient of the stream [T, hidden]."""
+        """The output of the last layer, and later the gradient of the stream, [T, hidden]."""
 
     @property
     def done(self) -> bool:
@@ -162,19 +172,19 @@ class Iteration:
 
     @property
     def places(self) -> Places:
-        """Those that hold something."""
+        """The places whose tensors are in use."""
         return self._all if self._kept else self._inputs
 
     @property
     def loss(self) -> torch.Tensor:
-        """The sum of weighted losses of the chunks so far, on the device."""
+        """The sum of the weighted losses of the head's chunks so far, on the device."""
         return self._losses.sum()
 
     @torch.no_grad()
     def run(self, first: int, stop: int, *, keep: bool) -> None:
         """Compute units [first, stop); `first` must be the next one.
 
-        With `keep`, forward halves keep what their backward needs; otherwise only their inputs.
+        With `keep`, forward halves keep the tensors that their backward needs; otherwise only their inputs.
         """
         if not self.at == first <= stop <= len(self.units):
             raise ValueError(f"units {first} to {stop} cannot run: the next is {self.at} of {len(self.units)}")
@@ -183,7 +193,7 @@ class Iteration:
             self.at += 1
 
     def release(self) -> None:
-        """Give up what forward halves have kept, but for their inputs. The backward computes it again."""
+        """Release the tensors that forward halves have kept, except their inputs. The backward computes them again."""
         self._kept.clear()
 
     def _run(self, unit: Unit, keep: bool) -> None:
@@ -238,7 +248,7 @@ class Iteration:
         return self._arena.tensor(self._inputs, layer, half, shape, spec.dtype)
 
     def _keep(self, half: Half, layer: int, keep: bool) -> Kept:
-        """The tensors that a half's forward writes to: places in the arena, or none, so that it makes its own."""
+        """The memory for a half's kept tensors: places in the arena, or none, so that the forward allocates them."""
         if not keep:
             return {}
         shapes = self._halves.kept_shapes(half, self._tokens.count)

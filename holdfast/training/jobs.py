@@ -1,4 +1,4 @@
-"""What a tuning job is, as values: its hyperparameters, its steps and micro-batches, and the units of a micro-batch."""
+"""A tuning job as values: its hyperparameters, its steps and micro-batches, and the units of a micro-batch."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from holdfast.training.order import Order, pack
 
 ALL_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 HEAD_ROWS = 1024
-"""Tokens whose logits one unit computes: with 128,256 words, 263 MB in 16 bits."""
+"""Number of tokens whose logits one unit computes. With 128,256 words, the logits take 263 MB in 16 bits."""
 VALIDATION_STEPS = 100
-"""A step of this many is followed by a validation, besides the last of each epoch."""
+"""Number of steps between validations. The last step of each epoch also has one."""
 VALIDATION_EXAMPLES = 64
-"""Most examples of a validation: the first ones of the file."""
+"""The most examples of a validation: the first ones of the file."""
 
 UnitKind = Literal["attention", "mlp", "head", "mlp_backward", "attention_backward", "optimizer"]
 
 
 class Unit(NamedTuple):
-    """The least work that a slice can hold."""
+    """The smallest piece of work that a slice can hold."""
 
     kind: UnitKind
     number: int
-    """Of the layer; for the head, of the chunk of HEAD_ROWS tokens; 0 for the optimizer."""
+    """The number of the layer; for the head, of the chunk of HEAD_ROWS tokens; 0 for the optimizer."""
 
 
 def units_of(num_layers: int, tokens: int, *, backward: bool, optimizer: bool) -> tuple[Unit, ...]:
-    """The units of a micro-batch, in order. Without `backward` it is of a validation. `optimizer`: one ends it."""
+    """The units of a micro-batch, in order. A validation has no `backward`.
+
+    With `optimizer`, the last unit is its update.
+    """
     units = [Unit(kind, layer) for layer in range(num_layers) for kind in _FORWARD]
     units += [Unit("head", chunk) for chunk in range(-(-tokens // HEAD_ROWS))]
     if backward:
@@ -48,21 +51,21 @@ _BACKWARD: tuple[UnitKind, ...] = ("mlp_backward", "attention_backward")
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """How a job is tuned. Two runs with equal values, data and base model compute the same."""
+    """The settings of a job. Two runs with equal settings, data and base model compute the same."""
 
     epochs: int
     batch_size: int
-    """Examples of one optimizer step."""
+    """Number of examples in one optimizer step."""
     learning_rate: float = 2e-4
-    """At its peak."""
+    """The learning rate at its peak."""
     rank: int = 16
     alpha: float = 32.0
-    """LoRA adds alpha / rank times B A x."""
+    """LoRA's alpha: the adapter adds alpha / rank times B A x."""
     modules: tuple[str, ...] = ALL_MODULES
     micro_batch: int = 8192
-    """Most tokens that are computed at once. It is part of the job because the last bits depend on it."""
+    """The most tokens that are computed at once. It is a setting of the job, because the last bits depend on it."""
     warmup: float = 0.03
-    """Share of the steps in which the learning rate rises."""
+    """The share of the steps in which the learning rate rises."""
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     seed: int = 0
@@ -95,44 +98,44 @@ class Hyperparameters:
 
     @property
     def scale(self) -> float:
-        """LoRA's factor."""
+        """LoRA's factor alpha / rank."""
         return self.alpha / self.rank
 
 
 def auto_batch_size(examples: int) -> int:
-    """8 with few examples, else one of 256 of them, at most 64."""
+    """The default batch size: 8 below 2,048 examples, otherwise a 256th of the examples, at most 64."""
     return 8 if examples < 2048 else min(64, examples // 256)
 
 
 def auto_epochs(examples: int, batch_size: int) -> int:
-    """So many that there are about 200 steps: 1 to 10, and at least 3 of fewer than 100 examples."""
+    """The default number of epochs: 1 to 10, for about 200 steps in all, and at least 3 below 100 examples."""
     wanted = min(10, max(1, -(-200 * batch_size // examples)))
     return max(3, wanted) if examples < 100 else wanted
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """One job. It never changes; how far it has come is in its state."""
+    """One job. It never changes; its progress is in its state."""
 
     id: str
     hyperparameters: Hyperparameters
     base_model: str
-    """What checkpoints name as their base."""
+    """The name that checkpoints give as their base model."""
     base_digest: str
-    """Of the base model's weights: a job does not go on over others."""
+    """The digest of the base model's weights. A job does not resume over other weights."""
     data_digest: str
     """SHA-256 of the file of examples."""
     validation_digest: str = ""
-    """Of the file of validation examples; empty without one."""
+    """SHA-256 of the file of validation examples; empty without one."""
     threads: int = 0
-    """CPU threads that it began with, on which the last bits depend; 0 on a GPU."""
+    """Number of CPU threads that the job began with, on which the last bits depend; 0 on a GPU."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> TrainingJob:
-        """Raises ValueError for what `to_json` has not written."""
+        """Parse the text of `to_json`. Raises ValueError for any other text."""
         try:
             values: dict[str, Any] = json.loads(text)
             given: Mapping[str, Any] = values.pop("hyperparameters")
@@ -142,7 +145,7 @@ class TrainingJob:
             raise ValueError(f"not a job: {error}") from None
 
     def digest(self) -> bytes:
-        """SHA-256 of everything that its result depends on. A state belongs to the job of its digest."""
+        """SHA-256 of everything that the job's result depends on. A state belongs to the job with its digest."""
         values = asdict(self)
         del values["threads"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
@@ -154,10 +157,10 @@ class MicroBatch:
 
     examples: tuple[int, ...]
     lengths: tuple[int, ...]
-    """Tokens of each example."""
+    """Number of tokens of each example."""
     units: tuple[Unit, ...] = field(repr=False)
     validation: bool = False
-    """The examples are of the validation file, and have no backward."""
+    """Whether the examples are from the validation file. They have no backward then."""
 
     @property
     def tokens(self) -> int:
@@ -166,13 +169,13 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class JobSteps:
-    """The steps of a job over its data: sizes, and no numbers."""
+    """The steps of a job over its data, by their sizes alone."""
 
     job: TrainingJob
     num_layers: int
-    """Of the base model."""
+    """Number of layers of the base model."""
     lengths: Sequence[int]
-    """Tokens of each example."""
+    """Number of tokens of each example."""
     validation_lengths: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -190,12 +193,12 @@ class JobSteps:
 
     @property
     def count(self) -> int:
-        """Optimizer steps of the whole job."""
+        """Number of optimizer steps in the whole job."""
         return self.order.steps
 
     @cached_property
     def most_tokens(self) -> int:
-        """No micro-batch has more tokens."""
+        """An upper bound on the tokens of any micro-batch."""
         chosen = self.job.hyperparameters
         batch = min(chosen.batch_size, len(self.lengths)) * int(max(self.lengths))
         held_out = min(VALIDATION_EXAMPLES, len(self.validation_lengths)) * int(max(self.validation_lengths, default=0))
@@ -208,11 +211,14 @@ class JobSteps:
         )
 
     def checkpoint_after(self, step: int) -> bool:
-        """Whether the adapter is written when the step is done: at each epoch's end."""
+        """Whether the adapter is written after the step. It is written at the end of each epoch."""
         return self.order.ends_epoch(step)
 
     def micro_batches(self, step: int) -> tuple[MicroBatch, ...]:
-        """Those of a step, in order: of training, the last of them with the optimizer's unit; then of validation."""
+        """The micro-batches of a step, in order: those of training, then those of a validation, if there is one.
+
+        The last micro-batch of training has the optimizer's unit.
+        """
         limit = self.job.hyperparameters.micro_batch
         packed = pack(self.order.examples(step), self.lengths, limit)
         batches = [

@@ -11,7 +11,7 @@ BETAS = (0.9, 0.999)
 EPS = 1e-8
 
 Pieces = Sequence[torch.Tensor]
-"""A vector in pieces, in a fixed order: sums over it are taken piece by piece."""
+"""A vector in pieces, in a fixed order. Sums over it are taken piece by piece."""
 
 
 def adamw_step(
@@ -27,12 +27,12 @@ def adamw_step(
 ) -> None:
     """One update, in place, of params and of the running means of gradients and of their squares; float32.
 
-    `number` counts from 1. Gradients are scaled first, in place, so that the norm of all is at most `max_norm`.
+    `number` counts from 1. Gradients are first scaled in place, so that the norm of all is at most `max_norm`.
     """
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*grads])))
     steps = torch.full((len(params),), number - 1.0, device=norm.device)
     first, second = BETAS
-    # In one pass. PyTorch's own loss scaling does what clipping does.
+    # Gradients are scaled in the same pass. PyTorch's option for loss scaling does the same arithmetic as clipping.
     adamw(
         [*params], [*grads], [*means], [*variances], [], [*steps],
         fused=True, grad_scale=torch.clamp((norm + 1e-6) / max_norm, min=1.0),

@@ -1,8 +1,8 @@
-"""Which examples each optimizer step takes: a pure function of the job's seed, so a resumed job loses and repeats none.
+"""The examples of each optimizer step: a pure function of the job's seed, so a resumed job skips and repeats none.
 
 Within an epoch, examples come in the order of a permutation of their numbers: a Feistel network over the smallest
-square of a power of two that holds them, walked until it lands on a number that exists (Black and Rogaway, 2002, §5).
-Any position is found without the others.
+square of a power of two that holds them, walked until it reaches a number that exists (Black and Rogaway, 2002, §5).
+Any position is found without computing the others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 ROUNDS = 4
+"""Number of rounds of the Feistel network."""
 
 
 def example_at(position: int, *, count: int, seed: int, epoch: int) -> int:
@@ -31,10 +32,10 @@ def example_at(position: int, *, count: int, seed: int, epoch: int) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """The examples of all steps of a job. A step's batch is never of two epochs, so an epoch's last may be smaller."""
+    """The examples of all steps of a job. No batch spans two epochs, so the last batch of an epoch may be smaller."""
 
     count: int
-    """Examples."""
+    """Number of examples."""
     batch_size: int
     epochs: int
     seed: int
@@ -48,7 +49,7 @@ class Order:
         return self.epochs * self.steps_per_epoch
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether it is the last step of its epoch."""
+        """Whether this is the last step of its epoch."""
         return (step + 1) % self.steps_per_epoch == 0
 
     def examples(self, step: int) -> tuple[int, ...]:
@@ -59,9 +60,9 @@ class Order:
 
 
 def pack(examples: Sequence[int], lengths: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Cut examples, in order, into micro-batches of at most `limit` tokens. None is cut; `lengths` are of all examples.
+    """Cut a list of examples, in order, into micro-batches of at most `limit` tokens. `lengths` are of all examples.
 
-    Raises ValueError for an example above the limit.
+    No example is cut. Raises ValueError for an example above the limit.
     """
     packed: list[list[int]] = []
     room = 0

@@ -1,7 +1,7 @@
-"""A job's state: its vectors on the host, and the files that a killed engine goes on from.
+"""A job's state: its vectors on the host, and the files from which a killed engine resumes.
 
-A state is written to the older of two files, beside the newer one, and put in its place whole. So at any moment at
-least one file of each directory is complete, and the newest complete one of all directories is what counts.
+A state replaces the older of two files as a whole, and the newer file stays. So at any moment at least one file of each
+directory is complete. The newest complete file of all directories counts.
 """
 
 from __future__ import annotations
@@ -28,49 +28,50 @@ from holdfast.training.jobs import TrainingJob
 
 MAGIC = b"HFSTATE1"
 HEADER = struct.Struct("<8sI32sQQ")
-"""Magic, CRC-32 of all that follows it, digest of the job, steps done, numbers of a vector."""
+"""Magic, CRC-32 of all that follows it, digest of the job, number of steps done, number of elements of a vector."""
 HEADER_CRC_END = len(MAGIC) + 4
-"""Where the part that the checksum covers begins."""
+"""The offset at which the part covered by the checksum begins."""
 RECORD = np.dtype([("loss", "<f8"), ("validation", "<f8"), ("tokens", "<u8")])
 NAMES = ("a", "b")
+"""Names of a job's two state files."""
 JOB_FILE = "job.json"
 SHARED_MEMORY = Path("/dev/shm")
-"""A file system in the host's memory: what lies there survives the engine, but not the host."""
+"""A file system in the host's memory. Its files survive the engine, but not the host."""
 MIRROR_SECONDS = 7 * 86_400.0
-"""States that lie in the host's memory for so long without a change are deleted."""
+"""Seconds without a change after which states in the host's memory are deleted."""
 
 log = logging.getLogger("holdfast.engine")
 
 
 class StepRecord(NamedTuple):
-    """What one optimizer step gave."""
+    """The results of one optimizer step."""
 
     loss: float
-    """Mean over its weighted tokens, before the update."""
+    """The mean loss over the step's weighted tokens, before the update."""
     validation: float | None
-    """The same of the validation that followed the update."""
+    """The mean loss of the validation that followed the update; None without one."""
     tokens: int
-    """All that were trained on."""
+    """Number of tokens that the step trained on."""
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """A job after some optimizer steps."""
+    """A job's state after some optimizer steps."""
 
     rows: npt.NDArray[np.void]
-    """By step, all that are done: RECORD each. A long job has many, and each state holds them all."""
-    params: torch.Tensor  # [numbers] float32, on the host
+    """One RECORD for each step that is done. A long job has many, and each state holds them all."""
+    params: torch.Tensor  # [elements] float32, on the host
     means: torch.Tensor
     variances: torch.Tensor
 
     @property
     def step(self) -> int:
-        """Steps done, which is the number of the next."""
+        """Number of steps done, which is also the number of the next step."""
         return len(self.rows)
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
-        """By step, all that are done."""
+        """The records of all steps that are done."""
         return records_of(self.rows)
 
     @property
@@ -86,7 +87,7 @@ class StateFiles:
         self.directory, self._job, self._durable = directory, job, durable
 
     def write(self, state: State) -> None:
-        """Replace the older file. Raises OSError if there is no space; both files are as before then."""
+        """Replace the older file. Raises OSError if there is no space; both files are then unchanged."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         steps = [self._step(self._path(name)) for name in NAMES]
         target = self._path(NAMES[steps.index(min(steps))])
@@ -126,7 +127,7 @@ class StateFiles:
         return self.directory / f"state.{name}"
 
     def _step(self, path: Path) -> int:
-        """Steps done, as the header has it; -1 if it is not a state of this job."""
+        """The number of steps done in a file's header; -1 if the file is not a state of this job."""
         try:
             with open_file(path) as file:
                 header = file.read(HEADER.size)
@@ -138,7 +139,7 @@ class StateFiles:
         return int(step) if (magic, job) == (MAGIC, self._job) else -1
 
     def _read(self, path: Path) -> State | None:
-        """The state in a file, if every byte of it is as it was written."""
+        """The state in a file, if the file is complete and unchanged; else None."""
         try:
             data = read_bytes(path)
         except OSError:
@@ -158,15 +159,17 @@ class StateFiles:
 
 
 def newest(files: Iterable[StateFiles]) -> State | None:
-    """The state with the most steps of several directories."""
+    """The state with the most steps among several directories; None if there is no state."""
     states = [state for each in files if (state := each.read()) is not None]
     return max(states, key=lambda state: state.step, default=None)
 
 
 def mirror_directory(chosen: str) -> Path | None:
-    """The directory of states in the host's memory, made if need be, for this user alone; None if there is none.
+    """The directory of states in the host's memory, for this user alone; None if there is none.
 
-    Raises ValueError for a given one that cannot be used.
+    Created if it is missing.
+
+    Raises ValueError for a given directory that cannot be used.
     """
     if chosen == "off" or (chosen == "auto" and not SHARED_MEMORY.is_dir()):
         return None
@@ -182,14 +185,14 @@ def mirror_directory(chosen: str) -> Path | None:
         log.warning("holdfast: states of tuning jobs go to the disk only: %s", error.strerror)
         return None
     for job in path.iterdir():
-        # Nobody has come back for the state of this killed engine. The disk has one that is a minute older at most.
+        # No engine has resumed from this state of a killed one. The disk has a state that is at most a minute older.
         if job.is_dir() and not job.is_symlink() and time.time() - job.stat().st_mtime > MIRROR_SECONDS:
             shutil.rmtree(job, ignore_errors=True)
     return path
 
 
 def write_job(directory: Path, job: TrainingJob) -> None:
-    """Write a job's values to job.json in its directory. Raises FileExistsError if there is a job."""
+    """Write a job's values to job.json in its directory. Raises FileExistsError if the directory already has a job."""
     path, partial = directory / JOB_FILE, directory / f".{JOB_FILE}.partial"
     if path.exists():
         raise FileExistsError(f"{directory.name} holds a job already")
@@ -202,7 +205,7 @@ def write_job(directory: Path, job: TrainingJob) -> None:
 
 
 def read_job(directory: Path) -> TrainingJob:
-    """The job of a directory. Raises ValueError if its job.json is not one, and FileNotFoundError without any."""
+    """The job of a directory. Raises ValueError if its job.json is invalid, and FileNotFoundError if there is none."""
     return TrainingJob.from_json(read_text(directory / JOB_FILE))
 
 

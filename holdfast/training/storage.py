@@ -1,8 +1,8 @@
-"""Storage of jobs: copies each step's vectors to the host, and stores them in a thread of its own beside later steps.
+"""Storage of jobs: copies each step's vectors to the host, and stores them in a separate thread during later steps.
 
-A step's vectors are copied piece by piece to the host, which has two rooms for them, so that the writer may read one. A
-writer that is behind holds up no step, unless an adapter is to be written: a state that waits gives way to a newer one,
-and its step is reported with that.
+A step's vectors are copied piece by piece to the host, which has memory for two copies, so that the writer may read
+one. A slow writer delays no step, unless an adapter must be written. A state that waits for the writer is replaced by a
+newer one, and its step is reported with the newer state.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ log = logging.getLogger("holdfast.engine")
 CHECKPOINTS = "checkpoints"
 
 DISK_SECONDS = 60.0
-"""A state is on the disk at most so long after it was computed, if writing one takes long."""
+"""Seconds since the last write to the disk after which a state is written there, even if writing takes long."""
 DISK_SHARE = 0.05
-"""If writing a state to the disk takes less than this share of a step, every step is written there."""
+"""Every step is written to the disk if writing takes less than this share of a step."""
 
 STORED = ("params", "means", "variances")
-"""The vectors of a stored state. Without an update between, they are the same on host and device."""
+"""The vectors of a stored state. They are the same on host and device if no update came in between."""
 
 Vectors = Mapping[str, Sequence[torch.Tensor]]
-"""On the device, by name and layer. Those of STORED are copied."""
+"""Vectors on the device, by name and layer. Vectors in STORED are copied."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class StepReport:
 
     job: str
     step: int
-    """From 0."""
+    """The number of the step, from 0."""
     steps: int
-    """Of the whole job."""
+    """Number of steps in the whole job."""
     record: StepRecord
     checkpoint: Path | None
-    """The directory of the adapter after this step, in PEFT's format, if it was written."""
+    """The directory of the adapter after this step, in PEFT's format; None if it was not written."""
 
 
 @dataclass(frozen=True)
 class JobFailure:
-    """A job that cannot go on. Its last stored step stays."""
+    """A job that cannot continue. Its last stored step stays."""
 
     job: str
     reason: str
@@ -68,27 +68,27 @@ class JobFailure:
 
 @dataclass(eq=False)
 class _Done:
-    """A step that is computed, or about to be on the device, and that no state holds yet."""
+    """A step that is computed, or being computed on the device, and that no state holds yet."""
 
     step: int
     tokens: int
     loss: torch.Tensor
-    """On the host once the device is done."""
+    """The loss. It is on the host once the device is done."""
     validation: torch.Tensor | None
 
 
 @dataclass(eq=False)
 class _Copying:
-    """The copy of a state to the host, which goes on beside the slices of the next step."""
+    """The copy of a state to the host, which runs during the slices of the next step."""
 
     room: dict[str, torch.Tensor]
     layers: int = 0
-    """How many have been copied."""
+    """Number of layers that have been copied."""
 
 
 @dataclass(eq=False)
 class _Write:
-    """A state that the writer stores, or will."""
+    """A state that the writer stores, or will store."""
 
     stored: StoredJob
     host: dict[str, torch.Tensor]
@@ -100,40 +100,40 @@ class _Write:
 
 @dataclass(eq=False)
 class StoredJob:
-    """What the host has of a job, and how much of that is stored. Only the storage changes it."""
+    """A job's data on the host, and its progress on disk. Only the storage changes it."""
 
     directory: Path
     steps: JobSteps
     layout: AdapterLayout
     host: dict[str, torch.Tensor]
-    """The vectors of STORED [layers * elements] on the host."""
+    """The vectors of STORED on the host, [layers * elements] each."""
     spare: dict[str, torch.Tensor]
-    """Room for newer ones while the writer reads `host`."""
+    """Memory for newer vectors while the writer reads `host`."""
     rows: npt.NDArray[np.void]
     """`State.rows` of the stored steps. Only the writer adds to it once the job runs."""
     step: int
-    """The step under way."""
+    """The number of the current step."""
     host_step: int
-    """The step before which the vectors on the host are."""
+    """The step that follows the vectors on the host."""
     done: list[_Done] = field(default_factory=list)
-    """Steps that the writer has not been told of."""
+    """Steps that were not passed to the writer yet."""
     copying: _Copying | None = None
-    """Of the last of these."""
+    """The copy of the newest of these steps; None if none is running."""
     unstored: list[_Done] = field(default_factory=list)
-    """Steps that no file took so far. Only the writer changes it."""
+    """Steps that are in no file yet. Only the writer changes the list."""
     copied: torch.cuda.Event | None = None
-    """When the copies to the host that have begun have ended; the next update waits for it."""
+    """The event that ends the copies to the host that have begun. The next update waits for it."""
     failed: bool = False
     to_disk: bool = False
-    """The next state is to be written to the disk."""
+    """Whether the next state must be written to the disk."""
     disk_seconds: float = 0.0
-    """How long the last write to the disk took."""
+    """Seconds that the last write to the disk took."""
     disk_at: float = -math.inf
-    """When the last one began."""
+    """Time at which the last write to the disk began."""
     disk_step: int = -1
-    """The step before which the vectors on the disk are; -1: not known."""
+    """The step that follows the vectors on the disk; -1 if it is not known."""
     step_seconds: float = math.inf
-    """How long the last step took, from one's end to the next one's."""
+    """Seconds from the end of the previous step to the end of the last one."""
     step_at: float = math.nan
 
     @property
@@ -147,12 +147,15 @@ class StoredJob:
         return "" if last is None else str(self.checkpoint_path(last))
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the adapter after so many steps is."""
+        """The directory of the adapter after `step` steps."""
         return self.directory / CHECKPOINTS / str(step)
 
 
 class Storage:
-    """Stores jobs. `open` may run in any thread; what has to do with slices and the rest may each have one."""
+    """Stores jobs. `open` may run in any thread.
+
+    One thread makes the calls of slices, and one thread all other calls.
+    """
 
     def __init__(
         self,
@@ -162,20 +165,23 @@ class Storage:
         pinning: AbstractContextManager[object],
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called when the writer is done with a state, mostly in its thread. The others: see `Trainer`."""
+        """`wake` is called when the writer is done with a state, mostly in its thread.
+
+        For the others, see `Trainer`.
+        """
         self._device, self._mirror, self._pinning, self._wake = device, mirror, pinning, wake
         self._reports: deque[StepReport | JobFailure] = deque()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-tuning")
         self._lock = threading.RLock()
-        """Of `_writes`, and of storing."""
+        """Guards `_writes`, and the act of storing."""
         self._writes: list[_Write] = []
-        """At most one that runs, and behind it those that wait."""
+        """The writes that are not done: at most one runs, and the others wait in order."""
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     # Jobs
 
     def open(self, directory: Path, steps: JobSteps, layout: AdapterLayout) -> StoredJob:
-        """Read the newest state of a job from its directory and the mirror, or begin it."""
+        """Read the newest state of a job from its directory and the mirror, or begin the job."""
         state = newest(self._files(steps.job, directory).values())
         state = state or _begin(layout, steps.num_layers, steps.job.hyperparameters.seed)
         with self._pinning:
@@ -185,17 +191,17 @@ class Storage:
             )
         opened = StoredJob(directory, steps, layout, host, spare, state.rows, state.step, state.step)
         if state.step and steps.checkpoint_after(state.step - 1) and not _has_checkpoint(opened, state.step):
-            # The engine was killed before it was complete.
+            # The engine was killed before this file was complete.
             self._write_checkpoint(opened, opened.host["params"], state.step)
         return opened
 
     def settled(self, stored: StoredJob) -> bool:
-        """Whether all that was to be stored of a job is, so that `close` and `discard` need not wait."""
+        """Whether everything due for a job is stored, so that `close` and `discard` need not wait."""
         with self._lock:
             return not any(write.stored is stored and not write.future.done() for write in self._writes)
 
     def close(self, stored: StoredJob, vectors: Vectors | None) -> None:
-        """`store`, and wait until it is on the disk."""
+        """Call `store`, and wait until the state is on the disk."""
         self.store(stored, vectors)
         self.wait(stored)
         if not stored.failed:
@@ -209,7 +215,7 @@ class Storage:
 
     @property
     def has_reports(self) -> bool:
-        """Whether `reports` would give any."""
+        """Whether `reports` would return any."""
         return bool(self._reports)
 
     def reports(self) -> list[StepReport | JobFailure]:
@@ -220,7 +226,7 @@ class Storage:
         return found
 
     def wait(self, stored: StoredJob | None = None) -> None:
-        """Wait until the writer has nothing to do for a job; None: for any."""
+        """Wait until the writer has nothing to do for a job; None: for any job."""
         with self._lock:
             writes = [write for write in self._writes if stored is None or write.stored is stored]
             for write in writes:
@@ -228,30 +234,30 @@ class Storage:
             self._writes = [write for write in self._writes if write not in writes]
 
     def shut_down(self) -> None:
-        """End the writer. All jobs are closed."""
+        """End the writer. All jobs must be closed."""
         self._writer.shutdown()
 
-    # Steps. `vectors` are those at the last step's end; None where there are none, or newer ones, on the device.
+    # Steps. `vectors` are those at the end of the last step. They are None if the device has none, or newer ones.
 
     def keeps_up(self, stored: StoredJob) -> bool:
-        """Whether the next step may begin. False while the last one's adapter is to be written, and has no room."""
+        """Whether the next step may begin. False while the last step's adapter waits for memory to be written from."""
         if not stored.done or stored.copying is not None or not stored.steps.checkpoint_after(stored.step - 1):
             return True
         with self._lock:
             return self._room(stored) is not None
 
     def end_step(self, stored: StoredJob, tokens: int, loss: torch.Tensor, validation: torch.Tensor | None) -> None:
-        """Count the step under way, for `copy` or `store`. Its losses are on the host once the device is done."""
+        """Count the current step, for `copy` or `store`. Its losses are on the host once the device is done."""
         stored.done.append(_Done(stored.step, tokens, loss, validation))
         stored.step += 1
         now = time.monotonic()
         stored.step_seconds, stored.step_at = now - stored.step_at, now
 
     def copy(self, stored: StoredJob, vectors: Vectors | None, share: float) -> None:
-        """Copy this share of the last step's vectors to the host, and tell the writer once all are there.
+        """Copy this share of the last step's vectors to the host. Once all are copied, pass the step to the writer.
 
-        One large copy would hold up the tokens of the steps beside it, which take the same way to the host. Where
-        there is no room because the writer is behind, the step is stored with a later one.
+        One large copy would delay the tokens of simultaneous steps, which take the same way to the host. If the writer
+        is slow and there is no memory, the step is stored with a later one.
         """
         with self._lock:
             if vectors is None or stored.host_step == stored.step:
@@ -280,19 +286,19 @@ class Storage:
                 self._write_soon(stored)
 
     def before_update(self, stored: StoredJob, vectors: Vectors) -> None:
-        """Copy what is left of the last step before its vectors change. An adapter to be written waits for room."""
+        """Copy the rest of the last step before its vectors change. If its adapter must be written, wait for memory."""
         if stored.done and stored.copying is None and stored.steps.checkpoint_after(stored.step - 1):
             self.wait(stored)
         self.copy(stored, vectors, 1.0)
         self.after_copies(stored)
 
     def after_copies(self, stored: StoredJob) -> None:
-        """Have the device begin what is launched from now on after the copies. Does not wait."""
+        """Make later launches on the device wait for the copies. Does not wait itself."""
         if stored.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(stored.copied)
 
     def store(self, stored: StoredJob, vectors: Vectors | None) -> None:
-        """Copy what is left of the last step to the host, and have it written to the disk, if that was not done yet."""
+        """Copy the rest of the last step to the host, and have it written to the disk, unless it is there already."""
         with self._lock:
             if vectors is not None and stored.host_step != stored.step:
                 if stored.copying is None and self._room(stored) is None:
@@ -303,22 +309,25 @@ class Storage:
                 stored.to_disk = True
                 self._write_soon(stored)
 
-    # Rooms on the host, and the writer
+    # Memory on the host, and the writer
 
     def _files(self, job: TrainingJob, directory: Path) -> dict[str, StateFiles]:
-        """Where a job's states are, by kind."""
+        """The files of a job's states, by kind."""
         found = {"disk": StateFiles(directory, job.digest(), durable=True)}
         if self._mirror is not None:
             found["mirror"] = StateFiles(self._mirror / job.id, job.digest(), durable=False)
         return found
 
     def _clear_mirror(self, stored: StoredJob) -> None:
-        """Give the host's memory back that the mirror of a job takes."""
+        """Free the host memory that the mirror of a job takes."""
         if self._mirror is not None:
             shutil.rmtree(self._mirror / stored.job.id, ignore_errors=True)
 
     def _take_back(self, stored: StoredJob) -> None:
-        """A state that waits for the writer gives way to a newer one, unless its adapter is to be written."""
+        """Withdraw the job's states that wait for the writer, unless an adapter must be written from them.
+
+        Their steps are stored with a newer state.
+        """
         for write in [*self._writes]:
             if write.stored is stored and not self._must_stay(write) and write.future.cancel():
                 stored.done = [*write.done, *stored.done]
@@ -329,12 +338,12 @@ class Storage:
         return write.future.running() or write.stored.steps.checkpoint_after(write.step - 1)
 
     def _room(self, stored: StoredJob) -> dict[str, torch.Tensor] | None:
-        """Vectors on the host that no write needs, or only one that can be taken back."""
+        """Vectors on the host that no write needs, or only a write that can be withdrawn; None if there are none."""
         used = [write.host for write in self._writes if not write.future.done() and self._must_stay(write)]
         return next((room for room in (stored.spare, stored.host) if not any(room is each for each in used)), None)
 
     def _write_soon(self, stored: StoredJob) -> None:
-        """Let the writer store the vectors on the host, with the steps that it has not been told of."""
+        """Have the writer store the vectors on the host, with the steps that were not passed to it yet."""
         done, stored.done = stored.done, []
         durable, stored.to_disk = stored.to_disk, False
         self._writes = [write for write in self._writes if not write.future.done()]
@@ -351,7 +360,7 @@ class Storage:
         step: int,
         durable: bool,
     ) -> None:
-        """In the writer's thread: store a state, then report its steps."""
+        """Store a state, then report its steps. Runs in the writer's thread."""
         if stored.failed:
             return
         try:
@@ -370,7 +379,7 @@ class Storage:
             state = State(np.concatenate((stored.rows, rows_of(fresh))), *(host[name] for name in STORED))
             assert state.step == step
             if not self._write_files(stored, state, durable):
-                return  # these steps are reported with a later one
+                return  # these steps are reported with a later state
             stored.rows, ended, stored.unstored = state.rows, stored.unstored, []
             checkpoint = None
             if ended and stored.steps.checkpoint_after(step - 1):
@@ -383,7 +392,7 @@ class Storage:
             self._reports.append(JobFailure(stored.job.id, str(error)))
 
     def _write_files(self, stored: StoredJob, state: State, durable: bool) -> bool:
-        """Write a state where it is due. Returns whether any file has it."""
+        """Write a state to each place where it is due. Returns whether any file has it."""
         files, written = self._files(stored.job, stored.directory), False
         if "mirror" in files:
             try:
@@ -402,7 +411,7 @@ class Storage:
         return written
 
     def _write_checkpoint(self, stored: StoredJob, params: torch.Tensor, step: int) -> Path:
-        """Write the adapter of parameters on the host. `step` counts the steps behind it."""
+        """Write the adapter from parameters on the host. `step` is the number of steps that led to it."""
         path, chosen = stored.checkpoint_path(step), stored.job.hyperparameters
         pairs = {}
         for layer, piece in enumerate(params.chunk(stored.steps.num_layers)):
@@ -415,7 +424,7 @@ class Storage:
 
 
 def pinned(vector: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The vector in memory that a GPU copies from and to by itself."""
+    """The vector in pinned memory, which a GPU can copy by itself."""
     return vector.pin_memory() if device.type == "cuda" else vector
 
 
@@ -430,7 +439,7 @@ def _has_checkpoint(stored: StoredJob, step: int) -> bool:
 
 
 def _begin(layout: AdapterLayout, num_layers: int, seed: int) -> State:
-    """A new job's state: A uniform within 1 / √inputs, B zero (as PEFT draws them), so nothing changes at first."""
+    """A new job's state: A uniform within 1 / √inputs, B zero (as in PEFT), so the adapter changes nothing at first."""
     params = torch.zeros(num_layers * layout.elements)
     generator = torch.Generator().manual_seed(seed)
     for piece in params.chunk(num_layers):

@@ -1,7 +1,7 @@
 """The tuner's device side: computes slices of training for several jobs over one base model, and stores every step.
 
-One job is resident at a time: its vectors lie in lent blocks at the end of the cache. The others wait on the host.
-Slices are launched in the order of the engine's steps, on the same stream. Each launch returns at once on a GPU.
+One job is resident at a time: its vectors lie in lent blocks at the end of the cache. The other jobs wait on the host.
+Slices are launched in the order of the engine's steps, on the same stream. On a GPU each launch returns at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from holdfast.training.storage import STORED, JobFailure, StepReport, Storage, S
 log = logging.getLogger("holdfast.engine")
 
 COPY_HASTE = 2.0
-"""How much of a step's state each slice of the next step copies to the host, over the slice's share of that step."""
+"""Factor on a slice's share of its step.
+
+The product is the share of the last step's state that it copies to the host.
+"""
 
 
 class LaunchedSlice:
@@ -39,7 +42,7 @@ class LaunchedSlice:
         self._slice, self._tokens, self._loss, self._timer = slice_, tokens, loss, timer
 
     def result(self) -> TrainingReport:
-        """What it took and gave, once the device is done with it."""
+        """The result of the slice. Waits until the device is done with it."""
         given = self._slice
         seconds = self._timer.seconds()
         return TrainingReport(
@@ -57,12 +60,12 @@ class _Resident:
     adapters: list[LayerAdapter]
     grads: list[LayerAdapter]
     fresh: list[LayerAdapter]
-    """The gradients of one micro-batch that is not a step's first; they are added to `grads` when it is complete."""
+    """Gradients of one micro-batch that is not the first of its step. They are added to `grads` when it is complete."""
 
 
 @dataclass(eq=False)
 class _Job:
-    """A job that the trainer knows."""
+    """A job that the trainer has open."""
 
     stored: StoredJob
     halves: Halves
@@ -70,19 +73,22 @@ class _Job:
     validation: Examples | None
     micro_batch: int = 0
     batches: tuple[MicroBatch, ...] = ()
-    """Of the step under way."""
+    """The micro-batches of the current step."""
     total: float = 0.0
-    """Sum of the weights of the step's examples."""
+    """The sum of the weights of the step's examples."""
     losses: list[torch.Tensor] = field(default_factory=list)
-    """Of the step's micro-batches so far, on the device."""
+    """The losses of the step's micro-batches so far, on the device."""
     iteration: Iteration | None = None
     resident: _Resident | None = None
     host_grads: torch.Tensor | None = None
-    """The gradients of the earlier micro-batches of a step that was offloaded."""
+    """The gradients of the earlier micro-batches of the current step, if the job was offloaded during it."""
     updated: bool = False
-    """The step under way has been computed but for its validation, so its vectors are those of the next step."""
+    """Whether the current step's update is done but not its validation. The vectors are then those of the next step."""
     host_updated: dict[str, torch.Tensor] | None = None
-    """Such vectors of a job that was offloaded. No state holds them before the step ends."""
+    """The updated vectors of a job that was offloaded before its validation.
+
+    No state holds them before the step ends.
+    """
 
     @property
     def job(self) -> TrainingJob:
@@ -94,12 +100,12 @@ class _Job:
 
     @property
     def step(self) -> int:
-        """The step under way."""
+        """The number of the current step."""
         return self.stored.step
 
     @property
     def last_vectors(self) -> Vectors | None:
-        """Those at the last step's end, as long as they are on the device."""
+        """The vectors at the end of the last step; None if they are not on the device."""
         return None if self.resident is None or self.updated else self.resident.vectors
 
 
@@ -118,9 +124,9 @@ class Trainer:
     ) -> None:
         """`arena` is the end of the engine's cache (`arena_of`). A job of another `base_digest` is refused.
 
-        `mirror` is a directory in the host's memory, where states survive the engine but not the host; None: there is
-        none, and states go to the jobs' own directories. `pinning` is held while another thread locks host memory.
-        `wake` is called when the writer is done with a state, mostly in its thread.
+        `mirror` is a directory in the host's memory, where states survive the engine but not the host. If it is None,
+        states go only to the jobs' own directories. `pinning` is held while another thread locks host memory. `wake` is
+        called when the writer is done with a state, mostly in its thread.
         """
         self._model, self._base_digest, self._arena = model, base_digest, arena
         self._device = model.spec.device
@@ -136,13 +142,13 @@ class Trainer:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of the cache in all layers."""
+        """Size of one block of the cache in bytes, over all layers."""
         return 2 * len(self._arena.planes) * self._arena.block_bytes
 
     def open(self, directory: Path) -> JobSteps:
-        """Take a job of a directory, from its last stored step on; returns its steps. It is not resident yet.
+        """Open the job of a directory at its last stored step, and return its steps. The job is not resident yet.
 
-        Raises ValueError if the job is of another base model, if its data have changed, or if it is open.
+        Raises ValueError if the job is of another base model, if its data have changed, or if it is already open.
         """
         return self.add(self.prepare(directory))
 
@@ -185,24 +191,24 @@ class Trainer:
         return self._jobs[job].steps
 
     def host_vector(self, job: str, name: str) -> torch.Tensor:
-        """One of STORED as the host has it: of an offloaded job, all there is."""
+        """One of the vectors in STORED on the host. For an offloaded job, it is the only copy."""
         self._storage.wait()
         return self._jobs[job].stored.host[name]
 
     def next_slice(self, job: str) -> tuple[int, int, int]:
-        """Where an open job stands: step, micro-batch, and the unit that comes next."""
+        """The position of an open job: its step, its micro-batch, and its next unit."""
         known = self._jobs[job]
         return known.step, known.micro_batch, known.iteration.at if known.iteration else 0
 
     def blocks(self, job: str, tokens: int = 0, *, keep: bool = False) -> int:
-        """Blocks at the end of the cache that a resident job takes with a micro-batch of so many tokens."""
+        """Number of blocks at the end of the cache that a resident job takes, with a micro-batch of `tokens` tokens."""
         known = self._jobs[job]
         inputs, everything = kept_places(known.halves, tokens, self._vector_places(known))
         places = everything if keep else inputs
         return self._arena.blocks(places if tokens else self._vector_places(known))
 
     def blocks_for(self, chosen: Hyperparameters, tokens: int, *, keep: bool = False) -> int:
-        """`blocks` of a job that is not open, with these hyperparameters."""
+        """The result of `blocks` for a job that is not open, with these hyperparameters."""
         layout = AdapterLayout(self._model.decoder, chosen.modules, chosen.rank)
         halves = Halves(self._model, layout, chosen.scale)
         inputs, everything = kept_places(halves, tokens, self._places(layout))
@@ -217,17 +223,17 @@ class Trainer:
         return self._jobs[job].stored.newest_checkpoint()
 
     def keeps_up(self, job: str) -> bool:
-        """Whether the next step may begin. False while the last one's adapter is to be written, and has no room."""
+        """Whether the next step may begin. False while the last step's adapter waits for memory to be written from."""
         return self._storage.keeps_up(self._jobs[job].stored)
 
     def settled(self, job: str) -> bool:
-        """Whether all that was to be stored of an open job is, so that `close` and `discard` need not wait."""
+        """Whether everything due for an open job is stored, so that `close` and `discard` need not wait."""
         return self._storage.settled(self._jobs[job].stored)
 
     def close(self, job: str) -> None:
-        """Store what a job has done, on the disk, and forget the job; its blocks are free then.
+        """Store a job's finished steps on the disk, and forget the job. Its blocks are then free.
 
-        It goes on from its last step when it is opened again.
+        It resumes after its last step when it is opened again.
         """
         known = self._jobs[job]
         self._storage.close(known.stored, known.last_vectors)
@@ -239,7 +245,7 @@ class Trainer:
 
     @property
     def has_reports(self) -> bool:
-        """Whether `reports` would give any."""
+        """Whether `reports` would return any."""
         return self._storage.has_reports
 
     def reports(self) -> list[StepReport | JobFailure]:
@@ -259,9 +265,9 @@ class Trainer:
         return self.launch(slice_, lent).result()
 
     def launch(self, slice_: TrainingSlice, lent: int) -> LaunchedSlice:
-        """Compute a slice. The cache's last `lent` blocks are training's until a later slice says less.
+        """Compute a slice. The cache's last `lent` blocks belong to training until a later slice lends fewer.
 
-        Raises ValueError if the slice does not follow those before it, or if its tensors do not fit those blocks.
+        Raises ValueError if the slice does not follow the previous ones, or if its tensors do not fit those blocks.
         """
         known = self._jobs.get(slice_.job)
         if known is None:
@@ -294,7 +300,10 @@ class Trainer:
     def _run(
         self, known: _Job, resident: _Resident, slice_: TrainingSlice, lent: int
     ) -> tuple[int, torch.Tensor | None]:
-        """Units of a micro-batch. Returns its tokens if they end it, and the step's loss if they end the step."""
+        """Run units of a micro-batch.
+
+        Returns its number of tokens if they end it, and the step's loss if they end the step.
+        """
         if known.step >= known.steps.count:
             raise ValueError(f"job {slice_.job} is done: it has {known.steps.count} steps")
         if not known.batches:
@@ -347,7 +356,7 @@ class Trainer:
         )
 
     def _update(self, known: _Job, resident: _Resident) -> None:
-        """The optimizer's unit."""
+        """Run the optimizer's unit."""
         self._storage.before_update(known.stored, resident.vectors)
         chosen, vectors = known.job.hyperparameters, resident.vectors
         rate = learning_rate(known.step, steps=known.steps.count, peak=chosen.learning_rate, warmup=chosen.warmup)
@@ -362,7 +371,7 @@ class Trainer:
         _cast(vectors)
 
     def _end_step(self, known: _Job) -> torch.Tensor:
-        """Count the step; the next one stores it. Returns its loss, on the host once the device is done."""
+        """Count the step; the next step stores it. Returns its loss, on the host once the device is done."""
         training, held_out = (
             [loss for loss, batch in zip(known.losses, known.batches, strict=True) if batch.validation is wanted]
             for wanted in (False, True)
@@ -379,7 +388,7 @@ class Trainer:
     # Memory
 
     def _vector_places(self, known: _Job) -> Places:
-        """Where the vectors of a resident job lie."""
+        """The places of a resident job's vectors."""
         return self._places(known.halves.layout)
 
     def _places(self, layout: AdapterLayout) -> Places:
@@ -430,7 +439,7 @@ class Trainer:
     def _offload(self, known: _Job, resident: _Resident) -> None:
         """Move the job's vectors to the host, and store its last step on the disk."""
         self._storage.store(known.stored, known.last_vectors)
-        self._storage.after_copies(known.stored)  # whoever gets the blocks next writes after them
+        self._storage.after_copies(known.stored)  # later users of the blocks write after the copies
         if known.updated:
             like = known.stored.host
             known.host_updated = {name: pinned(torch.empty_like(like[name]), self._device) for name in STORED}
@@ -445,19 +454,19 @@ class Trainer:
         known.resident = None
 
     def _to_host(self, value: torch.Tensor) -> torch.Tensor:
-        """A number that the device computes, on the host when it has."""
+        """A copy on the host of a number that the device computes. It is there once the device is done."""
         if self._device.type != "cuda":
             return value
         return torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 class _Timer:
-    """The device's time from its making to `stop`."""
+    """Measures the device's time from construction to `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] = []
         self._start, self._seconds = time.perf_counter(), 0.0
-        """When it was made, and how long the host took until `stop`."""
+        """The time of construction, and the host's seconds until `stop`."""
         if device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._events[0].record()
@@ -469,11 +478,11 @@ class _Timer:
 
     @property
     def launch_seconds(self) -> float:
-        """The host's time until `stop`, where the device works meanwhile; else 0."""
+        """The host's seconds until `stop` if the device works in parallel; else 0."""
         return self._seconds if self._events else 0.0
 
     def seconds(self) -> float:
-        """Waits for the device."""
+        """The device's seconds. Waits for the device."""
         if not self._events:
             return self._seconds
         self._events[1].synchronize()
@@ -487,7 +496,7 @@ def _add(sums: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> None:
 
 
 def _cast(vectors: dict[str, list[torch.Tensor]]) -> None:
-    """Bring the copy of the parameters in the model's dtype up to date, if there is one."""
+    """Update the copy of the parameters in the model's dtype, if there is one."""
     if "cast" in vectors:
         with torch.no_grad():
             torch._foreach_copy_(vectors["cast"], vectors["params"])

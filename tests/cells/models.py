@@ -30,7 +30,7 @@ Results = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its graph, and what plain PyTorch gives for it."""
+    """A request: its graph, and the results of plain PyTorch for it."""
 
     graph: CellGraph
     expected: Results
@@ -194,7 +194,7 @@ MODELS: Mapping[str, Any] = {"tagger": Tagger, "seq2seq": Seq2Seq, "tree": Tree}
 
 
 def differences(found: Mapping[str, np.ndarray], expected: Results) -> list[str]:
-    """The names of results that are not as expected: more than 1e-5 apart, or of another shape."""
+    """The names of results that differ from the expected ones: by more than 1e-5, or in shape."""
     assert set(found) == set(expected)
     return [
         name

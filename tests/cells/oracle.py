@@ -76,13 +76,13 @@ class Node:
     uid: int
     cell: Cell
     states: dict[str, tuple[Node, str]]
-    """By State input; one that is missing is zeros."""
+    """The node and output that each State input reads. A missing input is zeros."""
     wide: np.ndarray
     chain: int = -1
-    """Which call of `chain` made it."""
+    """The number of the call of `chain` that made the node; -1 if none did."""
     stop: tuple[str, int] | None = None
     read_inside: bool = False
-    """Its chain is read before its end, so that each of the chain's nodes is a row."""
+    """Whether its chain is read before its end, so that each of the chain's nodes is a row."""
     request: str = ""
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ class Node:
 
 
 class Recipe:
-    """A graph: calls of CellGraph, and the same as nodes."""
+    """A graph, as calls of CellGraph and as nodes."""
 
     def __init__(self, first_uid: int, rng: random.Random) -> None:
         self.graph = CellGraph()
@@ -171,7 +171,7 @@ class Recipe:
         return found
 
     def rows(self) -> int:
-        """How many rows it takes: one for a chain that is not read inside, else one for each node."""
+        """Number of rows of the graph: one for a chain that is not read inside, else one for each node."""
         inside = {node.chain for node in self.nodes if node.read_inside}
         chains = {node.chain for node in self.nodes if node.chain != -1} - inside
         return len(chains) + sum(node.chain == -1 or node.chain in inside for node in self.nodes)
@@ -258,7 +258,7 @@ def _any_graph(recipe: Recipe, cells: Sequence[Cell], rng: random.Random) -> Non
         count = rng.randint(1, 4)
         states: dict[str, Any] = {}
         as_chain = bool(cell.carried) and rng.random() < 0.5
-        # The nodes of one call read one output each for all of them: choose it first, then who has it.
+        # The nodes of one call all read the same output: choose it first, then nodes that have it.
         for name in cell.states:
             readable = recipe.readable(cell.inputs[name])
             outputs = sorted({output for _, output in readable})
@@ -327,13 +327,13 @@ class Subgraph:
     submitted: set[Node] = field(default_factory=set)
     completed: set[Node] = field(default_factory=set)
     dropped: set[Node] = field(default_factory=set)
-    """Steps of a chain beyond the one at which it stopped."""
+    """Steps of a chain after the one at which it stopped."""
 
     def ended(self) -> bool:
         return len(self.completed | self.dropped) == len(self.nodes)
 
     def ready(self) -> list[Node]:
-        """Nodes that are not submitted, whose inputs are, in the order of the graph."""
+        """Nodes that are not submitted but whose inputs are, in the order of the graph."""
         own = set(self.nodes)
         return [
             node
@@ -370,7 +370,7 @@ class Oracle:
         self.running: list[Request] = []
         self.in_flight: list[deque[Submitted]] = [deque() for _ in range(workers)]
         self.holding: list[tuple[int, set[Submitted]]] = []
-        """Rows that are free once these rounds have completed."""
+        """Numbers of rows, each with the rounds that must complete before the rows are free."""
         self.subgraph: dict[Node, Subgraph] = {}
 
     def add(self, id: str, recipe: Recipe) -> None:
@@ -386,7 +386,7 @@ class Oracle:
             self._hold(request)
 
     def schedule(self, worker: int) -> tuple[CellType, list[list[Node]]] | None:
-        """Lines 4 to 11. Where nothing can be formed of the chosen type, the next best one is tried."""
+        """Lines 4 to 11. If nothing can be formed of the chosen type, the next best one is tried."""
         self._admit()
         types = [ct for ct in self.types.values() if ct.num_ready_nodes() > 0]
         s = [ct for ct in types if ct.num_ready_nodes() >= max(ct.sizes)]
@@ -431,7 +431,7 @@ class Oracle:
         return batch
 
     def update(self, worker: int) -> list[str]:
-        """The worker's oldest round has completed; the requests that end."""
+        """Complete the worker's oldest round. Returns the requests that end."""
         done = self.in_flight[worker].popleft()
         ended = []
         for batch in done.tasks:
@@ -479,7 +479,7 @@ class Oracle:
                     subgraph.type.subgraphs.append(subgraph)
 
     def _hold(self, request: Request) -> None:
-        """Free its rows, but not while steps that nobody wants may be in flight."""
+        """Free the request's rows, but not while dropped steps may be in flight."""
         early = any(subgraph.dropped or not subgraph.ended() for subgraph in request.subgraphs)
         rounds = {submitted for queue in self.in_flight for submitted in queue} if early else set()
         self.holding.append((request.recipe.rows(), rounds))
@@ -501,7 +501,10 @@ class Oracle:
 
 
 def split(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Connected nodes of one type; if types read one another in a circle, with as many changes of type before them."""
+    """Sets of connected nodes of one type.
+
+    If types read one another in a circle, the nodes of a set must also have equally many changes of type before them.
+    """
     circle = _in_a_circle(nodes)
     changes: dict[Node, int] = {}
     neighbours: dict[Node, set[Node]] = {node: set() for node in nodes}
@@ -551,7 +554,7 @@ class ReferenceExecutor:
 
     def __init__(self, cells: Sequence[Cell], workers: int, capacity: int, rng: random.Random) -> None:
         self._cells, self._layout, self._rng = cells, Layout(cells), rng
-        # What was there before is no zero: who reads a row that nobody wrote gets a wrong result.
+        # Memory starts with numbers that are not zero, so that reading a row that nobody wrote gives a wrong result.
         self._arenas = [
             {spec: np.full((capacity * width, *spec.shape), -777, spec.dtype) for spec, width in self._widths.items()}
             for _ in range(workers)

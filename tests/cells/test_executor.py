@@ -1,4 +1,4 @@
-"""One executor: what it reads in place, what it gathers, and what it says of cells that break their word."""
+"""One executor: inputs that it reads in place or gathers, and its errors for cells that break their declaration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def add(weights: Tensors, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> Tensors:
-    """Tells where each input came from: h in thousands, c in ones."""
+    """A cell that shows the origin of each input: h in thousands, c in ones."""
     return {"h": h + x[:, None], "c": c + 1, "seen": 1000 * h[:, 0] + c[:, 0]}
 
 

@@ -1,4 +1,4 @@
-"""The executor for CUDA gives what plain PyTorch gives: on a GPU with graphs, elsewhere under Triton's interpreter."""
+"""The executor for CUDA gives the results of plain PyTorch: on a GPU with graphs, else under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def plain(model: Any) -> Any:
-    """The same model with cells that have no gated form."""
+    """The model with cells that have no gated form."""
     for cell in model.cells:
         object.__setattr__(cell, "gated", None)
     return model

@@ -1,4 +1,4 @@
-"""A gated form that does not give what `run` gives is refused at the start, on the device that would use it."""
+"""A gated form whose results differ from those of `run` is refused at the start, on the device that would use it."""
 
 from __future__ import annotations
 

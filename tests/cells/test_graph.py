@@ -1,4 +1,4 @@
-"""Graphs of cells: what they refuse."""
+"""Graphs of cells: the inputs that they refuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECODER = integer_cell("decoder", {"h": PAIR, "context": PAIR}, {"h": (PAIR, Fal
 TYPES = {LSTM: 0, LEAF: 1, INNER: 2, DECODER: 3}
 
 
-# What is refused.
+# Refused inputs.
 
 
 @pytest.mark.parametrize("count", [0, -1])
@@ -170,7 +170,7 @@ READ = integer_cell("read", {"h": PAIR}, {"label": (ONE, True)})
 
 
 def wrongly_judged(seed: int) -> str:
-    """How a block over a random graph, some of whose cells give no h, was judged wrongly; empty if rightly."""
+    """The error in judging a block over a random graph, some of whose cells give no h; empty if there is none."""
     choose = random.Random(seed)
     graph, cells = CellGraph(), []
     for _ in range(choose.choice((1, 3, 60))):

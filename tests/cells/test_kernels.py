@@ -25,7 +25,7 @@ def seed() -> None:
 
 
 def signals(words: list[int], device: str) -> Signals:
-    """A ring with one task, which begins at BEGIN; its rows and what follows are `words`."""
+    """A ring with one task, which begins at BEGIN. `words` are its rows and all words after them."""
     ring = torch.zeros(256, dtype=torch.int32)
     ring[BEGIN : BEGIN + HEADER] = torch.tensor([40, NODES, 2, 0])
     ring[BEGIN + HEADER : BEGIN + HEADER + len(words)] = torch.tensor(words, dtype=torch.int32)

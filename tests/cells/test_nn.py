@@ -1,4 +1,4 @@
-"""The library's cells compute what their models do (BatchMaker, section 2.2; Tai et al., 2015)."""
+"""The library's cells compute the results of their models (BatchMaker, section 2.2; Tai et al., 2015)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How graphs are split into rows and subgraphs."""
+"""The split of graphs into rows and subgraphs."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_random_graphs_are_split_into_connected_nodes_of_one_type(first: int) ->
 
 
 def check_no_circle(found: Partition) -> None:
-    """Subgraphs can end one after another, each once all that it reads have."""
+    """Subgraphs can end one after another, each after all subgraphs that it reads."""
     waits = {head: set() for head in found.subgraph.tolist()}
     for reader, producer in zip(found.subgraph[found.reader], found.subgraph[found.producer], strict=True):
         if reader != producer:

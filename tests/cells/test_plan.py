@@ -1,4 +1,4 @@
-"""Where outputs lie in the arenas."""
+"""The places of outputs in the arenas."""
 
 from __future__ import annotations
 

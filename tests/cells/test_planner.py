@@ -30,7 +30,7 @@ from tests.cells.oracle import (
 
 
 class Watch:
-    """What must hold for every node, whatever the schedule."""
+    """The conditions that hold for every node in any schedule."""
 
     def __init__(self, cells: Sequence[Cell], workers: int) -> None:
         self.cells = cells
@@ -49,7 +49,7 @@ class Watch:
         self._node |= {node.uid: node for node in recipe.nodes}
 
     def submit(self, plan: Round) -> list[list[Node]]:
-        """Check a round; its nodes."""
+        """Check a round. Returns its nodes."""
         cell, worker = self.cells[plan.type], plan.worker
         tasks = []
         for task in plan.tasks:
@@ -90,7 +90,7 @@ class Watch:
 
 
 class History:
-    """A random history of one planner, and what it is held against."""
+    """A random history of one planner, compared with the oracle."""
 
     def __init__(self, seed: int, *, with_oracle: bool) -> None:
         self.rng = rng = random.Random(seed)
@@ -202,7 +202,7 @@ def test_nothing_runs_too_early_or_twice_and_all_is_freed_over_10_000_graphs(fir
         History(seed, with_oracle=False).play(12)
 
 
-# What the paper's text and figures say.
+# Statements and figures of the paper.
 
 LSTM = ("lstm", {"h": PAIR}, {"h": (PAIR, False), "y": (ONE, True)})
 LEAF = ("leaf", {}, {"h": (PAIR, True)})
@@ -210,7 +210,7 @@ INNER = ("inner", {"left": PAIR, "right": PAIR}, {"h": (PAIR, True)})
 
 
 class Driver:
-    """One planner and a worker that runs each round when it is told to."""
+    """One planner, and a worker that completes each round when `update` is called."""
 
     def __init__(self, cells: list[Cell], **more: int) -> None:
         self.cells = cells
@@ -222,7 +222,7 @@ class Driver:
         self.planner.add(CellRequest(id, graph))
 
     def schedule(self, worker: int = 0, now: float = 0.0) -> list[list[int]] | None:
-        """Plan a round; the uids of its tasks."""
+        """Plan a round. Returns the uids of its tasks' nodes."""
         plan = self.planner.schedule(worker, now)
         if plan is None:
             return None

@@ -1,4 +1,4 @@
-"""Which cells are one type."""
+"""The cells that are one type."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def step(weights: Tensors, x: torch.Tensor, h: torch.Tensor) -> dict[str, torch.
 
 
 def step_in_other_words(weights: Tensors, x: torch.Tensor, h: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same operations, written in another way."""
+    """The operations of `step`, written differently."""
     total = torch.matmul(x, weights["w"]) + torch.matmul(h, weights["u"])
     return {"h": total.tanh()}
 
@@ -122,7 +122,7 @@ def test_what_the_planner_knows_of_a_cell_is_part_of_its_type(changes: dict[str,
     assert numbers(cell(weights(), run), cell(weights(), run, **changes)) == [0, 1]
 
 
-def test_a_cell_that_branches_by_values_is_refused_beside_one_that_looks_like_it() -> None:
+def test_a_cell_that_branches_by_values_is_refused_if_another_looks_like_it() -> None:
     def branches(weights: Tensors, x: torch.Tensor, h: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"h": h if x.sum() > 0 else -h}
 
@@ -168,7 +168,10 @@ def test_a_cell_that_cannot_be_traced_has_a_fingerprint_of_what_it_does_to_zeros
 
 
 def test_fingerprints_are_equal_in_every_process() -> None:
-    """So none of them holds an address. And they import no compiler, which would take a second of a start."""
+    """A fingerprint must hold no address.
+
+    Computing it must not import a compiler, which would take a second at a start.
+    """
     code = """
 import sys
 from holdfast.cells import applications

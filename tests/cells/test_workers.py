@@ -1,4 +1,4 @@
-"""Requests through workers give what plain PyTorch gives, whatever shares their tasks."""
+"""Requests that run through workers give the results of plain PyTorch, whichever requests share their tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cells.models import MODELS, Asked, Tagger, differences
 
 
 class Outcomes:
-    """What workers have given so far."""
+    """The outputs and failures of workers so far."""
 
     def __init__(self) -> None:
         self.results: dict[str, Any] = {}
@@ -181,14 +181,17 @@ def test_a_worker_takes_rows_that_another_computed() -> None:
 
 
 class Gate:
-    """Cells that add a number, each type another. One waits until a test opens the gate, two of the next must meet."""
+    """Cells that add a number, each of its own type.
+
+    One waits until a test opens the gate. Two nodes of the next one must run at the same time.
+    """
 
     name, inputs, outputs = "gate", (), ()
 
     def __init__(self) -> None:
         self.begun, self.opened, self.meeting = threading.Event(), threading.Event(), threading.Barrier(2)
         self.ready = False
-        """The workers are: cells that are tried before that wait for nothing."""
+        """Whether the workers are ready. Before that, cells are only tried, and wait for nothing."""
 
         def wait(weights: Any, n: torch.Tensor) -> dict[str, torch.Tensor]:
             if self.ready:
@@ -215,7 +218,7 @@ class Gate:
     finish = unfold
 
     def request(self, name: str, cell: Cell, count: int) -> CellRequest:
-        """So many nodes of a cell, which need nothing and take a row each."""
+        """A request of `count` nodes of a cell. They read no other node and take a row each."""
         graph = CellGraph()
         graph.result("n", graph.add(cell, count), "n")
         return CellRequest(name, graph)
@@ -350,7 +353,7 @@ class Fragile:
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_a_cell_that_fails_ends_all_workers_and_tells_once(devices: int) -> None:
+def test_a_cell_that_fails_ends_all_workers_and_reports_once(devices: int) -> None:
     model = Fragile()
     with running(model, devices) as (workers, outcomes):
         workers.submit(model.request("good", 1, 2))

@@ -1,4 +1,4 @@
-"""Shared by the tests of whole processes."""
+"""Fixtures of the tests of whole processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`holdfast batch`: at a server, with a model that runs here, stopped and begun again, and refused."""
+"""`holdfast batch`: at a server, with a local model, stopped and begun again, and refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_lines_that_fail_are_in_a_file_of_their_own_and_the_code_is_1(
     assert "1 failed" in capsys.readouterr().err
 
 
-async def test_wrong_lines_are_told_with_their_numbers_and_the_code_is_2(
+async def test_wrong_lines_are_reported_with_their_numbers_and_the_code_is_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path, line("a"), line("a"), {"custom_id": "c"})
@@ -103,7 +103,7 @@ async def test_a_stopped_run_follows_its_batch_at_the_server(
     assert set(answers(tmp_path / "in.output.jsonl")) == {"a", "b"}
 
 
-async def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
+async def test_a_server_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="broke"):
         await batch.run(BatchConfig(url="http://127.0.0.1:9"), EngineConfig(), written(tmp_path, line("a")))
 
@@ -138,7 +138,7 @@ def test_a_wrong_command_ends_with_2_and_a_reason(
     assert reason in capsys.readouterr().err
 
 
-def test_a_run_that_is_killed_or_stopped_goes_on_here_with_the_same_command(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_or_stopped_continues_here_with_the_same_command(checkpoint: Path, tmp_path: Path) -> None:
     body: dict[str, Any] = {"model": "bytes", "temperature": 0, "max_tokens": 64}
     file = written(tmp_path, *[line(f"r{n}", f"Say {n}.", **body) for n in range(40)])
     options = ["--load-format", "random", "--cache-gb", "0.02", "--max-sequences", "2", "--threads", "1"]

@@ -1,4 +1,4 @@
-"""What a user may type as a batch, and what each wrong input is told."""
+"""The batches that a user may type, and the message for each wrong input."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_prompts_have_their_lengths(text: str, asked: list[tuple[str, int]]) -> 
         ('["A"] [1, 2]', "1 prompt and 2 lengths: give 1 or none"),
     ],
 )
-def test_a_wrong_input_is_told_with_its_column_and_reason(text: str, reason: str) -> None:
+def test_a_wrong_input_is_refused_with_its_column_and_reason(text: str, reason: str) -> None:
     with pytest.raises(InputError) as refused:
         parse_batch(text, 4095)
     assert str(refused.value).startswith(reason)

@@ -1,4 +1,4 @@
-"""The two modes of `holdfast chat`: batches beside a conversation, kept or shown, over a fake engine or a server."""
+"""The two modes of `holdfast chat`: a conversation's batches, kept or shown, over a fake engine or a server."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class Scripted:
         return [{"custom_id": "1", "response": {"status_code": 200, "body": body}, "error": None}]
 
 
-async def test_what_was_missed_while_the_stream_was_broken_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_missed_while_the_stream_was_broken_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_mode, "AGAIN_SECONDS", 0.01)
     shown: list[str] = []
     place = Scripted([], [{"type": "batch.listening"}], [{"type": "batch.updated", "batch": {}}])

@@ -132,7 +132,7 @@ def test_prompts_of_a_server_and_of_a_model_here_are_drawn_from_the_seed():
 
 
 def test_each_run_of_a_target_sends_other_prompts():
-    """Equal prompts would come from the cache of the run before, and make it look faster."""
+    """Equal prompts would come from the previous run's cache, and make it look faster."""
     sent = []
 
     async def ask(prompt, output, record):
@@ -195,8 +195,8 @@ def test_a_capacity_from_too_few_arrivals_gives_a_warning(profile, capsys):
     assert "too few to tell a lasting load from a burst" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_capacity_is_no_rate_at_which_the_queue_grows(profile, tmp_path, capsys):
-    """A rate that 200 requests outrun before one has waited for two seconds is none that lasts."""
+def test_the_queue_does_not_grow_at_the_capacity(profile, tmp_path, capsys):
+    """A rate is too high if 200 requests outrun it, even before any of them has waited for two seconds."""
     out = tmp_path / "figures.json"
     given = ("--requests", "200", "--output-tokens", "20", "--capacity", "1s", "--max-sequences", "16")
     assert bench("--simulate", profile, *given, "--json", str(out)) == 0
@@ -211,8 +211,8 @@ def test_a_capacity_is_no_rate_at_which_the_queue_grows(profile, tmp_path, capsy
     [(50, 1.0, ""), (38, 1.0, "give --requests 120"), (50, 10.0, "give --requests 120"), (50, 100.0, "--requests 660")],
     ids=["lasted", "20 seconds", "2.5 lifetimes", "a quarter of a lifetime"],
 )
-def test_a_capacity_of_arrivals_that_lasted_is_told_without_a_warning(requests, lifetime, wanted):
-    """At two a second."""
+def test_a_capacity_of_arrivals_that_lasted_has_no_warning(requests, lifetime, wanted):
+    """The conversations arrive at two per second."""
     found = {"request_rate": 2.0, "arrival_window": requests / 2, "mean_lifetime": lifetime}
     slower = {"request_rate": 1.0, "arrival_window": requests, "mean_lifetime": 1.0}
     told = describe_capacity(BenchConfig(capacity=50.0), 2.0, workloads.fixed(requests, 8, 8), [slower, found])

@@ -27,7 +27,7 @@ def test_conversations_continue_after_the_server_was_killed_during_a_turn(checkp
             response = client.responses.create(**ASKED, input=f"turn {number}", previous_response_id=previous)
             previous = response.id
             chained.append(response.output_text)
-            assert response.usage is not None  # all but the last block of what came before
+            assert response.usage is not None  # all but the last block of the earlier turns
             assert response.usage.input_tokens_details.cached_tokens > response.usage.input_tokens - 48
 
         conversation = client.conversations.create().id

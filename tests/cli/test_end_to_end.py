@@ -1,4 +1,4 @@
-"""`holdfast serve` as a process, with a real engine behind it: from HTTP to kernel and back."""
+"""`holdfast serve` as a process with a real engine: from HTTP to kernel and back."""
 
 from __future__ import annotations
 

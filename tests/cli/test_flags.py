@@ -21,7 +21,7 @@ from holdfast.server.config import ServerConfig
 
 
 def engine(*arguments: str, file: str | None = None) -> EngineConfig:
-    """The engine's options from a command line, and from a file behind it."""
+    """The engine's options from a command line, and from a file with lower precedence."""
     options = make_parser("serve").parse_args(["serve", *arguments])
     return build(EngineConfig, vars(options), read_file(file, (EngineConfig, ServerConfig)) if file else {})
 

@@ -70,12 +70,12 @@ def test_a_plan_ends_with_a_command_that_serve_accepts(profile, tmp_path, capsys
     assert all(row["cost_per_million_output_tokens"] > 0 for row in rows if row["capacity"])
 
 
-def test_a_plan_simulates_all_replicas_behind_a_router(profile, tmp_path, capsys):
+def test_a_plan_simulates_all_replicas_with_a_router(profile, tmp_path, capsys):
     out = tmp_path / "plan.json"
     options = ("--profile", profile, *SMALL, "--schedulers", "stall-free", "--devices", "2", "--routing", "priced")
     assert plan(*options, "--json", str(out)) == 0
     shown = capsys.readouterr().out
-    assert "behind a priced router: 2 replicas sustain" in shown
+    assert "with a priced router: 2 replicas sustain" in shown
     parsed(shown.strip().splitlines()[-1])
     written = json.loads(out.read_text())
     best = max(row["fleet_capacity"] for row in written["candidates"])
@@ -216,7 +216,7 @@ def test_advice_has_the_layout_in_its_command():
     [(4, "the 8 devices of one host", None, 1), (6, "the 12 devices of the hosts of a Ray cluster", "auto", 1),
      (100, "the 200 devices of the hosts of a Ray cluster", "auto", 2)],
 )  # fmt: skip
-def test_advice_serves_replicas_behind_holdfasts_own_router(replicas, hosts, ray, times):
+def test_advice_serves_replicas_with_holdfasts_own_router(replicas, hosts, ray, times):
     many = Evaluation(Candidate(tp=2), 3.0, FIGURES, 100.0, replicas, None)
     *_, where, command = recommend([many], EngineConfig(), None, router="prefix-tree")
     assert f"{replicas} replicas on {hosts}, behind one address" in where

@@ -59,7 +59,7 @@ def test_the_announcement_says_what_is_off_and_hides_passwords(
     assert part in shown and "secret" not in shown
 
 
-def test_the_announcement_shows_the_tbt_target_beside_the_token_budget() -> None:
+def test_the_announcement_shows_the_tbt_target_next_to_the_token_budget() -> None:
     assert "512 tokens at most (token budget), 50 ms while a stream decodes (TBT target)" in announced(
         EngineConfig(tbt_target=50), ServerConfig()
     )

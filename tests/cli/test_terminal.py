@@ -1,4 +1,4 @@
-"""What is typed, and how answers are written: blocks, completion, wrapped words."""
+"""Typed input, and how answers are written: blocks, completion, wrapped words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.cli.terminal import CommandCompleter, Words, blocks
 
 
 async def said(*lines: str) -> tuple[list[tuple[str, bool]], list[bool]]:
-    """What these lines say, and what was told of a block after each that is one's."""
+    """The messages that these lines make, and the value reported after each line of a block."""
     told: list[bool] = []
 
     async def read() -> AsyncIterator[tuple[str, Callable[[bool], None]]]:
@@ -35,7 +35,7 @@ class TestBlocks:
         assert found == [("/usr/bin\n\n  two", True), ("next\n", False)]
         assert told == [True, True, True, True, False]
 
-    async def test_text_may_stand_beside_the_fences(self) -> None:
+    async def test_text_may_stand_on_the_lines_of_the_fences(self) -> None:
         assert (await said('"""one', 'two"""'))[0] == [("one\ntwo", True)]
         assert (await said('"""one line"""'))[0] == [("one line", True)]
 
@@ -66,7 +66,7 @@ def test_the_help_has_every_command() -> None:
 
 
 class TestWords:
-    """Words move to the next line whole, however their pieces come."""
+    """Words move to the next line as a whole, however their pieces arrive."""
 
     def written(self, text: str, width: int, piece: int = 3) -> str:
         out = io.StringIO()
@@ -90,7 +90,7 @@ class TestWords:
     def test_wide_characters_count_twice(self) -> None:
         assert self.written("ab 世界世 界", 8) == "ab\n世界世\n界\n"
 
-    def test_what_is_whole_is_written_at_once(self) -> None:
+    def test_complete_words_are_written_at_once(self) -> None:
         out = io.StringIO()
         Words(out, 40).write("one two thr")
         assert out.getvalue() == "one two"

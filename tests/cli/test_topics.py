@@ -1,4 +1,4 @@
-"""The topics of options: they name options that there are, each once."""
+"""The topics of options name only existing options, each once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.server.config import ServerConfig
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig, AppConfig])
-def test_topics_and_common_options_exist_and_stand_once(config: type) -> None:
+def test_topics_and_common_options_exist_and_are_listed_once(config: type) -> None:
     names = {field.name for field in fields(config)}
     in_topics = [name for members in TOPICS.get(config.__name__, {}).values() for name in members]
     assert set(in_topics) | set(COMMON[config.__name__]) <= names

@@ -92,7 +92,7 @@ async def test_a_run_that_is_stopped_pauses_at_the_server_and_the_same_command_g
     assert [step for _, step in client.tuner.steps] == list(range(1, 51)) and len(client.tuner.orders) == 1
 
 
-async def test_wrong_lines_are_told_with_their_numbers_and_the_code_is_2(
+async def test_wrong_lines_are_reported_with_their_numbers_and_the_code_is_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path, *examples(1), {"prompt": "a"}, {"messages": []})

@@ -16,7 +16,7 @@ POWERS = tuple(1 << power for power in range(12))
 V100 = CellCost((64, 256, 512), (185e-6, 470e-6, 784e-6))
 
 
-def test_a_batch_takes_what_was_measured_at_its_size():
+def test_a_batch_takes_the_time_measured_at_its_size():
     assert [V100.at(size) for size in V100.sizes] == list(V100.seconds)
 
 
@@ -44,7 +44,7 @@ def test_time_is_flat_before_the_first_size_a_power_law_between_and_linear_after
         ((1, 8), (nan, 1.0), "at 1 is nan seconds"),
     ],
 )
-def test_costs_that_mean_nothing_are_refused(sizes, seconds, message):
+def test_invalid_costs_are_refused(sizes, seconds, message):
     with pytest.raises(ValueError, match=message):
         CellCost(sizes, seconds)
 
@@ -85,7 +85,7 @@ def test_the_smallest_size_is_always_kept_and_may_be_the_only_one():
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=len(POWERS)))
-def test_chosen_sizes_follow_the_rule_whatever_was_measured(seconds):
+def test_chosen_sizes_follow_the_rule_for_any_measurement(seconds):
     cost = CellCost(POWERS[: len(seconds)], tuple(seconds))
     chosen = choose_sizes(cost)
     best = max(map(cost.throughput, cost.sizes))

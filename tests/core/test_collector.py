@@ -1,4 +1,4 @@
-"""Tests of the garbage collector kept still."""
+"""The context in which the garbage collector does not run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def collector_at_every_allocation() -> Iterator[None]:
 
 
 def rings() -> list[str]:
-    """Make garbage; return what was freed of it while 100 objects were made."""
+    """Make garbage. Returns the part of it that was freed while 100 objects were made."""
     freed: list[str] = []
     Ring(freed)
     kept = [[index] for index in range(100)]

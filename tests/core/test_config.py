@@ -97,7 +97,7 @@ CONFIGS = (
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_field_has_a_help_text_that_names_no_default_that_it_has_not(config):
+def test_every_field_has_a_help_text_that_names_no_wrong_default(config):
     for field in dataclasses.fields(config):
         help = field.metadata["help"]
         assert len(help) > 10 and help == help.strip() and not help.endswith("."), field.name
@@ -108,7 +108,7 @@ def test_every_field_has_a_help_text_that_names_no_default_that_it_has_not(confi
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_no_config_changes_after_it_was_built(config):
-    """Not by assignment, and not through a value that can be changed in place."""
+    """Neither by assignment, nor through a value that can be changed in place."""
     made = config()
     for field in dataclasses.fields(config):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -153,7 +153,7 @@ def test_an_address_for_moves_is_a_host_with_or_without_a_port(address):
 
 
 @pytest.mark.parametrize("address", ["fd00::1", "host:", "a b", "0.0.0.0", "[::]:7000"])
-def test_what_is_no_address_for_moves_is_refused(address):
+def test_text_that_is_not_an_address_for_moves_is_refused(address):
     with pytest.raises(ValueError, match="chunk_host is"):
         EngineConfig(chunk_host=address)
 
@@ -200,7 +200,7 @@ def test_prefilled_states_are_for_schedulers_that_prefill_ahead_of_a_row():
         (("a=x", "b=y", "a=z"), "adapter a is given twice"),
     ],
 )
-def test_an_adapter_that_is_no_name_and_path_is_refused(given, reason):
+def test_an_adapter_without_name_or_path_is_refused(given, reason):
     with pytest.raises(ValueError, match=reason):
         EngineConfig(adapter=given)
 
@@ -254,6 +254,6 @@ def test_tuning_brings_slots_for_the_adapters_that_it_makes() -> None:
         ({"served_model_name": ("a",), "adapter": ("a=x",)}, "a is both an adapter and a served_model_name"),
     ],
 )
-def test_names_of_the_model_that_it_cannot_have_are_refused(options, reason):
+def test_invalid_names_of_the_model_are_refused(options, reason):
     with pytest.raises(ValueError, match=reason):
         EngineConfig(**options)

@@ -138,7 +138,7 @@ def test_stages_have_equal_shares_of_a_step_unless_they_were_measured():
 
 
 @pytest.mark.parametrize("shares", [(0.5, 0.4), (0.5, 0.6), (1.5, -0.5), (0.0, 1.0)])
-def test_shares_of_stages_that_are_no_parts_of_a_whole_are_refused(shares):
+def test_shares_of_stages_that_do_not_add_up_to_one_are_refused(shares):
     with pytest.raises(ValueError, match="each must be above 0, and their sum 1"):
         replace(COST, stage_shares=shares)
 
@@ -151,7 +151,7 @@ def test_a_link_takes_as_long_as_measured_and_in_proportion_past_the_largest_mes
 @pytest.mark.parametrize(
     ("sizes", "seconds"), [((), ()), ((1, 2), (0.1,)), ((2, 1), (0.1, 0.2)), ((0, 1), (0.1, 0.2)), ((1,), (-0.1,))]
 )
-def test_a_link_without_sizes_and_times_that_go_together_is_refused(sizes, seconds):
+def test_a_link_whose_sizes_and_times_do_not_match_is_refused(sizes, seconds):
     with pytest.raises(ValueError, match="link"):
         LinkCost(sizes, seconds)
 
@@ -166,7 +166,7 @@ def test_one_decode_is_priced_as_among_the_next_measured_number_of_them():
     assert Predictor(COST).decode(7, 1000) == pytest.approx(COST.attention(1, 1000))
 
 
-def test_a_step_that_verifies_drafts_costs_what_a_step_of_so_many_decodes_does():
+def test_a_step_that_verifies_drafts_costs_as_much_as_one_of_as_many_decodes():
     predictor = Predictor(FEW_AND_MANY)
     contexts = [300, 4096]
     attention = predictor.decodes(contexts)
@@ -247,7 +247,7 @@ def test_the_padded_predictor_equals_the_padded_cost(pairs):
     assert predicted == pytest.approx(PADDED.step([(stop - start, stop) for start, stop in spans]))
 
 
-def test_points_keep_their_values_and_kind_when_they_are_read_as_those_of_padded_rows():
+def test_points_keep_their_values_and_kind_when_read_as_padded_rows():
     padded = PaddedCost.of(COST)
     assert asdict(padded) == asdict(COST)
     assert isinstance(padded.slower(2.0, 2.0), PaddedCost)

@@ -14,7 +14,7 @@ def test_stages_count_from_the_beginning_and_are_shown_in_the_order_of_their_beg
     assert in_words(stages.done) == "weights 2.0 to 5.0, kernels 3.0 to 3.5 s"
 
 
-def test_a_stage_that_fails_is_noted() -> None:
+def test_a_stage_that_fails_is_recorded() -> None:
     stages = Stages(0.0, lambda: 1.0)
     with pytest.raises(MemoryError), stages.stage("host memory"):
         raise MemoryError

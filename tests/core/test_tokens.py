@@ -1,4 +1,4 @@
-"""Packed tokens: none that the model lacks gets through, however they come."""
+"""Packed tokens: no token outside the vocabulary gets through, in whatever form it comes."""
 
 import random
 from array import array

@@ -1,4 +1,4 @@
-"""The cost of training: units add up to what a forward of as many tokens takes, and grow as they should."""
+"""The cost of training: units add up to the cost of a forward of as many tokens, and grow as they should."""
 
 import json
 from dataclasses import replace
@@ -116,11 +116,11 @@ MEASURED = {
     ("head", (8192,)): 2.0 * 0.2 * 0.256 / 8,
     ("optimizer", (8192,)): 0.25 * 0.002,
 }
-"""Seconds by hand, with factors as on an H200: layers have 160 of 200 weights, and of a layer's 40 attention has 10."""
+"""Seconds by hand, with factors as on an H200: layers have 160 of 200 weights, and attention has 10 of a layer's 40."""
 
 
 @pytest.mark.parametrize(("kind", "lengths"), MEASURED)
-def test_each_unit_takes_its_share_of_a_step_times_what_was_measured_on_an_h200(kind, lengths):
+def test_each_unit_takes_its_share_of_a_step_times_the_factor_measured_on_an_h200(kind, lengths):
     assert a_cost(attention=1.0).unit(kind, lengths) == pytest.approx(MEASURED[kind, lengths])
 
 
@@ -133,7 +133,7 @@ SITTING = Path(__file__).parents[2] / "benchmarks" / "engine" / "results" / "202
      ("attention_backward", True)],
 )  # fmt: skip
 def test_units_of_a_real_model_are_priced_as_they_were_timed_on_an_h200(kind, recompute):
-    """Of Llama-3-8B, with two sequences of 4,096 tokens."""
+    """The model is Llama-3-8B, with two sequences of 4,096 tokens."""
     sitting = json.loads(SITTING.read_text())
     assert (sitting["shape"], sitting["sequences"], sitting["length"]) == ("llama-3-8b", 2, 4096)
     shape = MODELS["llama-3-8b"]

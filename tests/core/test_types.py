@@ -1,4 +1,4 @@
-"""The plain values: what they refuse, and what they count."""
+"""The plain values: which inputs they refuse, and what they count."""
 
 import pytest
 

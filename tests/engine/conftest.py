@@ -58,7 +58,7 @@ def small(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def build_app(config: AppConfig) -> AppInfo:
-    """Build the engine of the one application of `config` in this process, and close it. Raises what a start tells."""
+    """Build the engine of the one application of `config` in this process, and close it. Raises errors of its start."""
     (app,) = config.app
     unheard = cast(Parent, SimpleNamespace(send=lambda message: None))
     engine = AppEngine(StartApp(app, config, 0.0, 1), find(app), unheard)

@@ -30,7 +30,7 @@ CLOCK = f"import time\nhere = time.monotonic\ntime.monotonic = lambda: here() + 
 
 
 class Distant(EngineProcess):
-    """An engine process of this machine, reached as one of another host."""
+    """An engine process of this machine, reached like one of another host."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -84,7 +84,7 @@ async def test_a_checkpoint_that_the_host_lacks_is_named_with_the_host(small, mo
 
 
 class Silent:
-    """A network that may go silent: it still takes what is sent, and delivers nothing."""
+    """A network that may go silent: it still accepts data, and delivers nothing."""
 
     def __init__(self) -> None:
         self.silent = False
@@ -153,7 +153,7 @@ async def test_both_sides_notice_within_seconds_that_the_network_is_silent(small
 
 
 class Unstarted:
-    """A process of which the test plays the socket."""
+    """A process whose socket the test handles itself."""
 
     began, pid = 0.0, 0
 

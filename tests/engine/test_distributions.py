@@ -34,7 +34,7 @@ from tests.engine.conftest import SMALL
 from tests.tokenizers_made import byte_level
 
 DRAWS, DRAWS_OF_OTHERS = (int(os.environ.get("HOLDFAST_DRAWS", default)) for default in ("600", "300"))
-"""Tokens that are drawn for each case, and for each by an engine whose sampler another engine's cases try, too."""
+"""Number of tokens drawn for each case, and for each case of an engine whose sampler other engines' cases use too."""
 OTHERS = ("padded", "tp 2", "pp 2")
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 WORDS, TEXT = (Grammar("regex", f"[{LETTERS}]{{{length}}}") for length in (8, 60))
@@ -45,11 +45,11 @@ FEW = ((70, 60.0), (71, 60.0), (72, 59.0))
 
 @dataclass(frozen=True)
 class Case:
-    """What requests ask for."""
+    """The sampling that one kind of request asks for."""
 
     name: str
     tokens: int = 6
-    """Tokens of an answer."""
+    """Number of tokens in an answer."""
     adapter: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -125,11 +125,11 @@ ENGINES: dict[str, tuple[dict[str, Any], list[Case]]] = {
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint whose next token is neither certain nor open, and what is known of it."""
+    """A checkpoint whose next token is neither certain nor open, and the facts known of it."""
 
     directory: Path
     modules: dict[str, Any]
-    """Transformers' own in float64, by adapter; an empty name for none."""
+    """Transformers' own models in float64, by adapter; an empty name for none."""
     prompts: list[tuple[int, ...]]
     spelled: list[str]
     """The text of each token; empty for those that a grammar never allows."""
@@ -186,7 +186,7 @@ def repetitive(module: Any) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def stored_profile(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Whatever the pace of the machine that tests run on, drafts pay."""
+    """The cost profile makes drafts pay, whatever the pace of the machine that tests run on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         estimate = build_module.make_profile
@@ -210,7 +210,7 @@ def options_of(model: Model, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(model: Model, given: dict[str, Any]) -> LLM:
-    """An engine. Where it drafts, its profile is made before in this process, which knows that drafts pay."""
+    """An engine. If it drafts, its profile is made before in this process, with costs that make drafts pay."""
     options = options_of(model, given)
     if options.get("speculation"):
         build(EngineConfig(model=str(model.directory), **options))[0].close()
@@ -218,7 +218,7 @@ def start(model: Model, given: dict[str, Any]) -> LLM:
 
 
 def draws_of(engine: str) -> int:
-    """Tokens that an engine draws for each case."""
+    """Number of tokens that an engine draws for each case."""
     return DRAWS_OF_OTHERS if engine in OTHERS else DRAWS
 
 
@@ -258,12 +258,12 @@ def draw(llm: LLM, model: Model, cases: Sequence[Case], draws: int) -> dict[str,
 Known = tuple[Case, tuple[int, ...], SamplingParams, tuple[int, ...]]
 """A request's case, prompt and parameters, and its answer."""
 SEEDED = [*CASES[1::3], *FEW_TOKENS, *GRAMMARS[:2], *ADAPTED[1:3]]
-"""Cases of which a few requests are repeated in other surroundings."""
+"""Cases of which a few requests are repeated among other requests."""
 
 
 @pytest.fixture(scope="module")
 def alone(model: Model, stored_profile: None) -> list[Known]:
-    """Requests, and what each draws in an engine that has nothing else to do."""
+    """Requests, and the tokens that each draws in an engine without other requests."""
     found = []
     with start(model, {"max_sequences": 1, "speculation": "off", "max_adapters": 2, "steps_in_flight": 1}) as llm:
         for index, each in enumerate(SEEDED * 2):
@@ -293,14 +293,14 @@ def among_others(llm: LLM, asked: Sequence[Known]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Answered:
-    """What one engine gave."""
+    """The answers of one engine."""
 
     drawn: dict[str, list[Draws]]
-    """The answers whose distribution is looked at, by case."""
+    """The answers whose distribution is tested, by case."""
     asked: list[Known]
-    """The requests of which it is known what each draws alone, as far as the engine serves them."""
+    """The requests whose draws alone are known, as far as the engine serves them."""
     again: list[tuple[int, ...]]
-    """What the engine gave for each of those, among others."""
+    """The engine's answer to each of those, among others."""
     stats: SchedulerStats
 
 
@@ -358,5 +358,7 @@ def test_a_seed_gives_the_same_tokens_wherever_they_are_drawn(
         pytest.param("drafts on a GPU", "drafts_accepted", marks=pytest.mark.gpu),
     ],
 )
-def test_an_engine_does_what_it_is_named_for(answered_by: Callable[[str], Answered], engine: str, count: str) -> None:
+def test_each_engine_runs_in_the_way_that_its_name_says(
+    answered_by: Callable[[str], Answered], engine: str, count: str
+) -> None:
     assert getattr(answered_by(engine).stats, count) > 0

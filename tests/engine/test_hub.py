@@ -1,4 +1,4 @@
-"""Models by their ids: what is fetched, what the cache answers, and what is said where a model cannot be had."""
+"""Models by their ids: which files are fetched, which the cache has, and the message if a model is unavailable."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_random_weights_take_no_weights_and_those_are_fetched_when_they_are_need
     assert lacks(Path(directory), weights=True) is None
 
 
-def test_what_stands_in_the_way_of_a_model_is_said_with_the_way_out(hub: FakeHub, tmp_path: Path) -> None:
+def test_an_unavailable_model_is_reported_with_the_way_out(hub: FakeHub, tmp_path: Path) -> None:
     def said(model: str, url: str = hub.url, **environment: str) -> str:
         found = find(model, tmp_path, url, **environment)
         assert found.returncode == 1 and "Traceback" not in found.stderr
@@ -110,6 +110,6 @@ def test_what_stands_in_the_way_of_a_model_is_said_with_the_way_out(hub: FakeHub
         hub.gated.clear()
 
 
-def test_paths_are_no_ids() -> None:
+def test_paths_are_not_ids() -> None:
     assert is_id("org/name-1.5") and is_id("Org_2/n")
     assert not any(map(is_id, ("name", "./org/name", "/org/name", "~/name", "a/b/c", "org/", "../name", "org/..")))

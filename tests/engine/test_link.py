@@ -45,7 +45,7 @@ def test_the_engine_ends_when_its_client_is_killed(checkpoint, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_that_was_never_told_an_address_ends_with_its_client():
+def test_an_engine_that_never_receives_an_address_ends_with_its_client():
     program = "from holdfast.engine.spawn import EngineProcess\nprint(EngineProcess('cpu').pid, flush=True)\ninput()"
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
@@ -60,7 +60,7 @@ def test_an_engine_process_ends_with_its_block():
     assert not Path(f"/proc/{process.pid}").exists()
 
 
-def test_the_end_of_a_process_does_what_is_registered_and_writes_what_was_printed():
+def test_the_end_of_a_process_runs_exit_handlers_and_writes_printed_text():
     program = (
         "import atexit, sys\n"
         "from holdfast.engine.link import end_process\n"

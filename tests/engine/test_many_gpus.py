@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def results_of(part: str, *options: str) -> list[dict[str, Any]]:
-    """The lines of a part that has ended well."""
+    """The output lines of a part that ended well."""
     command = [sys.executable, *SCRIPT, "--seconds", "200", "--parts", part, *options]
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250, cwd=ROOT).stdout
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -41,7 +41,7 @@ def test_random_histories_on_two_gpus_give_the_tokens_of_one(layout: str, family
     histories = [line for line in lines if line["kind"] == "tokens"]
     assert {line["layout"] for line in histories} == {"one", layout}
     gaps = [line["gap"] for line in lines if line["kind"] == "gap"]
-    # Steps of other sizes round otherwise, so the likeliest token differs where two are as good as equal.
+    # Steps of other sizes round differently, so the argmax differs if two tokens are equally likely.
     assert sum(len(line["wrong_from"]) for line in histories) == len(gaps) <= len(histories)
     assert all(0.0 <= gap < 1e-4 for gap in gaps)
     assert all(line["suspended"] and line["swapped_in"] for line in histories)

@@ -1,4 +1,4 @@
-"""Moves between real engine processes: what is computed at one is continued at another, or computed again."""
+"""Moves between real engine processes: state computed at one is continued at another, or computed again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prompt_of(seed, tokens):
 
 
 async def turn(client, prompt, tokens=8, **options):
-    """The tokens of a greedy answer, and how many of the prompt's came from the cache."""
+    """The tokens of a greedy answer, and the number of prompt tokens that came from the cache."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     async with aclosing(client.stream(prompt, params, **options)) as deltas:
         seen = [delta async for delta in deltas]
@@ -58,14 +58,16 @@ async def turn(client, prompt, tokens=8, **options):
 
 
 async def move(source, target, prompt, address=None):
-    """Move all of a prompt's blocks. Returns the tokens that have come."""
+    """Move all of a prompt's blocks. Returns the number of tokens that have come."""
     chain = target.chain(prompt)
     return await target.fetch(chain, range(len(chain)), address or source.chunk_address)
 
 
 @asynccontextmanager
 async def between(address, change=lambda data, at: data):
-    """A proxy in front of an engine: its address. `change` gets what the engine sends, and where in all of it that is.
+    """A proxy in front of an engine.
+
+    Yields its address. `change` receives the engine's data, and its offset in all of it.
 
     It may be a coroutine function. If it gives None, both connections end.
     """
@@ -126,7 +128,7 @@ async def test_a_moved_conversation_goes_on_as_if_it_had_stayed(engines):
     assert (await there.health()).chunk_bytes_in == after.chunk_bytes_in
 
 
-async def test_what_came_of_a_conversation_is_used_and_the_rest_is_computed(engines):
+async def test_the_part_of_a_conversation_that_came_is_used_and_the_rest_is_computed(engines):
     here, there, _ = engines
     prompt = prompt_of(3, 400)
     await turn(here, prompt)
@@ -147,7 +149,7 @@ async def test_another_tenants_state_is_not_found_and_does_not_move(engines):
         assert await there.fetch(chain, range(len(chain)), here.chunk_address) == 0
 
 
-async def test_streams_at_both_engines_go_on_beside_moves_in_both_directions(engines):
+async def test_streams_at_both_engines_continue_during_moves_in_both_directions(engines):
     here, there, _ = engines
     prompts = [prompt_of(seed, 300) for seed in range(10, 16)]
     alone = await asyncio.gather(*[turn(here, prompt, 40) for prompt in prompts[:3]])
@@ -165,7 +167,7 @@ async def test_streams_at_both_engines_go_on_beside_moves_in_both_directions(eng
     assert beside == [(await turn(client, prompt_of(seed, 50), 200))[0] for seed, client in ((20, there), (21, here))]
 
 
-async def test_bytes_that_change_on_the_way_are_refused_and_what_came_before_stays(engines):
+async def test_bytes_that_change_on_the_way_are_refused_and_earlier_ones_stay(engines):
     here, there, _ = engines
     prompt = prompt_of(5, 1000)
     await turn(here, prompt)
@@ -232,7 +234,7 @@ async def test_a_long_conversation_passes_through_a_small_host_tier(engines):
     assert await turn(here, prompt, 20) == (expected, 992)
 
 
-async def test_a_small_host_tier_takes_what_it_has_room_for(engines):
+async def test_a_small_host_tier_takes_the_blocks_it_has_room_for(engines):
     here, _, small = engines
     prompt = prompt_of(9, 1000)
     expected, _ = await turn(here, prompt, 20)
@@ -240,7 +242,7 @@ async def test_a_small_host_tier_takes_what_it_has_room_for(engines):
     assert await turn(small, prompt, 20) == (expected, 12 * BLOCK)
 
 
-async def test_an_engine_killed_in_the_middle_of_a_move_loses_only_what_had_not_come(engines):
+async def test_an_engine_killed_during_a_move_loses_only_blocks_that_had_not_come(engines):
     _, there, small = engines
     prompt = prompt_of(30, 2000)
     expected, _ = await turn(small, prompt, 20)

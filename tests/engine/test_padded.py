@@ -1,4 +1,4 @@
-"""The whole engine over padded rows: memory that runs out, aborts, urgent requests, states of ended ones."""
+"""The whole engine over padded rows: memory that runs out, aborts, urgent requests, states of ended sequences."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def request(name, prompt, max_tokens, **more):
 
 
 def serve(loop, requests, given=None):
-    """Run to the end; the tokens and the final reason of each request."""
+    """Run to the end. Returns the tokens and the final reason of each request."""
     given = {} if given is None else given
     for each in requests:
         loop.add(each)
@@ -77,7 +77,7 @@ def check_empty(loop):
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("scheduler", ["stall-free", "embedding", "run-to-completion"])
-def test_where_memory_runs_out_the_batch_shrinks_and_nobody_fails(bloom, monkeypatch, scheduler, steps_in_flight):
+def test_if_memory_runs_out_the_batch_shrinks_and_no_request_fails(bloom, monkeypatch, scheduler, steps_in_flight):
     directory, module = bloom
     loop = make(
         directory,
@@ -161,7 +161,7 @@ def test_conversations_with_aborts_in_little_memory_get_the_tokens_of_the_model_
             assert tuple(tokens) == generate_alone(module, each.prompt, 5)
             talk += [*tokens, *draw_prompts(choose.randint(1, 4), seed=choose.randrange(99))[0]]
         check_empty(loop)
-    # Rows that stay until their batch ends have gone on by then, so no state of them is of use.
+    # Rows that stay until their batch ends have continued by then, so no state of them is of use.
     assert (loop.stats().prefix_hits > 0) != loop.planner._queues.to_completion
     loop.close()
 
@@ -208,13 +208,13 @@ def with_target(directory, **options):
 
 
 def start(config, *, measure=False):
-    """An engine, what it says of itself, its profile, and whether it took the device's pace."""
+    """An engine, its EngineInfo, its profile, and whether it took the device's pace."""
     stages = []
     loop, info = build(config, on_progress=stages.append, measure=measure)
     return loop, info, CostProfile.load(Path(info.profile_path)), [each for each in stages if "pace" in each]
 
 
-def test_a_tbt_target_cuts_prompts_beside_a_stream_on_rows(bloom, own_cache):
+def test_a_tbt_target_cuts_prompts_while_a_stream_runs_on_rows(bloom, own_cache):
     assert beside_a_stream(with_target(bloom[0])) == 61
     assert beside_a_stream(with_target(bloom[0], tbt_target=0.001)) == 17, "a tile beside a decode"
     assert beside_a_stream(with_target(bloom[0], tbt_target=0.001, token_budget="auto")) == 8 + 16

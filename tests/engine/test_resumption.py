@@ -1,4 +1,4 @@
-"""A request that begins with tokens of its answer goes on as the engine that wrote them would have gone on."""
+"""A request that begins with tokens of its answer continues as the engine that wrote them would have continued."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def asked(client: EngineClient, name: str, params: SamplingParams):
 
 
 async def read(client: EngineClient, stream, tokens: int = 1 << 30):
-    """The deltas of a stream; it is left after so many tokens."""
+    """The deltas of a stream, which is left after `tokens` tokens."""
     seen = []
     async with aclosing(client.run(stream)) as deltas:
         async for delta in deltas:
@@ -55,7 +55,7 @@ async def read(client: EngineClient, stream, tokens: int = 1 << 30):
 
 
 async def left(client: EngineClient, name: str, params: SamplingParams, tokens: int):
-    """A stream that is left after about so many tokens, and its deltas. A slow reader may get all of it at once."""
+    """A stream that is left after about `tokens` tokens, and its deltas. A slow reader may get all of it at once."""
     for attempt in range(20):
         stream = asked(client, f"{name}-{attempt}", params)
         deltas = await read(client, stream, tokens)
@@ -65,13 +65,13 @@ async def left(client: EngineClient, name: str, params: SamplingParams, tokens: 
 
 
 def resume(stream) -> None:
-    """Let a stream go on. As this is the same engine, it needs an id that the engine has no output for."""
+    """Let a stream continue. As this is the same engine, it needs an id that the engine has no output for."""
     stream.resume()
     stream.request = dataclasses.replace(stream.request, id=f"{stream.request.id}-again")
 
 
 def told(deltas):
-    """Everything that a reader has got: text, tokens, and log probabilities of both, rounded."""
+    """All output that a reader has received: text, tokens, and log probabilities of both, rounded."""
     rounded = [
         [round(each.logprob, 4) for delta in deltas for each in getattr(delta, kind)]
         for kind in ("logprobs", "prompt_logprobs")

@@ -1,4 +1,4 @@
-"""What requests ask of sampling, through a real engine process, beside Transformers."""
+"""Sampling options through a real engine process, compared with Transformers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_log_probabilities_are_those_of_transformers(llm: LLM, model: transforme
             assert [float(row[each]) for each in told.top_ids] == pytest.approx(list(told.top_logprobs), abs=1e-4)
 
 
-def test_the_token_that_ends_an_answer_is_not_told(llm: LLM) -> None:
+def test_the_token_that_ends_an_answer_is_not_reported(llm: LLM) -> None:
     (whole,) = llm.generate("hello world", replace(GREEDY, logprobs=1), progress=False)
     end = whole.token_ids[5]
     at = whole.token_ids.index(end)
@@ -121,7 +121,7 @@ def test_a_repetition_penalty_gives_the_answer_of_transformers_generate(
     assert list(completion.token_ids) == expected[0, ids.shape[1] :].tolist()
 
 
-def test_a_request_draws_the_same_tokens_alone_and_beside_others(llm: LLM) -> None:
+def test_a_request_draws_the_same_tokens_alone_and_among_others(llm: LLM) -> None:
     asked = [replace(GREEDY, **KINDS[index % len(KINDS)]) for index in range(len(PROMPTS))]
     together = llm.generate(PROMPTS, asked, progress=False)
     plain = llm.generate(PROMPTS, GREEDY, progress=False)
@@ -146,7 +146,7 @@ def test_penalties_are_exact_where_memory_makes_sequences_wait_and_come_back(
     checkpoint: Path, expected_beside_others: dict[str, list[int]], host: float, steps: int
 ) -> None:
     config = transformers.AutoConfig.from_pretrained(checkpoint)
-    # So many positions hold fewer than these sequences at their ends.
+    # These positions hold fewer than all sequences at their ends.
     block = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 16 * 4
     options = SMALL | {"cache_gb": 26.5 * block / 1e9, "host_cache_gb": host, "steps_in_flight": steps}
     with LLM(str(checkpoint), **options) as llm:
@@ -189,6 +189,6 @@ def test_log_probabilities_of_prompts_are_those_of_transformers(llm: LLM, model:
                 assert [float(row[each]) for each in told.top_ids] == pytest.approx(list(told.top_logprobs), abs=1e-4)
 
 
-def test_a_prompt_of_one_token_has_nothing_to_tell(llm: LLM) -> None:
+def test_a_prompt_of_one_token_has_no_log_probabilities(llm: LLM) -> None:
     (completion,) = llm.generate([[5]], replace(GREEDY, prompt_logprobs=2), progress=False)
     assert completion.prompt_logprobs == () and len(completion.token_ids) == 24

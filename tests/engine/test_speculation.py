@@ -1,4 +1,4 @@
-"""Drafts through a whole engine: texts, log probabilities, usage and what is reported stay as without them."""
+"""Drafts through a whole engine: texts, log probabilities, usage and reports are those without drafts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def rows_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the pace of the machine that tests run on, drafts pay."""
+    """The cost profile makes drafts pay, whatever the pace of the machine that tests run on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     estimate = build_module.make_profile
 
@@ -44,12 +44,12 @@ def rows_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "make_profile", cheap)
 
 
-def test_texts_with_drafts_are_those_without(checkpoint: Path) -> None:
+def test_texts_are_the_same_with_and_without_drafts(checkpoint: Path) -> None:
     build(EngineConfig(model=str(checkpoint), **SMALL, speculation="suffix"))[0].close()  # stores the profile
     asked = [replace(FEW, seed=number, **KINDS[number % len(KINDS)]) for number in range(len(PROMPTS))]
     with LLM(str(checkpoint), **SMALL) as llm:
         open_ended = llm.generate(PROMPTS, asked, progress=False)
-        # Two characters from the middle end the text, wherever they fall in what one step gives.
+        # Two characters from the middle end the text, wherever they fall in the tokens of one step.
         stops = [each.text[len(each.text) // 2 :][:2] for each in open_ended]
         asked += [replace(params, stop=(stop,)) for params, stop in zip(asked, stops, strict=True)]
         expected = llm.generate(PROMPTS * 2, asked, progress=False)
@@ -68,7 +68,7 @@ def test_texts_with_drafts_are_those_without(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"tp": 2}, {"max_adapters": 2}])
-def test_drafts_are_verified_on_several_devices_and_beside_slots_for_adapters(
+def test_drafts_are_verified_on_several_devices_and_with_slots_for_adapters(
     checkpoint: Path, options: dict[str, Any]
 ) -> None:
     answers = []
@@ -89,7 +89,7 @@ def test_drafts_are_verified_on_several_devices_and_beside_slots_for_adapters(
     assert answers[0] == answers[1]
 
 
-def test_drafts_are_verified_beside_grammars_and_embeddings(checkpoint: Path) -> None:
+def test_drafts_are_verified_together_with_grammars_and_embeddings(checkpoint: Path) -> None:
     config = EngineConfig(model=str(checkpoint), **SMALL, speculation="ngram")
     answers = []
     for speculation in ("off", "ngram"):

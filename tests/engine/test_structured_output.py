@@ -139,7 +139,7 @@ def run_all(config: EngineConfig, requests: list[Request]) -> tuple[dict[str, li
 
 
 def mixed(count: int, **params: Any) -> list[Request]:
-    """Requests of which two in three have a grammar."""
+    """Requests, two in three of them with a grammar."""
     return [
         Request(
             f"r{at}",
@@ -152,7 +152,7 @@ def mixed(count: int, **params: Any) -> list[Request]:
     ]
 
 
-def test_the_tokens_do_not_depend_on_what_runs_beside_nor_on_preemption(
+def test_the_tokens_depend_neither_on_other_requests_nor_on_preemption(
     small: Callable[..., EngineConfig], checkpoint: Path
 ) -> None:
     requests = mixed(9)
@@ -185,7 +185,7 @@ def played(config: EngineConfig, *script: Callable[[Client], messages.ToEngine |
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_requests_wait_for_their_grammar_beside_the_loop(small: Callable[..., EngineConfig], pp: int) -> None:
+def test_requests_wait_for_their_grammar_while_the_loop_runs(small: Callable[..., EngineConfig], pp: int) -> None:
     client = played(
         small(pp=pp),
         lambda client: grammar_request("one", LIST),

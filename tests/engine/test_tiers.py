@@ -1,4 +1,4 @@
-"""Engines with a disk or a remote tier behind a host tier that is far too small: greedy answers stay the same."""
+"""Engines with a disk or a remote tier below a host tier that is far too small: greedy answers stay the same."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tiny(small, tmp_path):
 
 
 def answers(engine, prompts=PROMPTS, name="", tenant="", at_once=False):
-    """What an engine says to each of these prompts, and how many tokens of each it had."""
+    """An engine's answer to each of these prompts, and the number of tokens found for each."""
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     tokens, cached, loop = [()] * len(prompts), [0] * len(prompts), engine.loop
     for number, prompt in enumerate(prompts):
@@ -130,7 +130,7 @@ def test_another_model_finds_nothing_on_the_disk(tiny, checkpoint, tmp_path):
     engine.loop.close()
 
 
-def test_engines_share_what_one_of_them_has_put_into_the_remote_tier(tiny):
+def test_engines_share_blocks_that_one_of_them_put_into_the_remote_tier(tiny):
     fakeredis = pytest.importorskip("fakeredis")
     server = fakeredis.TcpFakeServer(("127.0.0.1", 0), server_type="redis")
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -168,7 +168,7 @@ def test_a_remote_tier_that_is_not_there_is_named_at_the_start_and_used_once_it_
     threading.Thread(target=service.serve_forever, daemon=True).start()
     caplog.clear()
     deadline = time.monotonic() + 20
-    while engine.loop.stats().remote_bytes_written < 6 * BLOCK:  # idle: it is woken by what has been found
+    while engine.loop.stats().remote_bytes_written < 6 * BLOCK:  # idle: found blocks wake it
         assert woken.wait(deadline - time.monotonic())
         woken.clear()
         engine.handler(TierHandler).exchange()
@@ -210,7 +210,7 @@ async def test_an_engine_process_keeps_conversations_over_its_end(tiny):
         ({"remote_cache": ""}, "remote_cache is empty"),
     ],
 )
-def test_what_does_not_go_with_lower_tiers_is_refused_by_name(changes, match):
+def test_an_option_that_excludes_lower_tiers_is_refused_by_name(changes, match):
     with pytest.raises(ValueError, match=match):
         EngineConfig(disk_cache_dir="d", **changes)
     with pytest.raises(ValueError, match="no disk_cache_dir"):

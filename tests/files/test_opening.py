@@ -15,7 +15,7 @@ OPENERS = {
 }  # fmt: skip
 """Names of functions and methods that open a file by its path, in the standard library and in those that we use."""
 LOADERS = {"np.load", "numpy.load", "torch.load", "np.save", "numpy.save", "torch.save", "joblib.load"}
-"""The same, where the name alone says too little."""
+"""Names that open a file, but that other functions have too; the module is checked as well."""
 SAFE_MODULES = {"holdfast.files.regular", "holdfast.engine.checkpoint"}
 """Modules whose functions of these names open regular files alone. In the second one it is `read_text`."""
 NO_FILE = "it opens no file"
@@ -71,7 +71,7 @@ REASONS = {
     ("training.data", "np.memmap"): "it is given an open file",
     ("training.trainer", "self._storage.open"): NO_FILE,
 }
-"""By module and call: why a file may be opened there in another way, or that none is."""
+"""The reason why a call in a module may open a file in another way, or opens none, by module and call."""
 
 
 def calls() -> dict[tuple[str, str], int]:

@@ -1,4 +1,4 @@
-"""OwnDirectory: nobody else can write to it, and nothing is opened through links in it."""
+"""OwnDirectory: nobody else can write to it, and no file is opened through links in it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_file_with_a_second_name_elsewhere_is_left_as_it_is(held: Path, tmp_pa
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-def test_what_is_below_stays_so_when_the_path_leads_elsewhere_later(held: Path, tmp_path: Path) -> None:
+def test_files_below_stay_the_same_when_the_path_leads_elsewhere_later(held: Path, tmp_path: Path) -> None:
     with OwnDirectory(held) as own:
         moved = held.rename(tmp_path / "moved")
         (tmp_path / "elsewhere").mkdir()
@@ -94,7 +94,7 @@ def test_what_is_below_stays_so_when_the_path_leads_elsewhere_later(held: Path, 
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
-def test_removing_a_tree_leaves_what_its_links_lead_to(held: Path, tmp_path: Path) -> None:
+def test_removing_a_tree_keeps_the_targets_of_its_links(held: Path, tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
     (held / "tree").mkdir()

@@ -1,4 +1,4 @@
-"""Files at paths that somebody else chose: regular ones are opened, and nothing else is waited for."""
+"""Files at paths that somebody else chose: regular ones are opened, and the code waits for no other."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_regular_file_is_read_through_a_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY, os.O_RDWR | os.O_CREAT])
 @pytest.mark.parametrize(("make", "kind"), [(pipe_at, "a named pipe"), (listen_at, "a socket")])
-def test_what_is_not_a_regular_file_is_refused_without_waiting(
+def test_a_file_that_is_not_regular_is_refused_without_waiting(
     make: Callable[[Path], Path], kind: str, flags: int, tmp_path: Path
 ) -> None:
     make(tmp_path / "there")
@@ -128,7 +128,7 @@ NAMES = {"the lock of a profile": "profile.lock", "job.json": "job.json", "weigh
 
 
 @pytest.mark.parametrize("what", OPENERS)
-def test_a_pipe_in_the_place_of_a_file_is_an_error_and_no_wait(what: str, tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_an_error_without_waiting(what: str, tmp_path: Path) -> None:
     error, opener = OPENERS[what]
     with pytest.raises(error, match="it is a named pipe, not a regular file"):
         opener(pipe_at(tmp_path / NAMES.get(what, "pipe")))
@@ -142,7 +142,7 @@ def test_a_checkpoint_with_a_pipe_is_refused_before_any_library_opens_it(tmp_pat
 
 
 @pytest.mark.parametrize("make", [pipe_at, listen_at])
-def test_nothing_is_written_to_what_is_not_a_regular_file(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_nothing_is_written_to_a_file_that_is_not_regular(make: Callable[[Path], Path], tmp_path: Path) -> None:
     make(tmp_path / "there")
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "link").symlink_to("victim")
@@ -167,7 +167,7 @@ def test_nothing_is_written_to_what_is_not_a_regular_file(make: Callable[[Path],
     ],
 )
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_is_written_first_under_another_name_follows_no_link_and_waits_for_no_pipe(
+def test_a_file_written_first_under_another_name_follows_no_link_and_waits_for_no_pipe(
     partial: str, write: Callable[[Path], object], kind: str, tmp_path: Path
 ) -> None:
     victim = tmp_path / "victim"

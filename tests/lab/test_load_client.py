@@ -1,4 +1,4 @@
-"""The load client against a scripted server: what it sends and records, and how it handles failures."""
+"""The load client against a scripted server: its requests, its records, and how it handles failures."""
 
 import json
 from functools import partial

@@ -48,7 +48,7 @@ def test_tokens_that_arrive_together_all_count_at_their_peak():
 
 @pytest.mark.parametrize("name", ["ttft", "tpot", "itl", "e2el", "normalized_latency", "queued"])
 def test_each_latency_has_its_mean_median_deviation_p90_and_p99(name):
-    """Of 11 values from 100 to 1,100 ms, each tenth of the way is one of them."""
+    """The 11 values from 100 to 1,100 ms lie at each tenth of the distribution."""
     gaps = [0.1 * number for number in range(1, 12)]
     if name == "itl":
         made = [Record(0.0, 1, token_times=[sum(gaps[:at]) for at in range(12)])]
@@ -89,7 +89,7 @@ def line(count, gap, *, wait=lambda number: 0.0, begin=7.0, planned=True):
 @pytest.mark.parametrize("planned", [True, False], ids=["with first steps", "with first tokens"])
 @pytest.mark.parametrize("growth", [0.1, 0.5, 3.0])
 def test_a_queue_grows_by_the_requests_that_are_left_waiting_in_the_later_half_of_the_arrivals(growth, planned):
-    """Each waits `growth` of a gap longer than the one before: of 1 + `growth` that come, one begins."""
+    """Each request waits `growth` of a gap longer than the previous one: of 1 + `growth` arrivals, one begins."""
     made = line(1001, 0.1, wait=lambda number: 0.5 + 0.1 * growth * number, planned=planned)
     assert queue_growth(made, 100.0) == pytest.approx(1 - 1 / (1 + growth), abs=0.01)
 
@@ -100,7 +100,7 @@ def test_a_queue_of_a_constant_length_does_not_grow_however_long_it_is():
     assert queue_growth(burst, 100.0) == 0.0, "it has gone"
 
 
-def test_what_chance_explains_is_no_growth():
+def test_growth_that_chance_explains_does_not_count():
     """Of about 100 requests in the later half, ten may wait at its end."""
     for waiting, grows in ((8, False), (14, True)):
         made = line(200, 0.1, wait=lambda number, waiting=waiting: 50.0 if number >= 200 - waiting else 0.0)
@@ -122,7 +122,7 @@ def test_neither_a_burst_nor_a_lull_in_the_later_half_is_growth(early, seconds):
     assert queue_growth(slow, 300.0) > 0.2, "one in two seconds is too slow"
 
 
-def test_requests_that_failed_say_nothing_of_the_queue():
+def test_failed_requests_do_not_count_for_the_queue():
     failed = [replace(each, error="refused") for each in line(500, 0.1, wait=lambda number: float(number))]
     assert queue_growth(failed, 50.0) == 0.0
     assert queue_growth([*failed, *line(500, 0.1)], 50.0) == 0.0

@@ -75,7 +75,7 @@ def test_a_short_run_finds_about_the_capacity_of_a_long_one():
 
 
 def test_a_run_is_longer_until_the_queue_of_its_conversations_would_be_seen():
-    """A conversation takes 2 s; of 40 in a tenth of a second none begins late, as none has ended."""
+    """A conversation takes 2 s. Of 40 that arrive in a tenth of a second, none begins late, because none has ended."""
     talk = [Conversation(0.0, (Turn(20, 10), Turn(10, 10, 1.8)))]
     asked = []
 
@@ -91,7 +91,7 @@ def test_a_run_is_longer_until_the_queue_of_its_conversations_would_be_seen():
     assert describe_load(figures).startswith("the queue does not grow: conversations arrived for ")
 
 
-def test_a_run_is_not_extended_where_it_has_failed_or_beyond_eight_times_what_was_asked_for():
+def test_a_run_is_not_extended_if_it_failed_or_beyond_eight_times_the_given_length():
     slow = [Conversation(0.0, (Turn(20, 10), Turn(10, 10, 100.0)))]
     asked = []
 
@@ -108,7 +108,7 @@ def test_a_run_is_not_extended_where_it_has_failed_or_beyond_eight_times_what_wa
     assert asked == [50, 400, 50], "no longer run could meet this limit"
 
 
-def test_replicas_sustain_about_as_much_behind_a_router_as_each_alone():
+def test_replicas_with_a_router_sustain_about_as_much_as_each_alone():
     question = replace(QUESTION, devices=3, seconds=1.0)
     alone = evaluate(question, PLAIN)
     fleet = evaluate_fleet(question, alone, "priced", "ethernet-100g")
@@ -187,7 +187,7 @@ def test_a_candidate_gives_only_the_options_that_differ():
 
 
 def server(limit, calls=None):
-    """A server whose P99 TBT exceeds 50 ms above `limit` requests a second."""
+    """A server whose P99 TBT exceeds 50 ms above `limit` requests per second."""
 
     def run(rate):
         if calls is not None:

@@ -76,11 +76,12 @@ def test_responses_call_a_tool_in_a_conversation_whole_and_streamed(serving: Ser
         result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
         assert client.responses.create(input=result, tool_choice="none", **turn).output_text
         with client.responses.stream(input=ASKED, tool_choice="required", **turn) as stream:
-            kinds = [event.type for event in stream]
+            events: list[Any] = [*stream]
             last = stream.get_final_response().output[-1]
         items = client.conversations.items.list(conversation, order="asc").data
     assert last.type == "function_call"
     jsonschema.validate(json.loads(last.arguments), SCHEMA)
-    assert kinds.count("response.function_call_arguments.done") == 1
-    assert kinds.count("response.function_call_arguments.delta") > 1
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert deltas and "".join(deltas) == last.arguments  # on a busy machine one may hold them all
+    assert [event.type for event in events].count("response.function_call_arguments.done") == 1
     assert [item.type for item in items].count("function_call_output") == 1

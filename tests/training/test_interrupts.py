@@ -1,4 +1,4 @@
-"""Tuning that is interrupted in any way gives the losses and parameters of tuning that is not, bit for bit."""
+"""Tuning that is interrupted in any way gives the same losses and parameters as uninterrupted tuning, bit for bit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture(scope="module")
 def undisturbed(model: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], list[bytes]]]:
-    """By job, its losses and vectors when each runs alone."""
+    """The losses and vectors of each job when it runs alone."""
     results = {}
     for name, chosen in JOBS.items():
         trainer = trainer_for(model)
@@ -91,7 +91,7 @@ def test_three_jobs_interrupted_at_random_give_the_bits_of_each_alone(
             act(trainer, resident, "offload")
             resident = None
             if event > 0.93:
-                # Whoever has the blocks now writes to them.
+                # The next user of the blocks writes to them.
                 for pair in arena.planes:
                     for plane in pair:
                         plane.fill_(chance.randrange(256))
@@ -115,7 +115,7 @@ def test_three_jobs_interrupted_at_random_give_the_bits_of_each_alone(
 
 
 def tune_in_a_child(model: Decoder, directory: Path, mirror: Path, pipe: int) -> int:
-    """Begin a process that opens a job, runs it to its end and writes each report to a pipe. Returns its id."""
+    """Start a process that runs a job to its end and writes each report to a pipe. Returns its process id."""
     with warnings.catch_warnings():
         # The child uses no lock that another thread of this process might hold.
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,4 +1,4 @@
-"""Jobs as values: what is refused, the automatic choices, steps and units."""
+"""Jobs as values: refused values, the automatic choices, steps and units."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_automatic_choices_make_about_200_steps(examples: int, batch: int, epoch
     assert auto_epochs(examples, batch) == epochs
 
 
-def test_few_examples_are_gone_through_three_times_at_least() -> None:
+def test_few_examples_are_repeated_at_least_three_times() -> None:
     assert auto_epochs(99, 1) == 3
 
 

@@ -1,4 +1,4 @@
-"""The order of examples: each once an epoch, whatever is interrupted."""
+"""The order of examples: each occurs once an epoch, with any interruptions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_step_s_examples_are_each_example_once_an_epoch(count: int, batch:
 
 
 def test_no_example_is_lost_or_repeated_over_1000_random_kills() -> None:
-    """A state holds what all stored steps were trained on. A kill takes the rest, and the run begins there."""
+    """A state covers all stored steps. A kill loses the other steps, and the run resumes after the state."""
     chance = random.Random(0)
     order = Order(501, 8, 40, 7)
     state: list[tuple[int, ...]] = []

@@ -36,7 +36,7 @@ def wrapped(module: Any, modules: tuple[str, ...], alpha: float) -> Any:
 
 
 def matrices(model: Any, layout: AdapterLayout, vector: torch.Tensor, layers: int) -> list[tuple[Any, torch.Tensor]]:
-    """PEFT's parameters beside the views of a flat vector that stand for the same."""
+    """PEFT's parameters, each with the view of a flat vector that corresponds to it."""
     named, pairs = dict(model.named_parameters()), []
     for layer, piece in enumerate(vector.chunk(layers)):
         for group in layout.views(piece).values():

@@ -1,4 +1,4 @@
-"""The trainer under the scheduler: whatever requests take from it, a job computes the same, bit for bit."""
+"""The trainer under the scheduler: a job computes the same bits, however requests interrupt it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @pytest.mark.parametrize("name", ["deferred", "slices", "scarce"])
-def test_jobs_beside_requests_have_the_losses_and_parameters_of_jobs_alone(
+def test_jobs_next_to_requests_have_the_losses_and_parameters_of_jobs_alone(
     model: Decoder, name: str, tmp_path: Path
 ) -> None:
     validation = drawn_examples(3, seed=9)
@@ -92,7 +92,7 @@ def test_jobs_beside_requests_have_the_losses_and_parameters_of_jobs_alone(
 def test_a_job_that_leaves_between_its_update_and_its_validation_keeps_the_update(
     model: Decoder, leaves_at: str, tmp_path: Path
 ) -> None:
-    """Where it leaves again later, it comes back as it was then, and not as it was at the validation."""
+    """A job that leaves again later returns in its latest state, not in its state at the validation."""
     losses = {}
     for name in ("stays", "leaves"):
         trainer = trainer_for(model)

@@ -1,4 +1,4 @@
-"""State files: whatever is cut off or damaged, the newest whole state is found."""
+"""State files: the newest complete state is found, whichever files are cut off or damaged."""
 
 from __future__ import annotations
 

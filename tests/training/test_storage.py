@@ -1,4 +1,4 @@
-"""The storage of jobs: states beside later steps, reports, checkpoints, disks that are slow or full."""
+"""The storage of jobs: states stored during later steps, reports, checkpoints, and slow or full disks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_slow_disk_delays_reports_and_no_step(
     assert written[0] == 1 and 2 not in written and written[-1] == 18
 
 
-def test_a_job_is_settled_when_its_last_state_is_written_and_whoever_waits_is_woken_after_that(
+def test_a_job_is_settled_when_its_last_state_is_written_and_waiters_are_woken_after_that(
     model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, free, found = StateFiles.write, threading.Event(), list[tuple[bool, bool]]()
@@ -109,7 +109,7 @@ def test_a_job_is_settled_when_its_last_state_is_written_and_whoever_waits_is_wo
 
 
 class HeldWriter:
-    """Lets no state be written until it is told to."""
+    """A writer that stores no state until the test releases it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free, self.steps = threading.Event(), list[int]()
@@ -123,7 +123,7 @@ class HeldWriter:
         monkeypatch.setattr(StateFiles, "write", held)
 
 
-def test_a_state_is_copied_to_the_host_piece_by_piece_beside_the_slices_of_the_next_step(opened: Trainer) -> None:
+def test_a_state_is_copied_to_the_host_piece_by_piece_during_the_slices_of_the_next_step(opened: Trainer) -> None:
     while opened.next_slice("job")[0] < 1:
         advance(opened, "job")
     known = opened._jobs["job"]

@@ -1,4 +1,4 @@
-"""The trainer: slices, memory that is lent and given back, what is refused."""
+"""The trainer: slices, lending and reclaiming memory, and refused calls."""
 
 from __future__ import annotations
 
@@ -248,6 +248,6 @@ def test_units_take_no_more_workspace_than_was_measured(tmp_path: Path) -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         advance(trainer, "job", keep=False, lent=4 * BLOCKS)
-        # Ids, weights and angles of the tokens, and the optimizer's sums of norms, are small beside it.
+        # Ids, weights and angles of the tokens, and the optimizer's sums of norms, are small in comparison.
         assert torch.cuda.max_memory_allocated() - before <= 1.2 * measured
     assert measured > 0

@@ -10,7 +10,7 @@ from holdfast.cells.cell import Cell, Field
 from holdfast.files.imported import imported
 
 BUILT_IN = ("tagger", "dates", "listops")
-"""Each is a module here, whose `load` gives the application."""
+"""Names of modules here. The `load` of each returns the application."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PARTS = ("name", "cells", "inputs", "outputs", "unfold", "finish")
@@ -19,7 +19,7 @@ _PARTS = ("name", "cells", "inputs", "outputs", "unfold", "finish")
 def find(name: str) -> Application:
     """The application of a built-in name, or of `module:object`.
 
-    The object is an application, or gives one when it is called without arguments. Modules are also looked for in the
+    The object is an application, or returns one when it is called without arguments. Modules are also looked for in the
     current folder. Raises ValueError that says what is missing or wrong.
     """
     module, colon, path = name.partition(":")

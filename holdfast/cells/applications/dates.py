@@ -1,9 +1,10 @@
 """`dates`: Seq2Seq with "feed previous", from a date as people write it to ISO 8601.
 
-The paper's model (BatchMaker, section 2.7.4; Sutskever et al., 2014): an LSTM reads the characters, another begins with
-its state and `<go>`, and takes its own last token as its next input until it gives `<eos>`. There is no attention.
+The paper's model (BatchMaker, section 2.7.4; Sutskever et al., 2014): one LSTM reads the characters. Another begins
+with its state and `<go>`, and takes its own last token as its next input until it outputs `<eos>`. There is no
+attention.
 
-`3/4/1984` has the month first and `3.4.1984` the day. A year of two digits is one of 1969 to 2068, as in POSIX.
+`3/4/1984` has the month first and `3.4.1984` the day. A year of two digits means one of 1969 to 2068, as in POSIX.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from holdfast.cells.nn import LSTMWeights, ReadOut, decoder_cell, encoder_cell
 CHARACTERS = f"{string.ascii_lowercase}{string.digits} ,./-"
 MOST_CHARACTERS = 80
 GO, EOS = 0, 1
-"""The decoder's first input, which is a state of zeros, and its last output."""
+"""The decoder's first input, which is also a state of zeros, and its last output."""
 SYMBOLS = ("<go>", "<eos>", *string.digits, "-")
 MOST_STEPS = len("YYYY-MM-DD") + 1
 FIRST_YEAR, LAST_YEAR = 1900, 2099
-"""The years of its training."""
+"""The first and last years in the training data."""
 FIRST_SHORT_YEAR = 1969
 
 
@@ -45,7 +46,7 @@ def characters(text: str) -> list[int]:
 
 
 class Dates:
-    """The application `dates`: `text` is a date in words or numbers, `date` the same as YYYY-MM-DD."""
+    """The application `dates`: `text` is a date in words or numbers, `date` is the same date as YYYY-MM-DD."""
 
     name = "dates"
     inputs = (
@@ -68,7 +69,7 @@ class Dates:
         self.cells = (self.encoder, self.decoder)
 
     def unfold(self, inputs: Arrays) -> CellGraph:
-        """A chain over the characters, and a chain of the decoder that begins with its state."""
+        """A chain over the characters, and a decoder chain that begins with its state."""
         tokens = characters(str(inputs["text"][0]))
         graph = CellGraph()
         last = graph.chain(self.encoder, len(tokens), token=tokens)[-1]
@@ -77,11 +78,11 @@ class Dates:
         return graph
 
     def finish(self, results: Arrays) -> Arrays:
-        """The decoder's symbols as a text."""
+        """The decoder's symbols as text."""
         text = "".join(SYMBOLS[word] for word in results["date"] if word not in (GO, EOS))
         return {"date": np.array([text], dtype=object)}
 
 
 def load(directory: Path = DIRECTORY) -> Dates:
-    """The application with the weights in a folder, by default with those that come with Holdfast."""
+    """The application with the weights in a folder, by default those that come with Holdfast."""
     return Dates(read_weights("dates", directory)[0])

@@ -1,7 +1,7 @@
 """`listops`: a binary TreeLSTM that computes expressions such as `[MAX 2 9 [MIN 4 7 ] 0 ]`.
 
 The task and its binary trees are those of Nangia and Bowman, "ListOps", 2018: MAX, MIN, MED (median, rounded down) and
-SM (sum, modulo 10) of 2 to 5 digits or lists. Each token is a leaf; a list is taken together from the left:
+SM (sum, modulo 10) of 2 to 5 digits or lists. Each token is a leaf. The tokens of a list are joined from the left:
 `(((([MAX 2) 9) ...) 0) ])`. The TreeLSTM is that of Tai, Socher and Manning, 2015, section 3.2, with two children.
 """
 
@@ -33,7 +33,7 @@ class Tree(NamedTuple):
     tokens: list[int]
     left: list[int]
     right: list[int]
-    """By internal node: the node that is its left, or its right, child."""
+    """The left and right child of each internal node."""
 
     @property
     def root(self) -> int:
@@ -45,7 +45,7 @@ def parse(text: str) -> Tree:
     tokens: list[int] = []
     left: list[int] = []
     right: list[int] = []
-    joined: list[tuple[int, int]] = []  # by open list: the node and the values that it has so far
+    joined: list[tuple[int, int]] = []  # for each open list: the node and the number of values so far
     root = -1
     names = [match[1] for match in _TOKEN.finditer(text)]
     if not names:
@@ -99,7 +99,7 @@ def _token(name: str) -> int:
         return int(name)
     operator = name[1:].strip() if name.startswith("[") else name
     if not name.startswith("["):
-        raise ValueError(f"{name!r} is no token; there are digits, ], and [ with one of {', '.join(OPERATORS)}")
+        raise ValueError(f"{name!r} is not a token; there are digits, ], and [ with one of {', '.join(OPERATORS)}")
     if operator not in OPERATORS:
         raise ValueError(f"operator is {operator!r}; it must be one of {', '.join(OPERATORS)}")
     return DIGITS + OPERATORS.index(operator)
@@ -137,10 +137,10 @@ class ListOps:
         return graph
 
     def finish(self, results: Arrays) -> Arrays:
-        """The value, as it is."""
+        """The value, unchanged."""
         return results
 
 
 def load(directory: Path = DIRECTORY) -> ListOps:
-    """The application with the weights in a folder, by default with those that come with Holdfast."""
+    """The application with the weights in a folder, by default those that come with Holdfast."""
     return ListOps(read_weights("listops", directory)[0])

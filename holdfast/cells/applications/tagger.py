@@ -1,7 +1,7 @@
-"""`tagger`: an LSTM that reads a sentence word by word, and says of each word whether it is of a person, a place, ...
+"""`tagger`: an LSTM that reads a sentence word by word, and tags each word as part of a person, a place, and so on.
 
 It reads in one direction, so each tag follows from the words up to it. May is a month or a woman, 1984 a year or a
-number of tickets: what came before decides, sometimes many words before.
+number of tickets: the earlier words decide, sometimes many words earlier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.cells.nn import LSTMWeights, ReadOut, lstm_cell
 TAGS = ("O", "PERSON", "PLACE", "DATE", "QUANTITY")
 MOST_WORDS = 330
 SHAPES = ("<word>", "<Name>", "<number>", "<hundreds>", "<thousands>", "<large>", "<ordinal>", "<other>")
-"""What stands for words that are not in the vocabulary, and for all that are written in digits."""
+"""The tokens for words that are not in the vocabulary, and for everything that is written in digits."""
 
 _WORD = re.compile(r"\d+(?:st|nd|rd|th)?\b|[^\W\d_]+(?:['’-][^\W\d_]+)*|\S")
 
@@ -39,7 +39,7 @@ def split(text: str) -> list[str]:
 
 
 def shape_of(word: str) -> str:
-    """The one of SHAPES that stands for a word."""
+    """The entry of SHAPES that stands for a word."""
     if word.isdecimal():
         return SHAPES[2 + min(max(len(word) - 2, 0), 3)]
     if word[0].isdecimal():
@@ -59,7 +59,7 @@ class Vocabulary:
         return len(self._number)
 
     def numbers(self, words: Sequence[str]) -> list[int]:
-        """The number of each word. A word that is unknown is looked up in lower case if it is the first."""
+        """The number of each word. If the first word is unknown, it is looked up in lower case."""
         number = self._number
         found = [number.get(word, number[shape_of(word)]) for word in words]
         if words and words[0] not in number:
@@ -102,10 +102,10 @@ class Tagger:
         return graph
 
     def finish(self, results: Arrays) -> Arrays:
-        """The words, and their tags by name."""
+        """The words, and the names of their tags."""
         return {"word": results["word"], "tag": np.array([TAGS[tag] for tag in results["tag"]], dtype=object)}
 
 
 def load(directory: Path = DIRECTORY) -> Tagger:
-    """The application with the weights in a folder, by default with those that come with Holdfast."""
+    """The application with the weights in a folder, by default those that come with Holdfast."""
     return Tagger(*read_weights("tagger", directory))

@@ -27,7 +27,7 @@ def read_weights(name: str, directory: Path = DIRECTORY) -> tuple[dict[str, Tens
 
 
 def write_weights(name: str, tensors: Weights, words: list[str], directory: Path = DIRECTORY) -> Path:
-    """Store the tensors of an application as float16, and its words beside them. The path of the file."""
+    """Store an application's tensors as float16, and its words in the same file. Returns the file's path."""
     path = directory / f"{name}.safetensors"
     directory.mkdir(parents=True, exist_ok=True)
     stored = {key: tensor.detach().to(torch.float16).contiguous() for key, tensor in tensors.items()}

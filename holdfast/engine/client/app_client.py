@@ -20,12 +20,12 @@ class AppFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """What a request gave, and its timestamps in seconds on the monotonic clock that both processes share."""
+    """The result of a request, and its timestamps in seconds on the monotonic clock that both processes share."""
 
     outputs: Mapping[str, messages.Tensor]
     arrival: float
     scheduled: float
-    """When the first of its nodes was planned."""
+    """Time at which the first of its nodes was planned."""
     finish: float
 
 
@@ -60,8 +60,8 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
 
         `app` is a built-in application's name, or module:object. `on_progress` is called with the name of each stage,
         `threads` is the number of CPU threads. With `measure` above 0, the engine measures how long tasks of each cell
-        type take, of up to so many nodes, and writes it to `info.profile_path`. Raises EngineStartError with the
-        reason. If the wait ends early, for whatever reason, so does the process.
+        type take, of up to `measure` nodes, and writes the times to `info.profile_path`. Raises EngineStartError with
+        the reason. If the wait ends early, for whatever reason, so does the process.
         """
         client = cls(app, config, on_progress, threads, measure)
         async with client._starting():
@@ -71,7 +71,7 @@ class AppClient(EngineConnection[messages.AppInfo, messages.AppStats]):
     async def infer(self, inputs: dict[str, messages.Tensor]) -> Inference:
         """Run one request, whose inputs fit the application's fields. Cancelling it aborts the request.
 
-        Raises ValueError for inputs that the application refuses, AppFailed, and EngineDead, also while it runs.
+        Raises ValueError for inputs that the application refuses, AppFailed, and EngineDead, even while it runs.
         """
         self._check_alive()
         request_id, arrival = uuid.uuid4().hex, time.monotonic()

@@ -37,22 +37,24 @@ from holdfast.lm.memory.digests import DigestCache, usable_blocks
 from holdfast.lm.types import SchedulerStats
 
 REMEMBERED_BLOCKS = 1 << 16
-"""Blocks whose digests a client remembers, about 100 bytes each, so that it hashes only what is new in a prompt."""
+"""Number of blocks whose digests a client remembers, about 100 bytes each, so that only a prompt's new blocks are
+hashed.
+"""
 
 log = logging.getLogger("holdfast.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request."""
+    """Numbers of tokens of one request."""
 
     prompt_tokens: int
     completion_tokens: int
     """All generated tokens, including the one that ended the sequence."""
     cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
-    """Of these, those from the host, from the disk and from the remote tier."""
+    """`cached_tokens` by lower tier: tokens from the host, from the disk and from the remote tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Timings:
     first_token: float
     finish: float
     tokens: int
-    """Generated tokens."""
+    """Number of generated tokens."""
 
     @property
     def ttft(self) -> float:
@@ -88,28 +90,30 @@ class Delta:
     """A stream's new text and tokens since the last Delta. The final one has finish_reason, usage and timings."""
 
     text: str
-    """Empty while text is held back: an incomplete character, or a possible beginning of a stop string."""
+    """New text; empty while text is held back: an incomplete character, or a possible beginning of a stop string."""
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
     logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """Of each of the tokens, if the request asks; not of the end token, which has no place in the text."""
+    """Log probabilities of each token, if the request asks. The end token has none, as it is not part of the text."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's next tokens, from its second one on, if the request asks. All come before the answer's end."""
+    """Log probabilities of the prompt's next tokens, from its second one on, if the request asks. All come before the
+    end.
+    """
     vector: bytes = b""
-    """The prompt's embedding, if the request asks: float32 numbers in native order. With the final Delta."""
+    """The prompt's embedding, if the request asks: float32 numbers in native order. It comes with the final Delta."""
     stop_string: str | None = None
-    """The stop string that ended the answer, if one did. With the final Delta."""
+    """The stop string that ended the answer, if one did. It comes with the final Delta."""
 
 
 class AdapterError(ValueError):
-    """An adapter that is not loaded or unloaded. The message says why; it names no directory."""
+    """An adapter that could not be loaded or unloaded. The message has the reason; it names no directory."""
 
     def __init__(self, message: str, *, missing: bool = False) -> None:
         super().__init__(message)
         self.missing = missing
-        """There is no adapter of this name."""
+        """Whether there is no adapter of this name."""
 
 
 class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
@@ -131,20 +135,20 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._digests = DigestCache(config.block_size, REMEMBERED_BLOCKS)
         self._searches: dict[int, asyncio.Future[Found]] = {}
         self._fetches: dict[int, asyncio.Future[int]] = {}
-        """Questions about KV blocks that the engine has not answered, by number."""
+        """Fetches of KV blocks that the engine has not answered, by number."""
         self.text: Text
         self._closes_text = True
         self.pooling = NONE
         """How embeddings are made, if the model gives any."""
         self.generation = GenerationDefaults()
-        """Sampling of requests that do not say."""
+        """Sampling of requests that give none."""
         self._measure, self._priced = measure, priced
         self._streams: dict[str, Stream] = {}
         self._waiting: set[str] = set()
         self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
-        """Called with the tokens and the seconds of the engine's steps, some at a time."""
+        """Called with the tokens and the seconds of the engine's steps, a few steps at a time."""
         self.on_activity: Callable[[messages.Activity], None] = lambda activity: None
-        """Called with what the engine does, while it is watched (`watch`)."""
+        """Called with the engine's activity while it is watched (`watch`)."""
         self.adapters: dict[str, AdapterInfo] = {}
         """The adapters that requests may name, by name."""
         self._changing: set[str] = set()
@@ -166,12 +170,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         priced: bool = False,
         chunk_secret: bytes = b"",
     ) -> EngineClient:
-        """Start an engine in a new process, or in one that was begun before, and wait until it takes requests.
+        """Start an engine in a new process, or in `process`, begun before, and wait until it takes requests.
 
         `on_progress` is called with the name of each stage. With `measure`, the engine measures its cost profile again
         and writes it to `info.profile_path`; with `priced`, it finds one even if it needs none. With `chunk_host`,
-        engines of one `chunk_secret` fetch blocks from each other; empty: from no other. Raises EngineStartError with
-        the reason. If the wait ends early, for whatever reason, so does the process.
+        engines of one `chunk_secret` fetch blocks from each other; with an empty secret, from none. Raises
+        EngineStartError with the reason. If the wait ends early, for whatever reason, so does the process.
         """
         try:
             checkpoint = await asyncio.to_thread(Checkpoint.of, config)  # a model of the hub may have to be fetched
@@ -185,7 +189,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         except (ValueError, OSError) as error:
             raise EngineStartError(str(error)) from error
         async with client._starting():
-            # At the same time: the tokenizer loads here, the weights in the engine. The first failure ends the wait.
+            # At the same time, the tokenizer loads here and the weights in the engine. The first failure ends the wait.
             read = asyncio.to_thread(Text.from_directory, checkpoint.directory, config.chat_template)
             text = asyncio.create_task(read)
             client.info, client.text = await asyncio.gather(client._ready, text)
@@ -193,7 +197,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         return client
 
     def use_text(self, text: Text) -> None:
-        """Use a text that somebody else closes, in place of the engine's own."""
+        """Use a text that another owner closes, in place of the engine's own."""
         if text is not self.text:
             self.text.close()
         self.text = text
@@ -201,12 +205,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
     @property
     def full(self) -> bool:
-        """Whether as many requests wait as may."""
+        """Whether the queue of waiting requests is full."""
         return len(self._waiting) >= self.config.max_waiting
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the model itself, first the one that it goes by."""
+        """The names of the model itself. The first is its main name."""
         return self.info.model, *self.config.served_model_name[1:]
 
     def stream(
@@ -225,11 +229,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         """The deltas of one request. It is submitted when the first delta is awaited.
 
         `adapter` is the name of a loaded adapter; empty: none. The request shares cached prefixes only with requests of
-        the same `tenant`, and with the same adapter. `deadline` is the time until
-        the first token is due, in seconds from now, for the deadline order. `shown` are special tokens whose names
-        belong to the text. `conversation` names the one that this is a turn of, for who chooses among several engines.
-        Leaving the iterator before its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at
-        once for a request that can never be served, QueueFull, and EngineDead, also while it runs.
+        the same `tenant`, and with the same adapter. `deadline` is the time until the first token is due, in seconds
+        from now, for the deadline order. `shown` are special tokens whose names belong to the text. `conversation`
+        names the conversation that this is a turn of, for a router among several engines. Leaving the iterator before
+        its last Delta (aclose, cancellation) aborts the request. Raises RequestRefused at once for a request that can
+        never be served, QueueFull, and EngineDead, even while it runs.
         """
         request_id = request_id or uuid.uuid4().hex
         self._admit(request_id)
@@ -251,11 +255,11 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
     @property
     def chunk_address(self) -> str:
-        """Where other engines fetch KV blocks from this one; empty if they cannot, and `info.chunk_reason` says why."""
+        """Address at which other engines fetch KV blocks from this one. If empty, see `info.chunk_reason`."""
         return self.info.chunk_address
 
     def chain(self, prompt: Sequence[int], *, tenant: str = "", adapter: str = "") -> list[bytes]:
-        """The digests of those blocks of a prompt whose state a request can use, as the engine makes them.
+        """The digests of the blocks of a prompt whose state a request can use, as the engine makes them.
 
         Equal for all engines of one model, precision and block size. Raises RequestRefused for an unknown adapter.
         """
@@ -265,7 +269,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         return self._digests.digests(self._identity(tenant, adapter).root(), tokens)
 
     async def found(self, chain: Sequence[bytes]) -> Found:
-        """How many tokens of a chain (`chain`) the engine has, by tier. A dictionary look-up for each block.
+        """The number of tokens of a chain (`chain`) that the engine has, by tier. One dictionary look-up per block.
 
         Raises EngineDead.
         """
@@ -280,12 +284,12 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             self._searches.pop(number, None)
 
     async def fetch(self, chain: Sequence[bytes], indices: Sequence[int], source: str) -> int:
-        """Bring the blocks at these places of a chain from the engine at `source`, its `chunk_address`.
+        """Fetch the blocks at these places of a chain from the engine at `source`, its `chunk_address`.
 
-        Returns how many tokens have come. Requests find them then, in the host tier. It is less than asked for if the
-        source does not have all, if the host tier holds what is worth more, if the source ends, or if this engine moves
-        nothing; the engine's log says why. What has come stays in any case, also when this is cancelled. Raises
-        EngineDead.
+        Returns how many tokens have come. Requests then find them in the host tier. It is less than asked for if the
+        source does not have all, if the host tier holds more valuable state, if the source ends, or if this engine
+        moves nothing; the engine's log has the reason. Blocks that have come stay in any case, even if this is
+        cancelled. Raises EngineDead.
         """
         self._check_alive()
         number = next(self._numbers)
@@ -306,7 +310,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         return Identity(self.info.model, content, self.info.precision, tenant)
 
     def watch(self, seconds: float) -> None:
-        """Have the engine tell what it does (`on_activity`) for so many seconds from now on; 0: no more.
+        """Have the engine report its activity (`on_activity`) for `seconds` seconds from now on; 0 stops it.
 
         Raises EngineDead.
         """
@@ -314,9 +318,9 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._child.send(messages.Watch(seconds))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        """Serve the adapter in a directory under a name. With `replace`, the name may have another one by now.
+        """Serve the adapter in a directory under a name. With `replace`, the name may already have an adapter.
 
-        Requests that name the adapter which it replaces run to their end. Raises AdapterError, EngineDead.
+        Requests that name the replaced adapter run to their end. Raises AdapterError, EngineDead.
         """
         with self._change(name):
             try:
@@ -335,7 +339,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
     async def unload_adapter(self, name: str) -> None:
         """Refuse new requests for an adapter, and forget it once the running ones have ended.
 
-        Raises AdapterError, with `missing`, for a name that has none, and EngineDead.
+        Raises AdapterError, with `missing`, for a name without an adapter, and EngineDead.
         """
         with self._change(name):
             if name not in self.adapters:
@@ -345,7 +349,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
 
     @contextmanager
     def _change(self, name: str) -> Iterator[None]:
-        """Let nobody else load or unload this name meanwhile. Raises AdapterError."""
+        """Let nobody else load or unload this name inside the block. Raises AdapterError."""
         if name in self._changing:
             raise AdapterError(f"adapter {name} is being loaded or unloaded; try again in a moment")
         self._changing.add(name)
@@ -433,7 +437,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             case messages.AdapterRefused(number, reason):
                 if number in self._asked and not (refused := self._asked.pop(number)).done():
                     refused.set_exception(AdapterError(reason))
-                    refused.exception()  # marks it as retrieved, because nobody may wait any more
+                    refused.exception()  # marks it as retrieved, because nobody may still wait
             case messages.JobStarted() | messages.JobChanged() | messages.JobRefused() | messages.JobProgress():
                 self.tuning.take(message)
 
@@ -488,18 +492,18 @@ class Stream:
 
     @property
     def answer(self) -> Sequence[int]:
-        """All tokens so far, with those that no reader has."""
+        """All tokens so far, including those that no reader has yet."""
         return self._answer
 
     def resume(self) -> None:
-        """Prepare the request to go on at another engine, after this one has ended.
+        """Prepare the request to continue on another engine, after this one has ended.
 
-        The tokens so far then begin its answer, and what was told of the prompt is not told again. Draws depend on the
-        seed and the position alone, so a request that has a seed goes on as if nothing had happened.
+        The tokens so far then begin its answer, and figures of the prompt are not given again. Draws depend only on the
+        seed and the position, so a request that has a seed continues as if nothing had happened.
         """
         request, params = self.request, self.request.params
         if self._answer:
-            params = replace(params, prompt_logprobs=None)  # all is told when the first token comes
+            params = replace(params, prompt_logprobs=None)  # they were all given with the first token
         prompt = array("I", request.prompt[: request.answer_start]) + self._answer
         self.request = replace(request, prompt=prompt, params=params, answered=len(self._answer))
         self._told_again = self._told
@@ -508,7 +512,7 @@ class Stream:
             self._changed.clear()
 
     def take(self, output: SequenceOutput, now: float, scheduled: float) -> None:
-        """Add the output of one step of a sequence that was first scheduled then, on our clock."""
+        """Add the output of one step. `scheduled` is when the sequence was first scheduled, on our clock."""
         tokens, reason = output.tokens, output.finish_reason
         ended = reason is not None
         if not self._count:
@@ -519,7 +523,7 @@ class Stream:
         # The token that stopped the sequence is not part of its text.
         visible = tokens[:-1] if reason is FinishReason.STOP else tokens
         if len(visible) > 1 and self.request.params.stop:
-            # Those behind the end of a stop string do not count, as if each had come alone.
+            # Tokens after the end of a stop string do not count, as if each token had come alone.
             for count, token in enumerate(visible, 1):
                 self._pieces.append(self._text.push((token,), last=ended and count == len(visible)))
                 if self._text.stopped:
@@ -578,7 +582,7 @@ def prepare(
     deadline: float | None = None,
     shown: Collection[int] = (),
 ) -> Stream:
-    """Check a request for an engine as `EngineClient.stream` does, to be run by it or another like it.
+    """Check a request as `EngineClient.stream` does, for that engine or another like it.
 
     `adapters` are those that requests may name. Raises RequestRefused.
     """

@@ -16,21 +16,22 @@ from holdfast.engine.link import Child
 from holdfast.engine.spawn import Process
 
 HEALTH_SECONDS = 10.0
+"""Seconds that a question about health waits for its answer by default."""
 TICK_SECONDS = 1.5
-"""An engine on another host is asked for its clock so often, and a connection that is lost is noticed by then."""
+"""Seconds between two questions for the clock of an engine on another host. A lost connection is noticed by then."""
 CLOCKS = 40
-"""Answers that the difference of the clocks is taken from: those of the last minute. Clocks drift."""
+"""Number of answers from which the difference of the clocks is taken: the last minute, because clocks drift."""
 
 Info = TypeVar("Info")
 Stats = TypeVar("Stats")
 
 
 class EngineStartError(RuntimeError):
-    """The engine could not start; the message says why in one line."""
+    """The engine could not start. The message has the reason in one line."""
 
 
 class EngineDead(RuntimeError):
-    """The engine process has ended; the message says why in one line."""
+    """The engine process has ended. The message has the reason in one line."""
 
 
 class QueueFull(RuntimeError):
@@ -38,16 +39,16 @@ class QueueFull(RuntimeError):
 
 
 class EngineConnection(ABC, Generic[Info, Stats]):
-    """One engine process, for one event loop. A kind of engine defines what it is started with and what it answers."""
+    """One engine process, for one event loop. Each kind of engine defines its start message and its answers."""
 
     def __init__(self, process: Process, on_progress: Callable[[str], None] | None = None) -> None:
-        """Connect to a new process. `on_progress` gets the name of each stage of its start. Raises OSError."""
+        """Connect to a new process. `on_progress` is called with each stage's name. Raises OSError."""
         self.info: Info
-        """What the engine said of itself when it was ready."""
+        """The engine's description of itself when it was ready."""
         self.dead = asyncio.Event()
         """Set when the engine has ended."""
         self.reason = ""
-        """Why it ended, in one line."""
+        """The reason why it ended, in one line."""
         self._on_progress = on_progress or (lambda stage: None)
         self._began = process.began
         self._ready: asyncio.Future[Info] = asyncio.get_running_loop().create_future()
@@ -61,8 +62,8 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         self.ahead = 0.0
         """Seconds that the engine's clock is ahead of ours; 0 on the same machine.
 
-        Never more than in truth, and less only by what the fastest of some messages took from there. So what the
-        engine dates never seems to lie before what came first here.
+        The value is never above the true difference, and below it only by the fastest travel time of the last messages.
+        So an event that the engine dates never seems to precede its cause here.
         """
         self._clocks: deque[float] = deque(maxlen=CLOCKS)
         self._ticking: list[asyncio.Task[None]] = []
@@ -88,16 +89,16 @@ class EngineConnection(ABC, Generic[Info, Stats]):
             del self._unanswered[number]
 
     async def close(self) -> None:
-        """End the engine process. What still runs raises EngineDead. May be called more than once."""
+        """End the engine process. Requests that still run raise EngineDead. May be called more than once."""
         await self._close(at_once=False)
 
     def kill(self) -> None:
-        """End the engine process at once, in whatever state it is. What runs raises EngineDead a moment later."""
+        """End the engine process at once, in whatever state it is. Running requests raise EngineDead a moment later."""
         self._child.kill()
 
     @abstractmethod
     def _start_message(self) -> messages.Start | messages.StartApp:
-        """What the engine is told after its Hello."""
+        """The message to send after the engine's Hello."""
 
     @abstractmethod
     def _take_output(self, message: messages.FromEngine) -> None:
@@ -109,7 +110,7 @@ class EngineConnection(ABC, Generic[Info, Stats]):
 
     @asynccontextmanager
     async def _starting(self) -> AsyncIterator[None]:
-        """Wait within it until the engine is ready. If that fails or ends early, so does the process.
+        """Inside the block, wait until the engine is ready. If that fails or ends early, the process ends, too.
 
         Raises EngineStartError with the reason.
         """
@@ -139,7 +140,7 @@ class EngineConnection(ABC, Generic[Info, Stats]):
         try:
             while True:
                 self._take(await self._child.receive())
-        except Exception as error:  # nothing reads the socket any more, so no request may wait for it
+        except Exception as error:  # nothing reads the socket now, so no request may wait for it
             self._end(f"the engine's messages cannot be read: {type(error).__name__}: {error}")
             self._child.kill()
 
@@ -179,7 +180,7 @@ class EngineConnection(ABC, Generic[Info, Stats]):
             future.set_result(result)
 
     def _end(self, reason: str) -> None:
-        """Fail everything that waits for the engine, which has ended. Only the first call counts."""
+        """Fail all calls that wait for the engine, which has ended. Only the first call counts."""
         if self.dead.is_set():
             return
         self.reason = reason
@@ -189,7 +190,7 @@ class EngineConnection(ABC, Generic[Info, Stats]):
 
 
 def fail_all(futures: Iterable[asyncio.Future[Any]], reason: str) -> None:
-    """End with an EngineDead all that have not ended."""
+    """End all unfinished futures with an EngineDead."""
     for future in futures:
         if not future.done():
             future.set_exception(EngineDead(reason))

@@ -1,4 +1,4 @@
-"""What a checkpoint recommends for requests that do not say: its generation_config.json, as vLLM reads it."""
+"""The sampling that a checkpoint recommends: its generation_config.json, as vLLM reads it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stop_strings", "dola_layers", "forced_decoder_ids"), ([], "")),
     "token_healing": (False,),
 }
-"""Fields by which Transformers' `generate` gives other tokens, and which are not applied here, each with the values
-besides null that have no effect."""
+"""Fields that change the tokens of Transformers' `generate` and are not applied here. Each has the values, besides
+null, that have no effect.
+"""
 
 log = logging.getLogger("holdfast.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling for requests that do not say. None: the API's own default."""
+    """Sampling for requests that give none. None: the API's own default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -43,16 +44,16 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
-    """Most tokens of an answer, also where a request asks for more."""
+    """Most tokens of an answer, even if a request asks for more."""
 
     @property
     def sampling(self) -> dict[str, float]:
-        """What is given of sampling, by the names of SamplingParams."""
+        """The sampling values that are given, by the names of SamplingParams."""
         given = {name: getattr(self, name) for name in (*NUMBERS, "top_k")}
         return {name: value for name, value in given.items() if value is not None}
 
     def params(self) -> SamplingParams:
-        """The sampling of a request that says nothing."""
+        """The sampling of a request that gives none."""
         limits = {} if self.max_new_tokens is None else {"max_tokens": self.max_new_tokens}
         return SamplingParams(**limits, **self.sampling)  # type: ignore[arg-type]
 
@@ -60,8 +61,8 @@ class GenerationDefaults:
 def find_generation(directory: Path, source: str = "auto", overrides: str | None = None) -> GenerationDefaults:
     """The defaults of a checkpoint. `source` is auto, none, or the file or directory to read in its place.
 
-    `overrides` is a JSON object whose fields replace the file's, and null takes one away. Raises ValueError, naming
-    the file and the field. Fields that would change tokens, and are not applied, are named in the log.
+    `overrides` is a JSON object whose fields replace the file's; null removes a field. Raises ValueError, naming the
+    file and the field. Fields that would change tokens, and are not applied, are named in the log.
     """
     given: dict[str, Any] = {}
     if source == "auto":
@@ -86,7 +87,7 @@ def find_generation(directory: Path, source: str = "auto", overrides: str | None
 def not_applied(given: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The fields with their values that Transformers would apply and this engine does not; empty if there are none.
 
-    `config` is the model's: an encoder-decoder's decoder is given its forced first token.
+    `config` is the model's: the decoder of an encoder-decoder receives its forced first token.
     """
     names = [name for name in NOT_APPLIED if name != "forced_bos_token_id" or not config.get("is_encoder_decoder")]
     found = [name for name in names if given.get(name) is not None and given[name] not in NOT_APPLIED[name]]
@@ -105,10 +106,10 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _read(given: Mapping[str, Any], where: str, *, strict: bool = False) -> dict[str, Any]:
-    """The fields that count, checked. With `strict` any other is refused."""
+    """The checked values of the fields that count. With `strict` any other field is refused."""
     found: dict[str, Any] = {}
     if given.get("do_sample") is False:
-        found["temperature"] = 0.0  # whatever the file's temperature is, it is not used
+        found["temperature"] = 0.0  # the file's temperature is not used, whatever it is
     for name, value in given.items():
         kinds = (int,) if name in COUNTS else (int, float)
         if name not in (*NUMBERS, *COUNTS):

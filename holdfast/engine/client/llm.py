@@ -37,13 +37,13 @@ class Completion:
     """All generated tokens, including the one that ended the sequence."""
     finish_reason: FinishReason
     cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     timings: Timings
     """Includes `ttft` in seconds and `tokens_per_second`."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of each token but the one that ended the sequence, where `SamplingParams.logprobs` asks."""
+    """Log probabilities of each token but the one that ended the sequence, if `SamplingParams.logprobs` asks."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of each token of the prompt but the first, where `SamplingParams.prompt_logprobs` asks."""
+    """Log probabilities of each prompt token but the first, if `SamplingParams.prompt_logprobs` asks."""
 
 
 class LLM:
@@ -57,9 +57,9 @@ class LLM:
     """
 
     def __init__(self, model: str = BUILTIN_MODEL, **options: Any) -> None:
-        """`options` are fields of EngineConfig. Raises ValueError for a wrong one, EngineStartError with the reason.
+        """`options` are fields of EngineConfig. Raises ValueError for a wrong value, EngineStartError with the reason.
 
-        Raises TypeError for an option that there is not.
+        Raises TypeError for an unknown option.
         """
         check_options(options)
         config = EngineConfig(model=model, **options)
@@ -70,7 +70,7 @@ class LLM:
             self._thread.stop()
             raise
         self._slots = asyncio.Semaphore(config.max_waiting)
-        """Bounds the prompts in the engine at once to what its queue takes."""
+        """Bounds the number of prompts in the engine at once to the size of its queue."""
         self._close = weakref.finalize(self, _close, self._thread, self._client)
 
     @property
@@ -85,7 +85,7 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """The sampling of prompts that are given none: by the checkpoint's generation_config.json."""
+        """The sampling of prompts without any: that of the checkpoint's generation_config.json."""
         return self._client.generation.params()
 
     def generate(
@@ -116,7 +116,7 @@ class LLM:
         adapter: str = "",
         progress: bool = True,
     ) -> list[Completion]:
-        """Answer one conversation or several, each a list of {"role": …, "content": …}; otherwise as `generate`.
+        """Answer one conversation or several, each a list of {"role": …, "content": …}; otherwise like `generate`.
 
         `tools` are those that the model may call, as in requests for chat completions. They go to the chat template, as
         do `chat_template_kwargs`, its further variables. A call is in the completion's text, in the model's own format.
@@ -142,10 +142,10 @@ class LLM:
     ) -> AdapterInfo:
         """Tune a LoRA adapter and serve it as `name`, for an LLM made with tuning=True. Returns when it is served.
 
-        Each example is its token ids and as many weights: 1 for a token whose prediction is to be learned, 0 for
+        Each example is its token ids and one weight per token: 1 for a token whose prediction is to be learned, 0 for
         others. `hyperparameters` are fields of JobStart: epochs, batch_size, learning_rate, rank, seed. `directory`
-        keeps the job: its checkpoints, in PEFT's format, are in `checkpoints` by step. The same call goes on where an
-        earlier one was interrupted (Ctrl-C). Raises TuningError (a ValueError) with the reason.
+        keeps the job: its checkpoints, in PEFT's format, are in `checkpoints` by step. A repeated call continues where
+        an earlier one was interrupted (Ctrl-C). Raises TuningError (a ValueError) with the reason.
         """
         place = Path(directory).resolve()
         place.mkdir(parents=True, exist_ok=True)
@@ -288,14 +288,14 @@ class _LoopThread:
         return tasks[0].result()
 
     def stop(self) -> None:
-        """End the thread. No coroutine may run any more."""
+        """End the thread. No coroutine may run after this."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
 class _Bar:
-    """A progress bar on standard error: finished prompts, or optimizer steps; tokens a second."""
+    """A progress bar on standard error: finished prompts, or optimizer steps; tokens per second."""
 
     def __init__(self, total: int, *, shown: bool, what: str = "Generating") -> None:
         self._progress = Progress(
@@ -311,7 +311,7 @@ class _Bar:
         self._tokens = 0
 
     def begin(self, total: int, done: int) -> None:
-        """Say how much there is, and how much of it was done before."""
+        """Set the total, and how much of it was done before."""
         self._progress.update(self._task, total=total, completed=done)
 
     def advance(self, tokens: int, more: str = "") -> None:
@@ -330,7 +330,7 @@ class _Bar:
 
 
 def _many(prompts: str | Sequence[int] | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts as a list, where one prompt may be given alone."""
+    """The prompts as a list, also if one prompt was given alone."""
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)

@@ -17,9 +17,9 @@ class Pooling:
     """How the embedding of a prompt is made from the last hidden state of its last token."""
 
     normalize: bool = True
-    """To length 1."""
+    """Whether the embedding is scaled to length 1."""
     refused: str = ""
-    """Why the model gives none. Empty: it does."""
+    """The reason why the model gives no embeddings; empty if it does."""
 
 
 NONE = Pooling(
@@ -29,7 +29,7 @@ NONE = Pooling(
 
 
 def find_pooling(directory: Path, convert: Convert = "auto") -> Pooling:
-    """The pooling of a checkpoint. `convert` embed takes the last token's state of any model. Raises ValueError."""
+    """The pooling of a checkpoint. `convert` "embed" takes the last token's state of any model. Raises ValueError."""
     if convert == "none":
         return Pooling(refused="this server gives no embeddings (--convert none)")
     path = directory / "modules.json"

@@ -1,4 +1,4 @@
-"""Keeps a special token that a chat message only spells from becoming that token."""
+"""Prevents text in a chat message that only spells a special token from becoming that token."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 from tokenizers import Tokenizer, normalizers
 
 BREAK = "\ufdd0\ufdd1"
-"""Stands inside what is only spelled. Unicode keeps both characters for internal use. Tokenizing drops it."""
+"""Stands inside text that only spells a token. Unicode keeps both characters for internal use. Tokenizing drops it."""
 PREFIX = 32
-"""Characters of a special token that are compared. A text that spells so many has a BREAK in it, which is harmless."""
+"""Number of characters of a special token that are compared. A text that spells that many gets a BREAK, which is
+harmless.
+"""
 SLICE = 1 << 16
-"""Characters that are searched at once. Other threads may run after each slice."""
+"""Number of characters that are searched at once. Other threads may run after each slice."""
 
 
 class Spelled:
-    """Escapes special tokens in text that is to stay text.
+    """Escapes special tokens in text that should stay text.
 
     A tokenizer looks for special tokens first. It finds none that has a BREAK inside. Then its normalizer removes each
     BREAK, so the rest of the tokenizer reads the text as it was written. Special tokens of one character are not
@@ -26,7 +28,7 @@ class Spelled:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Changes the tokenizer's normalizer."""
+        """Build the escapes for a tokenizer. Changes the tokenizer's normalizer."""
         special = {
             token: added
             for token, added in tokenizer.get_added_tokens_decoder().items()
@@ -51,7 +53,7 @@ class Spelled:
                 continue
             spelled = self.escape(added.content)
             if token in tokenizer.encode(f"{spelled}a{spelled}\n{spelled}", add_special_tokens=False).ids:
-                self._break = " "  # it is looked for after normalization, or the model forms it of text
+                self._break = " "  # it is found after normalization, or the model forms it from text
                 tokenizer.normalizer = own
                 break
 
@@ -62,7 +64,7 @@ class Spelled:
         return "".join([self._slice(text[at : at + SLICE]) for at in range(0, len(text), SLICE)])
 
     def escape_all(self, value: Any) -> Any:
-        """A message with all its texts escaped, in lists and objects too. Raises RecursionError."""
+        """A message with all its texts escaped, including those in lists and objects. Raises RecursionError."""
         if isinstance(value, str):
             return self.escape(value)
         if isinstance(value, Mapping):

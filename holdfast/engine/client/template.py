@@ -1,4 +1,4 @@
-"""A chat template as a process of its own, with limits on its time, its memory and its output.
+"""A chat template in a process of its own, with limits on its time, its memory and its output.
 
 A template is a program that comes with a checkpoint. The sandbox keeps it from our files and objects, but not from an
 endless loop or from `'a' * 3_000_000_000`, not even while it is compiled. So this file is also a script, which imports
@@ -31,11 +31,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 TEXT_LIMIT = 8 << 20
 """Most characters of one text to tokenize, given by a client or rendered by a template."""
 CPU_SECONDS = 2.0
-"""Most processor time of one rendering. The kernel ends the process after it."""
+"""Most processor seconds of one rendering. After that the kernel ends the process."""
 MEMORY_LIMIT = 1 << 30
 """Most bytes of address space. A conversation of TEXT_LIMIT characters of four bytes takes half of it."""
 ANSWER_SECONDS = 30.0
-"""Most wall-clock time until an answer, for a machine that gives the process no processor time."""
+"""Most wall-clock seconds until an answer, for a machine that gives the process no processor time."""
 REASON_LIMIT = 1000
 """Most characters of the reason why messages are refused."""
 REPLY_LIMIT = 4 * TEXT_LIMIT + 1024
@@ -43,7 +43,7 @@ REPLY_LIMIT = 4 * TEXT_LIMIT + 1024
 
 
 class Start(msgspec.Struct, array_like=True):
-    """The first message: what to render with."""
+    """The first message: the template and its settings."""
 
     template: str
     special_tokens: dict[str, str]
@@ -66,7 +66,7 @@ class Rendered(msgspec.Struct, array_like=True, tag="rendered"):
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
-    """Why there is no text, in words for people."""
+    """The reason why there is no text, in words."""
 
     reason: str
 
@@ -138,7 +138,7 @@ class _Process:
     """The process and the socket to it. It ends when this object is collected, and with the interpreter."""
 
     def __init__(self, start: bytes) -> None:
-        """Raises OSError."""
+        """Start the process. Raises OSError."""
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(ANSWER_SECONDS)
         with theirs:
@@ -171,7 +171,7 @@ class _Process:
         self._process.kill()
 
     def end(self) -> int:
-        """How the process ended. It is killed if it still runs."""
+        """Kill the process if it still runs. Returns how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         self._finalizer()
@@ -181,7 +181,7 @@ class _Process:
 def _end(process: subprocess.Popen[bytes], file: BufferedRWPair, connection: socket.socket) -> None:
     process.kill()
     process.wait()
-    with contextlib.suppress(OSError):  # what could not be sent is dropped
+    with contextlib.suppress(OSError):  # output that could not be sent is dropped
         file.close()
     connection.close()
 
@@ -222,7 +222,7 @@ def main() -> None:
                 what = "the chat template refused the messages"
                 reply = Rendered(_rendered(compiled, start.special_tokens, _render.decode(data)))
                 answer = _encode(reply)
-            except Exception as error:  # whatever it raises means that it refuses these messages
+            except Exception as error:  # any error means that the template refuses these messages
                 text = str(error) or type(error).__name__
                 if isinstance(error, MemoryError):
                     text = f"it takes over {MEMORY_LIMIT >> 20} MiB of memory"
@@ -274,7 +274,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Like Jinja's own filter, without escaping HTML."""
+    """Jinja's own filter without the escaping of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -23,26 +23,28 @@ from holdfast.engine.client.template import TEXT_LIMIT, ChatTemplate
 from holdfast.lm.limits import CONTEXT_LENGTH_EXCEEDED, RequestRefused
 
 ID_LIMIT = 1 << 24
-"""Most token ids, where config.json names no vocab_size."""
+"""Largest number of token ids if config.json names no vocab_size."""
 SPARE_IDS = 1024
-"""Token ids beyond the model's vocabulary that a tokenizer may have. Gemma 3 has one. No prompt may hold them."""
+"""Number of token ids beyond the model's vocabulary that a tokenizer may have. Gemma 3 has one. No prompt may hold
+them.
+"""
 STOP_LIMIT = 64
-"""Most stop strings of one request."""
+"""Largest number of stop strings in one request."""
 STOP_LENGTH_LIMIT = 1024
-"""Most characters of one stop string."""
+"""Largest number of characters in one stop string."""
 
 REPLACEMENT = "\ufffd"
 """The character that bytes decode to if they are not UTF-8."""
 UNSETTLED = 3
-"""Most trailing replacement characters that the next token may still complete: UTF-8 has up to 4 bytes."""
+"""Largest number of trailing replacement characters that the next token may still complete: UTF-8 has up to 4 bytes."""
 LOOKBEHIND = 64
-"""Characters before a border that are tokenized along with the text after it. No tokenizer looks further back."""
+"""Number of characters before a border that are tokenized with the text after it. No tokenizer looks further back."""
 LONGEST_WINDOW = 32
-"""Tokens after which incomplete bytes are shown as they are, so that a stream's state stays bounded."""
+"""Number of tokens after which incomplete bytes are shown unchanged, so that a stream's state stays bounded."""
 
 
 SPACE = "\u2581"
-"""How SentencePiece spells a space."""
+"""The character by which SentencePiece spells a space."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -67,7 +69,7 @@ class Text:
     ) -> None:
         """`special_tokens` are variables of the template: bos_token, eos_token and the like.
 
-        `tool_template` is for chats with tools, where a model has a template of its own for them.
+        `tool_template` is for chats with tools, if a model has a separate template for them.
         """
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -86,13 +88,13 @@ class Text:
         }
         """The templates that the model has: one for chats, and one of its own for chats with tools."""
         self.template = tool_template or template
-        """The source of the chat template for chats with tools. None without any."""
+        """The source of the chat template for chats with tools; None without any."""
 
     @classmethod
     def from_directory(cls, directory: str | Path, template: str | None = None) -> Text:
-        """Read a checkpoint's tokenizer and template. Without any tokenizer file, it is `TokenIds`.
+        """Read a checkpoint's tokenizer and template. Without any tokenizer file, the result is `TokenIds`.
 
-        `template` is a file, or the text, of one in place of the checkpoint's. Raises ValueError with the reason.
+        `template` is a file, or a text, to use in place of the checkpoint's. Raises ValueError with the reason.
         """
         directory = Path(directory)
         try:
@@ -119,8 +121,8 @@ class Text:
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The ids of a text, with the model's special tokens around it.
 
-        Raises ValueError for an invalid text, and RequestRefused, before any work, for one that must have more than
-        `most` tokens by its length. Other threads run meanwhile.
+        Raises ValueError for an invalid text. Raises RequestRefused, before any work, for a text whose length shows
+        that it has more than `most` tokens. Other threads run meanwhile.
         """
         self._check(text, most)
         # A batch releases Python's lock, a single encode does not.
@@ -128,7 +130,7 @@ class Text:
         return ids
 
     def encode_after(self, before: str, text: str, *, most: int | None = None) -> list[int] | None:
-        """The ids of a text in the context of the text before it. None when a token spans the border.
+        """The ids of a text in the context of the text before it; None if a token spans the border.
 
         The end of `before` is tokenized along with the text and cut off again. Otherwise a tokenizer might put a space
         in front, or begin a word at the border. Raises as `encode`.
@@ -173,7 +175,7 @@ class Text:
         return [self._tokenizer.id_to_token(id) or "" for id in ids]
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; of a special token, its name. Empty for an id that is not known."""
+        """The bytes that a token adds to a text; the name of a special token. Empty for an unknown id."""
         piece: str = self._tokenizer.id_to_token(token) or ""
         if token not in self._added:
             if self._byte_level and all(character in BYTES for character in piece):
@@ -203,8 +205,8 @@ class Text:
         """Render messages with the model's template, ready for the answer.
 
         `tools` are those that the model may call, as in requests for chat completions; `options` are further variables
-        of the template. All is escaped: of special tokens, only the template's own count when the result is tokenized.
-        Raises ValueError if there is no template, or if it fails on these messages or exceeds its limits.
+        of the template. All values are escaped: when the result is tokenized, only the template's own special tokens
+        count. Raises ValueError if there is no template, or if it fails on these messages or exceeds its limits.
         """
         use = "tools" if tools and "tools" in self._templates else "chat"
         if use not in self._templates:
@@ -220,7 +222,7 @@ class Text:
         )
 
     def escape(self, text: str) -> str:
-        """A message's text as `render_chat` gives it to the template: what spells a special token has a BREAK in it."""
+        """A message's text as `render_chat` gives it to the template, with a BREAK in each spelled special token."""
         return self._spelled.escape(text)
 
     def encode_chat(
@@ -237,7 +239,7 @@ class Text:
         return self.encode(rendered, add_special_tokens=False, most=most)
 
     def close(self) -> None:
-        """End the template's process, even while it renders: nobody need wait for a template."""
+        """End the template's process, even while it renders. Callers that wait for it are refused."""
         for template in self._templates.values():
             template.close()
 
@@ -291,7 +293,7 @@ class TextStream:
     """
 
     def __init__(self, text: Text, stop: Sequence[str] = (), min_tokens: int = 0, shown: Collection[int] = ()) -> None:
-        """Stop strings count behind the first `min_tokens` tokens. Raises ValueError for too many or too long ones.
+        """Stop strings count after the first `min_tokens` tokens. Raises ValueError for too many or too long ones.
 
         `shown` are special tokens that have their names as text.
         """
@@ -304,9 +306,9 @@ class TextStream:
         self._window: list[int] = []
         """The last tokens. They are decoded together, because a token's text may depend on its neighbours."""
         self._shown = ""
-        """The part of the window's text that was returned."""
+        """The part of the window's text that was already returned."""
         self._settled = 0
-        """Leading tokens of the window whose text was returned completely."""
+        """Number of leading tokens in the window whose text was returned completely."""
 
     @property
     def stop_string(self) -> str | None:
@@ -357,7 +359,7 @@ class TextStream:
         fresh = text[len(self._shown) : end]
         self._shown += fresh
         if (fresh and end == len(text)) or overdue:
-            # The tokens before the last settled point are not needed as neighbours any more.
+            # The tokens before the last settled point are no longer needed as neighbours.
             if self._settled:
                 del window[: self._settled]
                 self._shown = self._text.decode(window)
@@ -365,7 +367,7 @@ class TextStream:
         return fresh
 
     def _named(self, token: int) -> str:
-        """The text that is held back, and a special token's name."""
+        """The text that was held back, followed by a special token's name."""
         fresh = self._text.decode(self._window)[len(self._shown) :]
         self._window, self._shown, self._settled = [], "", 0
         return fresh + self._text.decode([token], skip_special_tokens=False)
@@ -383,10 +385,10 @@ class StopScanner:
             raise ValueError(f"stop holds a string of {longest} characters; at most {STOP_LENGTH_LIMIT} are taken")
         self.found = False
         self.match = ""
-        """The one that was found; the longest, where several end at the same place."""
+        """The stop string that was found; the longest, if several end at the same place."""
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)
-        """For each stop string, the length of its longest prefix that the text ends with."""
+        """Length of the longest prefix of each stop string that the text ends with."""
         self._held = ""
         """The end of the text that may begin a stop string: max(_matched) characters."""
 
@@ -421,7 +423,7 @@ class StopScanner:
 
 
 def _borders(pattern: str) -> list[int]:
-    """For each prefix of the pattern, the length of its longest proper prefix that is also its suffix."""
+    """Length of the longest proper prefix of each prefix of the pattern that is also its suffix."""
     borders = [0] * len(pattern)
     matched = 0
     for at in range(1, len(pattern)):
@@ -433,7 +435,7 @@ def _borders(pattern: str) -> list[int]:
 
 
 def _check_ids(path: Path, tokenizer: Tokenizer, vocab_size: object) -> None:
-    """Raise ValueError for a token id so far beyond the model's vocabulary that a table of ids would take memory."""
+    """Raise ValueError for a token id so far beyond the vocabulary that a table of ids would take too much memory."""
     limit = vocab_size if isinstance(vocab_size, int) and 0 < vocab_size < ID_LIMIT else ID_LIMIT
     last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if last >= limit + SPARE_IDS:
@@ -441,7 +443,7 @@ def _check_ids(path: Path, tokenizer: Tokenizer, vocab_size: object) -> None:
 
 
 def _visible(tokenizer: Tokenizer) -> bytearray:
-    """For each id, 1 if the token has text."""
+    """A byte for each id: 1 if the token has text, else 0."""
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     ids = set(tokenizer.get_vocab(with_added_tokens=True).values()) - special
     visible = bytearray(max(ids, default=-1) + 1)
@@ -464,7 +466,7 @@ def _reads_all_bytes(vocabulary: Mapping[str, int] | Sequence[tuple[str, float]]
 
 
 def given_template(given: str) -> str:
-    """The chat template in a file, or the given text itself. Raises ValueError for what is neither."""
+    """The chat template in a file, or the given text itself. Raises ValueError for a text that is neither."""
     if "{%" in given or "{{" in given:
         if len(given) > TEMPLATE_LIMIT:
             raise ValueError(f"chat_template has {len(given)} characters; at most {TEMPLATE_LIMIT} are taken")

@@ -1,10 +1,9 @@
 """TuningClient: tuning jobs of an engine, as the API process sees them: start, pause, resume, cancel, and their events.
 
 A job lives in a directory of its own, which the caller makes: it puts `examples.bin` there, and `validation.bin` if
-there is one (`write_examples`). The engine adds job.json, the job's states and its checkpoints. To go on with a job
-after an engine has ended, start it again over the same directory: what job.json says counts then, and the job goes on
-after its last stored step. Whoever wants a job in the next engine has to remember its directory; engines do not look
-for jobs.
+there is one (`write_examples`). The engine adds job.json, the job's states and its checkpoints. To continue a job after
+an engine has ended, start it again over the same directory: job.json then decides, and the job continues after its last
+stored step. A caller that wants the job in the next engine must remember its directory; engines do not look for jobs.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ __all__ = [
 
 
 class TuningError(ValueError):
-    """A job that is not started or changed. The message says why; it names no directory."""
+    """A job that could not be started or changed. The message has the reason; it names no directory."""
 
     def __init__(self, message: str, *, missing: bool = False) -> None:
         super().__init__(message)
         self.missing = missing
-        """There is no open job of this id."""
+        """Whether there is no open job of this id."""
 
 
 class TuningRun:
     """One open job. Its events wait here until they are read, so leaving early does not stop it; `change` does."""
 
     def __init__(self, client: TuningClient, info: JobInfo) -> None:
-        """Made by `TuningClient.start`."""
+        """Use `TuningClient.start` instead."""
         self.info = info
-        """Sizes of the job, and how far it had come when it was started here."""
+        """Sizes of the job, and its progress when it was started here."""
         self._client = client
         self._events: deque[JobEvent] = deque()
         self._changed = asyncio.Event()
@@ -78,10 +77,10 @@ class TuningRun:
         return self.info.id
 
     async def events(self) -> AsyncGenerator[JobEvent, None]:
-        """What happens to the job, in order, from its start here: for one reader. JobEnded is the last.
+        """The events of the job, in order, from its start here: for one reader. JobEnded is the last.
 
-        A JobStep is stored before it is told, and is told once, unless the engine is killed between the two: the steps
-        before `info.step` were not told by this engine. Raises EngineDead when the engine ends before the job.
+        A JobStep is stored before it is reported. It is reported once, unless the engine is killed in between: this
+        engine does not report the steps before `info.step`. Raises EngineDead when the engine ends before the job.
         """
         while True:
             while self._events:
@@ -95,11 +94,11 @@ class TuningRun:
             await self._changed.wait()
 
     async def pause(self) -> None:
-        """Plan no more of the job until `resume`; JobStatus "paused" follows when its state is on the disk."""
+        """Stop planning the job until `resume`. JobStatus "paused" follows when its state is on the disk."""
         await self._client.change(self.id, "pause")
 
     async def resume(self) -> None:
-        """Go on where `pause` stopped it."""
+        """Continue a job that `pause` stopped."""
         await self._client.change(self.id, "resume")
 
     async def cancel(self) -> None:
@@ -107,7 +106,10 @@ class TuningRun:
         await self._client.change(self.id, "cancel")
 
     async def leave(self) -> None:
-        """Store the job on the disk and close it, to be started again; JobEnded "left" follows, or how it ended."""
+        """Store the job on the disk and close it, so that it can be started again.
+
+        JobEnded "left" follows, or its real end.
+        """
         await self._client.change(self.id, "leave")
 
     def take(self, event: JobEvent) -> None:
@@ -116,7 +118,7 @@ class TuningRun:
         self._changed.set()
 
     def fail(self, reason: str) -> None:
-        """The engine has ended."""
+        """End the run with the reason why the engine ended."""
         self._dead = reason
         self._changed.set()
 
@@ -147,11 +149,11 @@ class TuningClient:
 
     @property
     def names(self) -> set[str]:
-        """Those that jobs which are open, or about to be, will give to their adapters."""
+        """The adapter names that jobs reserve, open or about to be."""
         return {job.name for job in self._starting.values()}
 
     async def start(self, job: JobStart) -> TuningRun:
-        """Begin a job, or go on with one whose directory has a job.json; returns when the engine has taken it.
+        """Begin a job, or continue one whose directory has a job.json. Returns when the engine has accepted it.
 
         The engine reads the directory's files and checks their digests, so this may take seconds. The job then waits
         for its turn. Cancelling this wait does not stop the job.
@@ -167,7 +169,9 @@ class TuningClient:
         return await asyncio.shield(asyncio.ensure_future(self._start(job)))
 
     async def change(self, job: str, action: JobAction) -> None:
-        """Pause, resume, cancel or leave an open job; returns when the engine knows. What comes of it is an event.
+        """Pause, resume, cancel or leave an open job.
+
+        Returns when the engine has received it; events report the effect.
 
         Pausing a paused job, and so on, is no error. Raises TuningError, with `missing` for a job that is not open (it
         may have ended just now), and EngineDead.
@@ -204,13 +208,13 @@ class TuningClient:
             case messages.JobRefused(number, reason, missing):
                 if number in self._asked and not (answer := self._asked.pop(number)).done():
                     answer.set_exception(TuningError(reason, missing=missing))
-                    answer.exception()  # marks it as retrieved, because nobody may wait any more
+                    answer.exception()  # marks it as retrieved, because nobody may still wait
             case messages.JobProgress(events):
                 for event in events:
                     self._deliver(event)
 
     def fail(self, reason: str) -> None:
-        """The engine has ended, and with it all runs. The jobs are as they were stored last."""
+        """End all runs, because the engine has ended. The jobs keep their last stored state."""
         for run in self._runs.values():
             run.fail(reason)
         self._runs.clear()

@@ -1,1 +1,1 @@
-"""Tables, pages and plots of what `holdfast bench` and `holdfast plan` found. matplotlib is an extra: see `plots`."""
+"""Tables, pages and plots of what `holdfast bench` and `holdfast plan` find. `plots` needs matplotlib, an extra."""

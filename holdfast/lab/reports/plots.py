@@ -19,9 +19,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 from holdfast.lab.reports.run_data import Distribution, Run
 
 MAX_CURVES = 5
-"""Most distributions in one plot. Of more runs, an even selection is drawn."""
+"""Largest number of distributions in one plot. If there are more runs, an even selection is drawn."""
 LOG_RATIO = 30.0
-"""An axis is logarithmic if its largest value exceeds its smallest (of a distribution: its median) this many times."""
+"""An axis is logarithmic if its largest value is this many times its smallest (in a distribution, its median)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Palette:
     card: str
     """The background of the plot."""
     ramp: tuple[str, ...]
-    """From the lowest rate to the highest."""
+    """Colours of curves, from the lowest rate to the highest."""
 
 
 PRINT = Palette(
@@ -127,7 +127,7 @@ def metrics_by_rate(
 
 
 def timeline(run: Run, palette: Palette) -> Figure:
-    """Running and waiting requests, and generated tokens a second, over the time of a run."""
+    """Running and waiting requests, and generated tokens per second, over the time of a run."""
     figure, (above, below) = canvas(palette, 11, 4.4, 2)
     times = run.timeline.times
     above.fill_between(times, run.timeline.running, color=palette.accent, alpha=0.22, linewidth=0, step="mid")
@@ -173,7 +173,7 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     accent: bool = False
-    """Whether it is what the plot is about; the others are drawn quieter."""
+    """Whether the curve is the subject of the plot; the others are drawn quieter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Panel:
 
 
 def panels(shown: Sequence[Panel], columns: int, palette: Palette) -> Figure:
-    """Several panels of named curves, `columns` beside one another."""
+    """Several panels of named curves, `columns` in each row."""
     rows = -(-len(shown) // columns)
     figure, all_axes = canvas(palette, 5.0 * columns, 3.3 * rows, rows, columns)
     for axes, panel in zip(all_axes, shown, strict=False):
@@ -232,7 +232,7 @@ def canvas(palette: Palette, width: float, height: float, rows: int, columns: in
 
 
 def heading(axes: Axes, palette: Palette, title: str, unit: str) -> None:
-    """Write the title at the upper left of a plot, with the unit beside it."""
+    """Write the title at the upper left of a plot, with the unit next to it."""
     text = axes.annotate(
         title, (0, 1), (0, 10), xycoords="axes fraction", textcoords="offset points",
         color=palette.ink, fontsize=10.5, fontweight="bold",
@@ -246,7 +246,7 @@ def heading(axes: Axes, palette: Palette, title: str, unit: str) -> None:
 def legend(
     axes: Axes, palette: Palette, names: Sequence[str], place: Literal["lower right", "upper right", "right"]
 ) -> None:
-    """Name the first lines: "upper right" above the plot, "right" beside it, "lower right" inside, over the lines."""
+    """Label the first lines: "upper right" above the plot, "right" next to it, "lower right" inside, over the lines."""
     outside: dict[str, dict[str, Any]] = {
         "upper right": {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(names)},
         "right": {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)},
@@ -269,7 +269,7 @@ def mark_limit(axes: Axes, palette: Palette, at: float | None, *, vertical: bool
 
 
 def label_logarithmic(axes: Axes) -> None:
-    """Label at least two numbers of each logarithmic axis, where it holds fewer than two powers of 10."""
+    """Label at least two numbers of each logarithmic axis that spans fewer than two powers of 10."""
     for axis in (axes.xaxis, axes.yaxis):
         low, high = sorted(axis.get_view_interval())
         if axis.get_scale() != "log" or len(within(low, high, (1,))) > 1:
@@ -280,7 +280,7 @@ def label_logarithmic(axes: Axes) -> None:
 
 
 def within(low: float, high: float, multiples: Sequence[int]) -> list[float]:
-    """The multiples of powers of 10 from low to high, which are above 0."""
+    """The multiples of powers of 10 from `low` to `high`, which are above 0."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [value for at in powers for each in multiples if low <= (value := each * 10.0**at) <= high]
 

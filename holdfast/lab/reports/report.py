@@ -54,7 +54,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The results of a command. `write` adds how it was called."""
+    """The results of a command. `write` adds the command line and its settings."""
 
     title: str
     lead: str
@@ -64,7 +64,7 @@ class Report:
     def write(
         self, html: str | None, directory: str | None, *, settings: Sequence[tuple[str, str]], command: str
     ) -> list[str]:
-        """Write the page, and each plot as a PNG file, where there is a path. Returns all paths. Raises OSError."""
+        """Write the page, and each plot as a PNG file, to the given paths. Returns all paths. Raises OSError."""
         paths = []
         if html is not None:
             environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

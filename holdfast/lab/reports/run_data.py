@@ -12,11 +12,11 @@ from typing import Any
 from holdfast.lab.metrics import Record
 
 POINTS = 400
-"""Points of a distribution: this many evenly spaced, and as many again within its last hundredth."""
+"""Number of points of a distribution: this many evenly spaced, and as many again within its last hundredth."""
 BINS = 160
-"""Bins of a timeline."""
+"""Number of bins in a timeline."""
 STALLS = 8
-"""Stalls that a report lists."""
+"""Number of stalls that a report lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,13 @@ class Timeline:
     times: tuple[float, ...]
     """The middle of each bin, in seconds from the first arrival."""
     waiting: tuple[int, ...]
-    """Requests that have arrived but not started. A request starts with its first step, or with its first token if its
-    steps are unknown."""
+    """Number of requests that have arrived but not started. A request starts with its first step, or with its first
+    token if its steps are unknown.
+    """
     running: tuple[int, ...]
-    """Requests that have started and not yet received their last token."""
+    """Number of requests that have started and not yet received their last token."""
     tokens: tuple[float, ...]
-    """Generated tokens a second."""
+    """Generated tokens per second."""
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Timeline:
@@ -86,9 +87,9 @@ class Stall:
     at: float
     """Seconds from the first arrival to the late token."""
     request: int
-    """Number of the request, from 0 in the order of the records."""
+    """Index of the request in the records, from 0."""
     token: int
-    """Tokens that the request had received before the gap."""
+    """Number of tokens that the request had received before the gap."""
     prompt_tokens: int
 
 
@@ -102,7 +103,7 @@ class Run:
     tbt: Distribution
     timeline: Timeline
     stalls: tuple[Stall, ...]
-    """Longest first."""
+    """The longest gaps between tokens, longest first."""
 
     @classmethod
     def of(cls, records: Sequence[Record], figures: dict[str, Any]) -> Run:

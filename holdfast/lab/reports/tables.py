@@ -87,7 +87,7 @@ def _number(figures: Mapping[str, Any], key: str) -> str:
 
 
 def show_candidates(console: Console, evaluations: Sequence[Evaluation], best: Evaluation | None) -> None:
-    """Print the candidates, then why some of them have no capacity."""
+    """Print the candidates, then the reasons why some of them have no capacity."""
     shown = table("capacity of all devices together", CANDIDATE_HEAD, words=2, padding=0)
     for each in evaluations:
         shown.add_row(*candidate_row(each), style="bold" if each is best else "" if each.capacity else "dim")
@@ -114,7 +114,7 @@ def candidate_row(evaluation: Evaluation) -> tuple[str, ...]:
 
 
 def _reason_of(evaluation: Evaluation) -> str:
-    """Why a candidate has no capacity. If its layout does not fit, the text is the same for every policy."""
+    """The reason why a candidate has no capacity. If its layout does not fit, the text is the same for every policy."""
     if not evaluation.reason:
         return ""
     policy = f"{evaluation.candidate.policy}, " if evaluation.fits else ""

@@ -24,17 +24,17 @@ from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import LanguageLoop, SchedulerStats
 
 ROOT = Identity().root()
-"""What the digests of all simulated requests start from."""
+"""First digest of the hash chains of all simulated requests."""
 REBALANCE_SECONDS = 1.0
-"""Between two looks at which idle conversations should move."""
+"""Seconds between two checks for idle conversations to move."""
 FIRST_ESTIMATE = 128.0
-"""Tokens that the first answer is expected to have; later ones, the mean of those before."""
+"""Number of tokens that the first answer is expected to have. Later answers: the mean of the previous ones."""
 REMEMBERED = 1 << 20
-"""Blocks of prompts whose digests are remembered, so that a next turn hashes only what is new."""
+"""Number of prompt blocks whose digests are remembered, so that a next turn hashes only its new blocks."""
 
 
 Sharing = Callable[[int], float]
-"""How many times as long a step takes that begins while so many replicas compute, its own among them."""
+"""Factor on the duration of a step that begins while this many replicas compute, including its own."""
 
 
 def apart(computing: int) -> float:
@@ -43,14 +43,14 @@ def apart(computing: int) -> float:
 
 
 def on_cores(cores: float) -> Sharing:
-    """The `Sharing` of a CPU that is enough for so many replicas at once. Raises ValueError."""
+    """The `Sharing` of a CPU with cores for `cores` replicas at once. Raises ValueError unless it is above 0."""
     if not cores > 0:
         raise ValueError(f"cores is {cores}; it must be above 0")
     return lambda computing: max(1.0, computing / cores)
 
 
 class ClusterEvent(NamedTuple):
-    """Something that befalls a replica."""
+    """A failure or a drain of one replica."""
 
     time: float
     """Seconds from the start."""
@@ -66,26 +66,27 @@ class ClusterOutcome:
     seconds: float
     """Virtual seconds from the start to the end of the last request."""
     busy: tuple[float, ...]
-    """By replica, virtual seconds during which its device computed."""
+    """Virtual seconds during which each replica's device computed."""
     routed: tuple[int, ...]
-    """By replica, the requests that it got."""
+    """Number of requests that each replica received."""
     stats: tuple[SchedulerStats, ...]
-    """By replica, its queues and memory at the end."""
+    """Queues and memory of each replica at the end."""
     prompts: tuple[tuple[int, int], ...]
-    """Of each request that began, its prompt's tokens, and those that one replica with endless memory would find, if
-    state were there once its turn is sent."""
+    """For each request that began: the number of its prompt tokens, and how many of them one replica with endless
+    memory would find if their state were there once the turn is sent.
+    """
     fetched_tokens: int
-    """Tokens copied from replica to replica for a turn."""
+    """Number of tokens copied between replicas for a turn."""
     moved_tokens: int
-    """The same ahead of need, while conversations were idle."""
+    """Number of tokens copied between replicas ahead of need, while their conversations were idle."""
     moves: int
-    """Moves ahead of need."""
+    """Number of moves ahead of need."""
     resent: int
-    """Requests that went on at another replica because theirs failed."""
+    """Number of requests that continued on another replica because theirs failed."""
 
     @property
     def reusable_tokens(self) -> int:
-        """Prompt tokens that one replica with endless memory would find."""
+        """Number of prompt tokens that one replica with endless memory would find."""
         return sum(reusable for _, reusable in self.prompts)
 
     @property
@@ -97,12 +98,12 @@ class ClusterOutcome:
 
     @property
     def spread(self) -> float:
-        """How far the busiest and the idlest replica are apart, as a share of the mean."""
+        """Busy time of the busiest replica minus that of the idlest, as a share of the mean."""
         return spread(self.busy)
 
 
 def spread(values: Sequence[float]) -> float:
-    """How far the largest and the smallest value are apart, as a share of the mean."""
+    """The largest value minus the smallest, as a share of the mean."""
     return (max(values) - min(values)) / (sum(values) / len(values))
 
 
@@ -123,13 +124,14 @@ def simulate_cluster(
     on_progress: Callable[[int], None] = lambda done: None,
     until: float = inf,
 ) -> ClusterOutcome:
-    """Serve `workload` by this many replicas of the engine that `config` describes, behind a router.
+    """Serve `workload` by `replicas` engines, as `config` describes, and one router.
 
     Each replica is as in `simulate`, with a host tier of its own. State goes from replica to replica over `link`, from
     host tier to host tier; each replica sends and receives one chain at a time. Without a link or a host tier nothing
-    is moved. With `asks`, the router is told what each replica holds; else it knows only its own map, as the server
-    does. A replica that fails loses its state; its requests go on elsewhere, with the tokens that they have. One that
-    drains finishes what it has. After `until` virtual seconds the run ends with what is recorded by then.
+    is moved. With `asks`, each replica reports to the router what it holds; else the router knows only its own map, as
+    the server does. A replica that fails loses its state; its requests continue on others, with the tokens that they
+    have. A replica that drains finishes its requests. After `until` virtual seconds the run ends with the records made
+    by then.
 
     `sharing` is what replicas that share a device cost each other, such as `on_cores`. `watch` makes those
     who observe the loop of each replica.
@@ -187,11 +189,11 @@ class Replica:
     state: ReplicaState = ReplicaState.READY
     failed: bool = False
     stepping: bool = False
-    """Whether an event of it is queued."""
+    """Whether one of its events is queued."""
     routed: int = 0
     sends_until: float = 0.0
     receives_until: float = 0.0
-    """When its link becomes free in each direction."""
+    """Virtual time at which its link becomes free in each direction."""
 
     @classmethod
     def make(
@@ -203,7 +205,7 @@ class Replica:
         pace: Callable[[float], float],
         watch: Watch,
     ) -> Replica:
-        """An idle replica, whose steps take `pace` of their beginning times as long as the profile says."""
+        """An idle replica. `pace(t)` multiplies the duration in the profile of a step that starts at t."""
         clock = VirtualClock()
         loop, executor, *_ = make_loop(config, profile, clock, pipeline=pipeline, pace=pace, watch=watch)
         planner = loop.planner
@@ -212,12 +214,12 @@ class Replica:
 
     @property
     def size(self) -> int:
-        """Tokens of KV that its tiers hold together."""
+        """Number of tokens of KV that its tiers hold together."""
         host = self.pool.host
         return (self.pool.num_blocks + (host.num_blocks if host is not None else 0)) * self.pool.block_size
 
     def found(self, chain: Sequence[bytes], prompt_tokens: int) -> Found:
-        """What it holds of a prompt. The last token never counts, as it must be computed."""
+        """The tokens of a prompt that it holds, by tier. The last token never counts, as it must be computed."""
         chain = chain[: (prompt_tokens - 1) // self.pool.block_size]
         device = self.pool.find_all(chain)
         lacking = [digest for digest, block in zip(chain, device, strict=True) if block is None]
@@ -229,7 +231,10 @@ class Replica:
         return self.pool.find_all([digest])[0] is not None or self.pool.find_on_host(digest) is not None
 
     def receive(self, blocks: Iterable[tuple[int, bytes]], now: float) -> int:
-        """Store these blocks, each with its place in its chain, in the host tier as far as there is room: how many."""
+        """Store these blocks in the host tier while there is room. Returns how many were stored.
+
+        Each block comes with its place in its chain.
+        """
         host, came = self.pool.host, 0
         assert host is not None
         victims = host.victims(now)
@@ -251,9 +256,9 @@ class Sent:
     turn: Turn
     replica: int
     attempt: int
-    """Counts its replicas: what comes from an earlier one is not read."""
+    """Number of replicas so far. Output of an earlier replica is not read."""
     reusable: int
-    """Prompt tokens of earlier requests."""
+    """Number of prompt tokens that earlier requests had."""
     started: bool = False
     """Whether its present replica has given a token."""
     tokens: list[int] = field(default_factory=list)
@@ -262,7 +267,7 @@ class Sent:
 
 
 BOUNDARY, STATE, EVENT, REBALANCE, STEP = range(5)
-"""Kinds of events, in the order in which those of one time happen: a step begins after all else."""
+"""Kinds of events, in the order in which events of one time happen: a step begins after everything else."""
 
 
 class Cluster:
@@ -280,7 +285,7 @@ class Cluster:
     ) -> None:
         self.now = 0.0
         self.keyed: Sequence[bool] = ()
-        """By conversation, whether the router is told its key."""
+        """Whether the router receives the key of each conversation."""
         self.fetched = self.moved = self.moves = self.resent = 0
         self.prompts: list[tuple[int, int]] = []
         self._nodes, self._router, self._asks = nodes, router, asks
@@ -295,14 +300,14 @@ class Cluster:
         self._answers, self._answered = FIRST_ESTIMATE, 1
         self._count = 0
         self._queue: list[tuple[float, int, int, Any]] = []
-        """Events to come: time, kind, number, what."""
+        """Future events: time, kind, number, argument."""
         for event in events:
             self._push(event.time, EVENT, event)
         self._push(REBALANCE_SECONDS, REBALANCE, None)
 
     @property
     def next_event(self) -> float:
-        """When something happens next."""
+        """Virtual time of the next event."""
         return self._queue[0][0]
 
     def add(self, request: Request) -> None:
@@ -321,7 +326,7 @@ class Cluster:
         self._route(Sent(request, turn, 0, 0, reusable))
 
     def advance(self) -> Iterable[SequenceOutput]:
-        """Let the next event happen; the tokens that it gives."""
+        """Let the next event happen. Returns the tokens that it gives."""
         self.now, kind, _, what = heapq.heappop(self._queue)
         if kind == STEP:
             self._step(what)
@@ -339,7 +344,7 @@ class Cluster:
         return ()
 
     def _route(self, sent: Sent) -> None:
-        """Choose a replica, and give it the request once the state that it is to have has come."""
+        """Choose a replica, and give it the request once the state that it should have has arrived."""
         turn = sent.turn
         found = (
             {node.name: node.found(turn.chain, turn.prompt_tokens) for node in self._alive()} if self._asks else None
@@ -387,7 +392,7 @@ class Cluster:
             self._push(node.clock.now, BOUNDARY, (number, outputs))
 
     def _receive(self, number: int, outputs: Iterable[SequenceOutput]) -> Iterable[SequenceOutput]:
-        """What a step gave, read when it ends."""
+        """Read the output of a step when it ends."""
         node, router = self._nodes[number], self._router
         if node.failed:
             return ()
@@ -401,7 +406,7 @@ class Cluster:
                 router.started(output.request_id, self.now)
                 sent.started = True
             sent.tokens += output.tokens
-            if sent.attempt > 1:  # what its first replica said counts
+            if sent.attempt > 1:  # the first replica's figure counts
                 output = output._replace(cached_tokens=sent.cached, scheduled_at=sent.scheduled)
             read.append(output)
             if output.finish_reason is not None:
@@ -415,7 +420,7 @@ class Cluster:
     def _end(self, sent: Sent, reason: FinishReason) -> None:
         del self._sent[sent.request.id]
         chain, size, prompt = list(sent.turn.chain), self._block_size, sent.request.prompt
-        # The last token is sampled, and computed only with the next turn.
+        # The last token is sampled; it is computed only with the next turn.
         known = (*prompt[len(chain) * size :], *sent.tokens[:-1])
         added = len(known) // size
         chain += block_digests(chain[-1] if chain else ROOT, known[: added * size], size) if added else []
@@ -442,9 +447,11 @@ class Cluster:
     def _transfer(
         self, source: Replica, target: Replica, chain: Sequence[bytes], arrive: Callable[[int], None]
     ) -> None:
-        """Copy the blocks of a chain that the source has and the target lacks; `arrive` is told how many have come.
+        """Copy the blocks of a chain that the source has and the target lacks.
 
-        As with engines, the source holds them until they have come, and gaps in what it has do not matter.
+        `arrive` receives the number that have come.
+
+        As with engines, the source holds the blocks until they have arrived, and gaps between them do not matter.
         """
         link, size = self._link, self._block_size * self._token_bytes
         assert link is not None
@@ -463,7 +470,7 @@ class Cluster:
         self._push(ends, STATE, end)
 
     def _fail(self, number: int) -> None:
-        """A replica dies: its state is gone, and its requests go on elsewhere."""
+        """Fail a replica: its state is gone, and its requests continue on others."""
         node = self._nodes[number]
         node.failed = True
         self._router.lost(node.name)

@@ -2,12 +2,14 @@
 
 A measured profile in the package, `profiles/MODEL--DEVICE.json`, takes precedence over one derived from the model's
 shape and the device's data sheet. The name of one of several devices ends with their layout: `-tp2`, `-pp2` or
-`-tp2-pp2`. The linear layers of a step do arithmetic and read the weights. The two overlap, but not fully: the root of
-the sum of their squares is within 10% of an H200's time for 1 to 8,192 tokens, while their
-maximum, the textbook roofline, is up to 25% too low where they are equal. Arithmetic is done in whole tiles of tokens
-(tile quantisation, Sarathi-Serve §4.3). Attention takes the larger of its arithmetic and of reading the cache. Under
-tensor parallelism each device does its share of both, and the all-reduces of each layer are added (Megatron-LM). FP8
-weights and an FP8 cache have their own rates (`devices.Fp8`).
+`-tp2-pp2`.
+
+The linear layers of a step do arithmetic and read the weights. The two overlap, but not fully: the root of the sum of
+their squares is within 10% of an H200's time for 1 to 8,192 tokens, while their maximum, the textbook roofline, is up
+to 25% too low where they are equal. Arithmetic is done in whole tiles of tokens (tile quantisation, Sarathi-Serve
+§4.3). Attention takes the larger of its arithmetic and of reading the cache. Under tensor parallelism each device does
+its share of both, and the all-reduces of each layer are added (Megatron-LM). FP8 weights and an FP8 cache have their
+own rates (`devices.Fp8`).
 """
 
 from __future__ import annotations
@@ -26,18 +28,20 @@ from holdfast.lab.simulator.shapes import BYTES, MODELS, NATIVE, ModelShape
 from holdfast.lm.types import BUDGET_TILE, DEFAULT_TOKEN_BUDGET
 
 SAMPLED = 256
-"""Most tokens of a step for which the LM head computes logits."""
+"""Largest number of tokens in a step for which the LM head computes logits."""
 TOKENS = (1, *range(16, 65, 16), *(at for tile in range(64, 256, 64) for at in (tile + 1, tile + 64)),
           *(at for tile in range(256, 4096, 128) for at in (tile + 1, tile + 128)), 8192, 16384, 32768)  # fmt: skip
 """Token counts at which the linear layers' time is given: both ends of each tile, because it jumps there."""
 QUERIES = (1, 2, *(size for power in range(2, 15) for size in (1 << power, 3 << power - 1)), 32768)
+"""Chunk lengths at which the time of attention is given: powers of two, and the numbers midway between them."""
 CONTEXTS = tuple(at for at in QUERIES if at >= 16)
+"""End positions at which the time of attention is given."""
 QUERY_TILE = 64
-"""Query rows that an attention kernel computes at once. Fewer rows take as long."""
+"""Number of query rows that an attention kernel computes at once. Fewer rows take as long."""
 
 
 class Wire(Protocol):
-    """What carries messages between stages."""
+    """The carrier of messages between stages."""
 
     def send(self, size: float) -> float:
         """Seconds to send a message of `size` bytes."""
@@ -45,7 +49,7 @@ class Wire(Protocol):
 
 ONE_DEVICE = Layout()
 FREE = LinkCost((1,), (0.0,))
-"""A link of which nothing is known."""
+"""A link whose cost is unknown and counted as 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,8 @@ class Pipeline:
     def measured(cls, profile: CostProfile) -> Pipeline | None:
         """The stages that a profile was measured on; None for one stage. Each takes its share of any step.
 
-        What a stage takes to send is in its share, so a step takes longer than in the profile by the sends between
-        stages, of which a stage sees none.
+        A stage's share includes the time that it takes to send. A step therefore takes longer than in the profile by
+        the transfer times between stages, which no stage sees.
         """
         if profile.pp == 1:
             return None
@@ -75,7 +79,7 @@ class Pipeline:
         return self.link.send(tokens * self.token_bytes)
 
     def whole(self) -> CostModel:
-        """The cost model of a step alone in the pipeline: all stages and the hops between them."""
+        """The cost model of a step that is alone in the pipeline: all stages and the hops between them."""
         stages, first = self.stages, self.stages[0]
         hops, contexts = len(stages) - 1, first.attention_contexts
         return replace(
@@ -92,7 +96,7 @@ class Pipeline:
         )
 
     def shares(self) -> tuple[float, ...]:
-        """Each stage's share of a step of the default size, as a measured profile has them."""
+        """Each stage's share of a step of the default size, like the shares of a measured profile."""
         seconds = [stage.linear(DEFAULT_TOKEN_BUDGET["cuda"]) for stage in self.stages]
         return tuple(each / sum(seconds) for each in seconds)
 
@@ -103,7 +107,7 @@ class Deployment:
 
     profile: CostProfile
     pipeline: Pipeline | None
-    """None if there is only one stage."""
+    """The stages; None if there is only one."""
     measured: bool
     """Whether the profile was measured. If not, it is derived from data sheets."""
 
@@ -145,7 +149,7 @@ def deploy(
     inside = look_up("link", LINKS, link or sheet.link)
     between = look_up("link", LINKS, stage_link or inside.name)
     devices = tp * pp
-    joined = (link or stage_link) and devices > 1  # a measured profile is of the links that those devices have
+    joined = (link or stage_link) and devices > 1  # a measured profile includes the links of its devices
     packaged = None if joined else packaged_profile(shape, device, Layout(tp, pp))
     if packaged is not None:
         copied = packaged if packaged.copy_rate else replace(packaged, copy_rate=sheet.copy_rate * devices)
@@ -174,7 +178,7 @@ def deploy(
 
 
 def packaged_profile(shape: ModelShape, device: str, layout: Layout = ONE_DEVICE) -> CostProfile | None:
-    """The package's measured profile of this model on such devices; None if there is none of this precision."""
+    """The package's measured profile of this model on these devices; None if there is none of this precision."""
     if replace(shape, quantization="none", kv_cache_dtype="auto") != MODELS.get(shape.name):
         return None  # another model of that name
     file = files("holdfast").joinpath("profiles", f"{shape.name}--{device}{layout.suffix}.json")
@@ -216,7 +220,7 @@ def derive(
 
 
 def cache_tokens(shape: ModelShape, device: Device, *, devices: int, memory_fraction: float = 0.9) -> int:
-    """Positions of a KV cache that fits beside the weights and a step's activations in the memory of all devices.
+    """Number of positions in a KV cache that fits into the devices' memory with weights and a step's activations.
 
     Raises ValueError if none fits.
     """
@@ -279,7 +283,7 @@ def attended_pairs(query: int, context: int, window: int | None) -> int:
     """Number of (query, attended position) pairs of `query` tokens that end at position `context`."""
 
     def up_to(length: int) -> int:
-        """Pairs of the first `length` queries."""
+        """Number of pairs of the first `length` queries."""
         if window is None or length <= window:
             return length * (length + 1) // 2
         return window * (window + 1) // 2 + (length - window) * window

@@ -11,16 +11,16 @@ Sheet = TypeVar("Sheet")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """FP8 figures of a device: the peak from the data sheet, and the shares reached, as in `Device`."""
+    """FP8 figures of a device: the peak from the data sheet, and the shares of it that are reached, as in `Device`."""
 
     flops: float
-    """Peak dense FP8 operations a second."""
+    """Peak dense FP8 operations per second."""
     matmul: float
     """Share of these `flops` that large matrix products reach."""
     weights: float
     """Share of the device's `bandwidth` at which FP8 weights are read."""
     round_seconds: float
-    """Seconds a layer to round activations, in steps of more than one token."""
+    """Seconds per layer to round activations, in steps of more than one token."""
     attention: float
     """Share of the device's 16-bit `flops` that attention reaches: its kernel converts keys and values to 16 bits."""
     cache: float
@@ -33,13 +33,13 @@ class Device:
 
     name: str
     flops: float
-    """Peak dense 16-bit operations a second."""
+    """Peak dense 16-bit operations per second."""
     bandwidth: float
-    """Peak bytes a second of device memory."""
+    """Peak bytes per second of device memory."""
     memory: float
     """Bytes of device memory."""
     copy_rate: float
-    """Bytes a second to or from pinned host memory, as reached in practice."""
+    """Bytes per second to or from pinned host memory, as reached in practice."""
     matmul: float
     """Share of `flops` that large matrix products reach."""
     attention: float
@@ -49,13 +49,13 @@ class Device:
     cache: float
     """Share of `bandwidth` at which the KV cache is read."""
     step_seconds: float
-    """Fixed seconds of a step: launching, sampling, host work."""
+    """Fixed seconds of each step: launching, sampling, host work."""
     layer_seconds: float
-    """Fixed seconds of a layer, besides its matrices and its attention."""
+    """Fixed seconds of each layer, besides its matrices and its attention."""
     link: str
     """The link between devices of one host."""
     fp8: Fp8 | None = None
-    """None before Hopper: the engine's FP8 weights and FP8 cache need Hopper."""
+    """Its FP8 figures. None before Hopper: the engine's FP8 weights and FP8 cache need Hopper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Link:
 
     name: str
     rate: float
-    """Bytes a second in one direction, as reached by collectives."""
+    """Bytes per second in one direction, as reached by collectives."""
     latency: float
     """Seconds that the shortest message takes."""
 
@@ -135,7 +135,7 @@ LINKS = {
 
 
 def look_up(kind: str, known: Mapping[str, Sheet], name: str) -> Sheet:
-    """The one of this name. Raises ValueError that lists the known names; `kind` says what they are."""
+    """The entry of this name. Raises ValueError that lists the known names; `kind` names the kind of entry."""
     if name not in known:
         raise ValueError(f"{kind} {name} is unknown; there are {', '.join(sorted(known))}")
     return known[name]

@@ -1,4 +1,4 @@
-"""The simulated executor: takes plans as the real one does, and returns results on a virtual clock."""
+"""The simulated executor: takes plans like the real one, and returns results on a virtual clock."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from holdfast.lm.types import PENDING, CopyTime, PartResult, StepPlan, StepResul
 from holdfast.lm.types.tuning import TrainingPlan
 
 TOKEN, OTHER = 7, 8
-"""What steps sample: the first, or the other where a guess is to be wrong. No model runs: a sequence ends at its
-maximum length."""
+"""The tokens that steps sample: the first, or the other if a guess should be wrong. No model runs: a sequence ends at
+its maximum length.
+"""
 
 
 class Copying(NamedTuple):
@@ -28,7 +29,7 @@ class Copying(NamedTuple):
 
 
 class VirtualClock:
-    """A clock in seconds that moves only when told to. A `loop.contracts.Clock`."""
+    """A clock in seconds that moves only when it is advanced. A `loop.contracts.Clock`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -42,7 +43,7 @@ class VirtualClock:
 
 
 class Reserve:
-    """The boost left of a burst, in seconds. Heavy steps use it up; all other time restores it at the same rate."""
+    """Seconds of boost left in a burst. Heavy steps use it up; all other time restores it at the same rate."""
 
     def __init__(self, burst: Burst) -> None:
         self._burst = burst
@@ -51,7 +52,7 @@ class Reserve:
     def step(self, tokens: int, seconds: float, idle: float = 0.0) -> float:
         """Seconds that the next step takes, if it has `tokens` query tokens and takes `seconds` at the steady pace.
 
-        It starts `idle` seconds after the step before it ended.
+        It starts `idle` seconds after the previous step ended.
         """
         burst = self._burst
         if not burst.seconds:
@@ -78,7 +79,7 @@ class StepTimes:
         self._stages = [Predictor(stage) for stage in (pipeline.stages if pipeline else (cost,))]
 
     def reserves(self) -> list[Reserve]:
-        """A full burst reserve for each pipeline stage; one without a pipeline."""
+        """A full burst reserve for each pipeline stage, or a single one without a pipeline."""
         return [Reserve(stage.cost.burst) for stage in self._stages]
 
     def stages(self, plan: StepPlan) -> list[float]:
@@ -117,7 +118,7 @@ def with_drafts(predictor: Predictor, spans: Sequence[tuple[int, int]], drafted:
 
 
 class SimulatedDrafter(Drafter):
-    """Guesses TOKEN, which the simulated model gives as often as guesses are to be right."""
+    """Guesses TOKEN. The simulated model samples TOKEN as often as guesses should be right."""
 
     def propose(self, own: Matcher, identity: Identity, most: int) -> tuple[int, ...]:
         return (TOKEN,) * most
@@ -136,9 +137,9 @@ class SimulatedExecutor:
     - Copies: they run on their own link, as in `lm.execution.transfer`. Swap-in starts after the computation submitted
       so far. A step that needs these blocks reads them layer by layer, so it ends no earlier than they do. Swap-out
       waits for both the computation and swap-in. Results report the copies that have completed.
-    - Drafts: of the tokens of each sampled position, the share `acceptance` is TOKEN, which is what is guessed.
-    - Training: a plan's slice follows its segments, on one stage; the copies of a job's vectors take as
-      long as they do on the link.
+    - Drafts: at each sampled position the token is TOKEN, the guess, with probability `acceptance`.
+    - Training: a plan's slice follows its segments, on one stage; the copies of a job's vectors take as long as they do
+      on the link.
     """
 
     def __init__(
@@ -158,17 +159,19 @@ class SimulatedExecutor:
         self._pace = pace
         self._reserves = step_times.reserves()
         self._free_at = [0.0] * len(self._reserves)
-        """By stage: when it has finished all submitted steps."""
+        """Time at which each stage has finished all submitted steps."""
         self._in_flight: deque[tuple[StepPlan, tuple[float, ...], float, float, tuple[PartResult, ...]]] = deque()
-        """Plans, each with the seconds of each stage, of what they sent and of its end, and what its slice gave."""
+        """Plans in flight, each with the seconds of its stages, the seconds of its sends, its end, and its slice's
+        result.
+        """
         self._in_free = self._out_free = 0.0
-        """When each direction of the copy link becomes free."""
+        """Time at which each direction of the copy link becomes free."""
         self._swapping_out: deque[Copying] = deque()
         self._swapping_in: deque[Copying] = deque()
-        """Copies under way: to the host, and from it."""
+        """Copies under way: to the host (`_swapping_out`), and from it (`_swapping_in`)."""
         self._last_step = -1
         self._sampled_at: dict[int, float] = {}
-        """When the first stage has the last token of each row; only in a pipeline."""
+        """Time at which the first stage has the last token of each row; only in a pipeline."""
         self.stages_busy = [0.0] * len(self._reserves)
         """Seconds during which each stage computed."""
 
@@ -236,7 +239,7 @@ class SimulatedExecutor:
         self._in_flight.clear()
 
     def _tokens_at(self, plan: StepPlan) -> float:
-        """When the first stage of a pipeline has the tokens that a plan asks for."""
+        """Time at which the first stage of a pipeline has the tokens that a plan asks for."""
         if not self._sampled_at:
             return 0.0
         columns = plan.columns

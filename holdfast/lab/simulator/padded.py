@@ -1,4 +1,4 @@
-"""Padded rows in the simulator: how wide the batch is after each forward, and what the forwards of a plan take."""
+"""Padded rows in the simulator: how wide the batch is after each forward, and how long the forwards of a plan take."""
 
 from __future__ import annotations
 
@@ -13,25 +13,30 @@ from holdfast.lm.types import RowMove, RowPlan, Segment, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class RowSoftware:
-    """How forwards of padded rows are run. The defaults are this engine's; others are those of systems in papers."""
+    """The way forwards of padded rows are run. The defaults are this engine's; other values model systems in papers."""
 
     junk: bool = False
     """Columns that a shaped prompt adds to the other rows stay (Baton §4.1). Otherwise they are cut at once."""
     cat_rate: float = 0.0
-    """Bytes a second at which each forward of the batch copies its whole state, as Transformers' own cache does by
-    `torch.cat`. It is read and written. 0: the state stays where it is."""
+    """Bytes per second at which each forward of the batch copies its whole state, as Transformers' own cache does by
+    `torch.cat`. The state is read and written. 0: no copy.
+    """
     forward_seconds: float = 0.0
-    """Least seconds of a forward: the host launches its kernels one by one."""
+    """Least seconds of a forward, because the host launches its kernels one by one."""
     beside: bool = False
-    """Forwards apart run beside those of the batch (Baton §3.2): a step takes the longer of the two, not their sum."""
+    """Whether forwards outside the batch run at the same time as the batch's (Baton §3.2). A step then takes the longer
+    time, not the sum.
+    """
     host_adds: bool = False
-    """The host does not launch ahead of the device: a forward takes `forward_seconds` and the device's time."""
+    """Whether the host cannot launch ahead of the device: a forward then takes `forward_seconds` plus the device's
+    time.
+    """
     joining_seconds: float = 0.0
-    """What the batch waits for each row that joins it while others run: the host changes every layer's state."""
+    """Seconds that the batch waits for each row that joins while others run: the host changes every layer's state."""
     embed_rate: float = 0.0
-    """Bytes a second at which a state that is embedded comes from the host. 0: it is on the device already."""
+    """Bytes per second at which an embedded state comes from the host. 0: it is on the device already."""
     kept_columns: int = 0
-    """Placeholders that all rows share stay until the batch has more positions than this (rows × width)."""
+    """Number of positions (rows × width) up to which the batch keeps placeholders that all rows share."""
 
     def __post_init__(self) -> None:
         for name in ("cat_rate", "forward_seconds", "joining_seconds", "embed_rate", "kept_columns"):
@@ -47,17 +52,17 @@ class Batch:
     """The rows of the running batch, as far as its size depends on them: a row is placeholders, then its own columns.
 
     `junk` keeps the columns that shaping adds to the other rows. Then the batch is cut only before an insertion, by the
-    placeholders that all its rows have in common (Baton §4.1, resources releasing); with `kept` even then only where it
-    would have more positions than that.
+    placeholders that all its rows have in common (Baton §4.1, resources releasing). With `kept` it is cut even then
+    only if it would have more positions than that.
     """
 
     def __init__(self, *, junk: bool = False, kept: int = 0) -> None:
         self.width = 0
-        """Columns of each row."""
+        """Number of columns in each row."""
         self._junk = junk
         self._kept = kept
         self._columns: dict[int, int] = {}
-        """By row, its columns behind the placeholders, with junk among them."""
+        """Number of each row's columns after its placeholders, including junk."""
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -67,17 +72,17 @@ class Batch:
 
     @property
     def positions(self) -> int:
-        """Rows × width: what the batch takes of memory."""
+        """Rows × width, the positions that the batch takes in memory."""
         return len(self._columns) * self.width
 
     def embed(self, row: int, length: int) -> None:
-        """A state of `length` positions joins; the batch becomes wider if it is longer (§4.2)."""
+        """Add a state of `length` positions; the batch becomes wider if that is longer (§4.2)."""
         self.release()
         self._columns[row] = length
         self.width = max(self.width, length)
 
     def drop(self, row: int) -> None:
-        """A row leaves."""
+        """Remove a row."""
         del self._columns[row]
         if not self._junk or not self._columns:
             self.release()
@@ -89,9 +94,9 @@ class Batch:
         self.width = max(self._columns.values(), default=0)
 
     def forward(self, newcomers: Sequence[tuple[int, int]] = ()) -> tuple[int, int, int]:
-        """Every row gets a column, and the prompts of `newcomers`, as (row, length), join.
+        """Give every row a column, and add the prompts of `newcomers`, as (row, length).
 
-        Returns rows, padded query length, and width of the state during the forward: what determines its time.
+        Returns rows, padded query length, and width of the state during the forward, which determine its time.
         """
         running = list(self._columns)
         longest = max((length for _, length in newcomers), default=1)
@@ -107,7 +112,7 @@ class Batch:
         return len(self._columns), longest, during
 
     def move(self, move: RowMove) -> None:
-        """Apply what a plan says of a row's state."""
+        """Apply a plan's move of a row's state."""
         if move.kind == "embed":
             self.embed(move.row, move.length)
         elif move.kind in ("drop", "store", "keep") and move.row in self:
@@ -138,14 +143,15 @@ class Batch:
 class PaddedStepTimes(StepTimes):
     """A PaddedCost applied to plans, forward by forward. Plans come in the order in which they run, each once.
 
-    A forward of the batch takes rows × padded length, attended over the width of the batch; one apart the same of its
-    own prompts. A state that is loaded from the host delays the step by its copy; stores run beside the computation.
+    A forward of the batch takes rows × padded length, attended over the width of the batch. A forward outside the batch
+    takes the same for its own prompts. A state that is loaded from the host delays the step by its copy; stores run at
+    the same time as the computation.
     """
 
     def __init__(
         self, cost: CostModel, *, token_bytes: int = 0, copy_rate: float = 0.0, software: RowSoftware = ENGINE
     ) -> None:
-        """`token_bytes` is the size of a position; `copy_rate` the bytes a second of the link to the host."""
+        """`token_bytes` is the size of a position; `copy_rate` is the link to the host in bytes per second."""
         super().__init__(cost)
         self._cost = PaddedCost.of(cost)
         self._load = token_bytes / copy_rate if copy_rate else 0.0
@@ -157,7 +163,7 @@ class PaddedStepTimes(StepTimes):
         self._known: dict[tuple[int, int, int, bool], float] = {}
 
     def stages(self, plan: StepPlan) -> list[float]:
-        """Seconds of the plan, as those of the only stage. Raises ValueError for a plan of packed tokens."""
+        """Seconds of the plan, as a list for its single stage. Raises ValueError for a plan of packed tokens."""
         forwards = plan.part(RowPlan).forwards
         if plan.segments and not forwards:
             raise ValueError(f"plan {plan.step} has no forwards; padded rows need them")
@@ -192,7 +198,7 @@ class PaddedStepTimes(StepTimes):
         return seconds
 
     def _move(self, moves: list[RowMove], before: int) -> float:
-        """Apply the moves before this forward. Returns the seconds that it waits for what they load."""
+        """Apply the moves before forward `before`. Returns the seconds that it waits for the states they load."""
         seconds = 0.0
         while moves and moves[0].before <= before:
             move = moves.pop(0)

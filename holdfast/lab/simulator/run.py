@@ -41,6 +41,7 @@ from holdfast.loop.contracts import Observer
 from holdfast.loop.loop import Loop
 
 VOCAB_SIZE = 32_000
+"""Vocabulary of the simulated prompts. No model reads them, so any size gives the same times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Outcome:
     trained: float = 0.0
     """Virtual seconds that the device trained, besides `busy`."""
     trained_tokens: int = 0
-    """Of complete micro-batches."""
+    """Number of tokens in complete micro-batches."""
     slices: int = 0
     stages_busy: tuple[float, ...] = ()
     """Virtual seconds that each stage of a pipeline computed; `busy` is their mean. Empty for one stage."""
@@ -105,11 +106,11 @@ def simulate(
     have ended.
     With the executor "padded", or a profile of padded rows, plans are of padded rows, which `software` runs.
     `make_policy` replaces the policy that `config` asks for. With an `acceptance`, decodes verify drafts as
-    `config.speculation` says, and each guess is right with this chance. `tuning` has jobs of training beside the
-    requests; the run ends with the last request. After `until` virtual seconds it ends with what is recorded by then.
+    `config.speculation` says, and each guess is right with this chance. `tuning` has training jobs that run with the
+    requests; the run ends with the last request. After `until` virtual seconds it ends with the records made by then.
 
-    A disk tier, where `config` has a directory for one, is empty at first and moves `disk_rate` bytes a second; there
-    is no remote one.
+    If `config` has a directory for a disk tier, that tier is empty at first and moves `disk_rate` bytes per second.
+    There is no remote tier.
 
     Deterministic: the same arguments give the same outcome. Raises ValueError for a request that this engine can never
     serve, and for a host tier if the profile has no cache size or copy rate.
@@ -154,9 +155,9 @@ def make_loop(
     tuning: Tuning | None = None,
     acceptance: float | None = None,
 ) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None, Callable[[], None]]:
-    """The engine's loop on a clock of its own, its executor, and its trainer if there is `tuning`. See `simulate`.
+    """The engine's loop on a clock of its own, its executor, its trainer if there is `tuning`, and a function.
 
-    The last one is to be called when no step can run, and a disk tier still works: it lets what is waited for happen.
+    Call the function when no step can run while a disk tier still works: it lets the awaited job end. See `simulate`.
     """
     stages = len(pipeline.stages) if pipeline else 1
     host_blocks, copy_seconds = _host_tier(config, profile)
@@ -200,7 +201,7 @@ def make_loop(
 def _begin_tuning(
     config: EngineConfig, profile: CostProfile, shape: EngineShape, tuning: Tuning, block_bytes: int
 ) -> tuple[Tuner, SimulatedTrainer]:
-    """The tuner with its jobs, and what prices their slices. Raises ValueError as the engine would."""
+    """The tuner with its jobs, and the trainer that prices their slices. Raises ValueError as the engine would."""
     if not block_bytes:
         raise ValueError(f"the profile of {profile.cost.model} does not say the size of a position, which tuning needs")
     copying = block_bytes / profile.copy_rate if profile.copy_rate else 0.0
@@ -225,7 +226,7 @@ def on_rows(config: EngineConfig, profile: CostProfile) -> bool:
 
 
 def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
-    """Blocks of the host tier, and seconds to copy one block."""
+    """Number of blocks in the host tier, and seconds to copy one block."""
     if config.host_cache_gb == "auto" or not config.host_cache_gb or not config.prefix_sharing:
         return 0, 0.0  # "auto" is off: a simulation has no host memory to measure
     if not (profile.token_bytes and profile.copy_rate):
@@ -293,10 +294,10 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
 
 
 def row_shape(config: EngineConfig, profile: CostProfile) -> RowShape:
-    """Padded rows in the memory of the profile's cache: those that it was measured on.
+    """Padded rows in the memory of the profile's cache, with the layout that the profile was measured on.
 
-    From a profile of a paged cache, rows of a model with full attention, which has every ability. A host tier is as
-    large as `config` says; "auto" is none. Raises ValueError if the profile has no size of a position.
+    If the profile is of a paged cache, the rows are of a model with full attention, which has every ability. A host
+    tier is as large as `config` says; "auto" is none. Raises ValueError if the profile has no size of a position.
     """
     if not profile.token_bytes:
         cost = profile.cost
@@ -353,7 +354,7 @@ class Conversations:
         self._tokens = PromptTokens(vocab_size)
         self._open: dict[str, _OpenRequest] = {}
         self._history: dict[int, tuple[int, ...]] = {}
-        """By conversation: the tokens so far, while another turn is due."""
+        """The tokens so far of each conversation with a turn still due."""
         first = len(workload) if concurrency is None else min(concurrency, len(workload))
         self._due = [(0.0 if concurrency else workload[number].arrival, number, 0) for number in range(first)]
         """Turns to send: time, conversation, turn."""
@@ -377,7 +378,7 @@ class Conversations:
             self._send(*heapq.heappop(due))
 
     def receive(self, outputs: Iterable[SequenceOutput], now: float) -> None:
-        """Note the tokens that came at `now`."""
+        """Record the tokens that came at `now`."""
         for name, tokens, reason, cached, scheduled, *_ in outputs:
             request = self._open[name]
             times = request.record.token_times
@@ -426,7 +427,7 @@ class Clients(Conversations):
     ) -> None:
         """Arrival times are seconds on `clock`. With `concurrency` they are ignored: see `simulate`.
 
-        `wait` is called when requests are open and no step can run: it lets what they wait for happen.
+        `wait` is called when requests are open and no step can run: it lets the event that they wait for happen.
         """
         super().__init__(workload, loop.add, vocab_size=vocab_size, concurrency=concurrency)
         self.steps = 0

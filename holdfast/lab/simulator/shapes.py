@@ -35,7 +35,9 @@ class ModelShape:
     window: int | None = None
     """Size of the sliding attention window in positions; None for full attention."""
     reductions: int = 2
-    """All-reduces of a layer under tensor parallelism: one if attention and feed-forward run in parallel, else two."""
+    """Number of all-reduces per layer under tensor parallelism: one if attention and feed-forward run in parallel, else
+    two.
+    """
     native: bool = True
     """Whether the engine has a native decoder for the model."""
     quantization: QuantizationName = "none"

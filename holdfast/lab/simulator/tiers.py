@@ -1,4 +1,4 @@
-"""SimulatedDisk: the jobs of a disk tier on the virtual clock, for the time that their bytes take."""
+"""SimulatedDisk: the jobs of a disk tier on a virtual clock, each for as long as its bytes take."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.tiers import Outcome, TierDone, TierJob
 
 DISK_RATE = 3e9
-"""Bytes per second of a local NVMe drive, where nothing else is said."""
+"""Default rate in bytes per second: that of a local NVMe drive."""
 DISK_LATENCY = 2e-4
 """Seconds from the start of a job to its first byte."""
 DONE: Outcome = "done"
 
 
 class SimulatedDisk:
-    """A disk that does one job after the other, reads before writes. Nothing is lost there."""
+    """A disk that does one job at a time, reads before writes, and loses nothing."""
 
     def __init__(self, part: TierPart, clock: VirtualClock, block_bytes: int, rate: float = DISK_RATE) -> None:
-        """`rate` in bytes per second. Raises ValueError unless it is above 0."""
+        """`rate` is in bytes per second. Raises ValueError unless it is above 0."""
         if not rate > 0:
             raise ValueError(f"the disk's rate is {rate} bytes a second; it must be above 0")
         self._part, self._clock = part, clock

@@ -1,4 +1,4 @@
-"""Simulated training: jobs of a given size beside a simulated engine, and the time that their slices take."""
+"""Simulated training: jobs of a given size next to a simulated engine's requests, and the time of their slices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SimulatedUnit(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedBatch:
-    """A micro-batch of sequences of these lengths; an optimizer step of its own."""
+    """A micro-batch of sequences of these lengths, with an optimizer step of its own."""
 
     lengths: tuple[int, ...]
     num_layers: int
@@ -30,7 +30,7 @@ class SimulatedBatch:
 
     @cached_property
     def units(self) -> tuple[SimulatedUnit, ...]:
-        """As `holdfast.training.jobs.units_of` says."""
+        """Its units in order, like those of `holdfast.training.jobs.units_of`."""
         layers, chunks = range(self.num_layers), -(-sum(self.lengths) // HEAD_TOKENS)
         forward: tuple[UnitKind, ...] = ("attention", "mlp")
         backward: tuple[UnitKind, ...] = ("mlp_backward", "attention_backward")
@@ -47,16 +47,16 @@ class SimulatedJob:
     """A job whose optimizer steps are all alike: one micro-batch each."""
 
     lengths: tuple[int, ...]
-    """Tokens of each example of a micro-batch."""
+    """Number of tokens in each example of a micro-batch."""
     num_layers: int
     vector_bytes: int
-    """Of its vectors: parameters, gradients, moments."""
+    """Bytes of its vectors: parameters, gradients, moments."""
     input_bytes: int
-    """Of a token: the inputs of all halves."""
+    """Bytes per token of the inputs of all halves."""
     kept_bytes: int
-    """Of a token: what the halves keep besides."""
+    """Bytes per token of the other activations that the halves keep."""
     count: int = 1 << 40
-    """Steps. By default it never ends."""
+    """Number of steps. By default the job never ends."""
 
     @property
     def most_tokens(self) -> int:
@@ -70,7 +70,7 @@ class SimulatedJob:
         return (self._batch,)
 
     def blocks(self, tokens: int, keep: bool, *, block_bytes: int) -> int:
-        """Blocks of the cache that it takes on the device with a micro-batch of so many tokens."""
+        """Number of cache blocks that it takes on the device with a micro-batch of `tokens` tokens."""
         token = self.input_bytes + (self.kept_bytes if keep else 0)
         return -(-(self.vector_bytes + tokens * token) // block_bytes)
 
@@ -105,13 +105,14 @@ def training_shape(shape: ModelShape) -> TrainingShape:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Training beside a simulated engine."""
+    """Training next to a simulated engine's requests."""
 
     jobs: Sequence[SimulatedJob]
-    """By arrival; all at the start."""
+    """Jobs in the order of their arrival. All arrive at the start."""
     shape: TrainingShape
     deferral_bound: float | None = None
-    """Seconds; None: the default, or with a target between tokens, slices."""
+    """Seconds that a request may wait for training. None: the default, or slices if there is a `tbt_target`.
+    """
     memory_fraction: float = 0.5
     progress: bool = False
     error: float = 1.0
@@ -119,20 +120,20 @@ class Tuning:
 
 
 class SimulatedTrainer:
-    """Prices slices as the device would take them, and counts what is trained."""
+    """Prices slices as the device would take them, and counts the trained tokens."""
 
     def __init__(self, cost: TrainingCost, jobs: dict[str, SimulatedJob], block_bytes: int, error: float = 1.0) -> None:
         self._cost, self._jobs, self._block_bytes, self._error = cost, jobs, block_bytes, error
         self._kept: set[int] = set()
-        """Forward units of the micro-batch under way whose activations are kept, as index."""
+        """Indices of forward units of the current micro-batch whose activations are kept."""
         self.seconds = 0.0
         """Device time of all slices."""
         self.tokens = 0
-        """Of complete micro-batches."""
+        """Number of tokens in complete micro-batches."""
         self.slices = 0
 
     def time(self, slice_: TrainingSlice) -> TrainingReport:
-        """What a slice takes. Slices come in order."""
+        """The result of a slice, with the seconds that it takes. Slices come in order."""
         job = self._jobs[slice_.job]
         (batch,) = job.micro_batches(slice_.step)
         seconds, tokens, loss = 0.0, 0, None

@@ -82,7 +82,7 @@ class TimedDevice(Protocol):
 
     @property
     def kind(self) -> str:
-        """cuda or cpu."""
+        """ "cuda" or "cpu"."""
         ...
 
     @property

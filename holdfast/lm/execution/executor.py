@@ -241,7 +241,7 @@ class PagedExecutor:
         return result
 
     def prepare(self) -> bool:
-        """Use a pause to capture one more graph. Returns whether it did; not while a step is in flight."""
+        """Use a pause to capture one more graph. Returns whether it did; never while a step is in flight."""
         memory = self.memory
         if not memory.graphs or self._in_flight:
             return False

@@ -118,7 +118,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     @property
     def kind(self) -> str:
-        """cuda or cpu."""
+        """ "cuda" or "cpu"."""
         return self.device.type
 
     @property

@@ -1,1 +1,1 @@
-"""What a step computes: paged attention, the linear layers around it, the cache, and sampling."""
+"""The computations of a step: paged attention, the linear layers around it, the cache, and sampling."""

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels in processes, side by side. In threads they would wait for Python's lock."""
+"""Compiles Triton kernels in parallel processes. Threads would wait for Python's lock."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -28,26 +28,29 @@ from triton.runtime.cache import triton_key
 log = logging.getLogger("holdfast.engine")
 
 Kernel = Callable[[GPUTarget], object]
-"""Compiles one kernel for a device into Triton's cache."""
+"""A function that compiles one kernel for a device into Triton's cache."""
 
 LIMIT_SECONDS = 120.0
-"""Processes that take longer are killed."""
+"""The time in seconds after which a compiling process is killed."""
 
 
 @cache
 def prepare() -> threading.Thread:
-    """Begin, in a thread, what Triton does before it looks for the first compiled kernel: it hashes itself."""
+    """Start a thread that makes Triton hash its own code.
+
+    Triton does so before it looks for the first compiled kernel.
+    """
     thread = threading.Thread(target=triton_key, name="holdfast-triton-key", daemon=True)
     thread.start()
     return thread
 
 
 def compile_once(launch: Callable[[], object], *identity: object) -> bool:
-    """Compile all kernels that `launch` launches; nothing if a call with this `identity` has before.
+    """Compile all kernels that `launch` launches, unless a call with this `identity` has done so before.
 
-    Returns whether it compiled. `launch` runs once, and no kernel of it is run: it must not depend on what these
-    compute. The compiled kernels are in Triton's cache, where real launches find them; so is the note that they are.
-    What cannot be compiled here is left to the first launch, which raises the reason.
+    Returns whether it compiled. `launch` runs once and its kernels do not run, so it must not depend on their results.
+    The compiled kernels are in Triton's cache, where real launches find them; so is a note that they are compiled. If a
+    kernel cannot be compiled here, its first launch compiles it and raises the reason.
     """
     state = json.dumps([*identity, triton.__version__], default=str)
     prepare().join()  # so that the children need not do it
@@ -65,7 +68,7 @@ def compile_once(launch: Callable[[], object], *identity: object) -> bool:
 
 
 def list_and_compile(launch: Callable[[], object], target: GPUTarget) -> None:
-    """Compile all kernels that `launch` launches. Those in Gluon, which take longest, begin while others are listed."""
+    """Compile all kernels that `launch` launches. Gluon kernels take longest, so they start while others are listed."""
     early: list[int] = []
     try:
         others = kernels_of(launch, lambda kernel: early.append(_fork(partial(_quietly, kernel, target))))
@@ -77,7 +80,7 @@ def list_and_compile(launch: Callable[[], object], target: GPUTarget) -> None:
 def kernels_of(launch: Callable[[], object], begin: Callable[[Kernel], object] | None = None) -> list[Kernel]:
     """The kernels that `launch` launches and that this process has not loaded. None of them is run.
 
-    Kernels in Gluon go to `begin`, if it is given, as soon as they are found, and are not in the list.
+    Gluon kernels go to `begin`, if it is given, as soon as they are found. They are then not in the list.
     """
     found: dict[tuple[int, str], Kernel] = {}
     begun: set[tuple[int, str]] = set()
@@ -92,7 +95,7 @@ def kernels_of(launch: Callable[[], object], begin: Callable[[Kernel], object] |
             if begin is not None and function.ASTSource is not ASTSource:
                 begin(kernel)
                 begun.add((id(function), key))
-        return True  # Triton takes it for compiled elsewhere, and launches nothing
+        return True  # Triton then takes the kernel for compiled elsewhere, and launches nothing
 
     before, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, note
     try:
@@ -105,7 +108,7 @@ def kernels_of(launch: Callable[[], object], begin: Callable[[Kernel], object] |
 def compile_kernel(source: Any, options: dict[str, Any], target: GPUTarget) -> Any:
     """Compile a kernel, and the C code that launches it, into Triton's cache. Needs no device.
 
-    `options` are as JSON gives them.
+    `options` are in the form that JSON gives them.
     """
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     kernel = triton.compile(source, target=target, options=make_backend(target).parse_options(given).__dict__)
@@ -114,12 +117,12 @@ def compile_kernel(source: Any, options: dict[str, Any], target: GPUTarget) -> A
 
 
 def compile_in_processes(kernels: Iterable[Kernel], target: GPUTarget) -> None:
-    """Compile kernels in as many processes as there are cores. Errors are passed over."""
+    """Compile kernels in as many processes as there are cores. Errors are ignored."""
     waiting = list(kernels)
     reading, writing = os.pipe()
     children: list[int] = []
     try:
-        # Whichever process is free takes the next number. So many fit into a pipe without a reader.
+        # Each free process takes the next number. All numbers fit into the pipe before anybody reads it.
         os.write(writing, b"".join(number.to_bytes(2, "big") for number in range(len(waiting))))
         os.close(writing)
         for _ in range(min(len(waiting), os.cpu_count() or 1)):
@@ -130,14 +133,14 @@ def compile_in_processes(kernels: Iterable[Kernel], target: GPUTarget) -> None:
 
 
 def _fork(life: Callable[[], object]) -> int:
-    """Begin a child, whose life is one call. Returns its process id."""
+    """Start a child process that makes one call and ends. Returns its process id."""
     with warnings.catch_warnings():
-        # A child of a process with threads must not use their locks. These use none, and end by `_exit`.
+        # A child of a process with threads must not use their locks. This one uses none, and ends by `_exit`.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         try:
-            gc.disable()  # a collection might free what belongs to the device
+            gc.disable()  # a collection might free objects of the device
             life()
         finally:
             os._exit(0)
@@ -145,13 +148,13 @@ def _fork(life: Callable[[], object]) -> int:
 
 
 def _work(waiting: list[Kernel], target: GPUTarget, numbers: int) -> None:
-    """Compile until no number is left."""
+    """Compile kernels until the pipe holds no number."""
     while number := os.read(numbers, 2):
         _quietly(waiting[int.from_bytes(number, "big")], target)
 
 
 def _quietly(kernel: Kernel, target: GPUTarget) -> None:
-    """Compile a kernel. What fails is left to the first launch, which raises the reason."""
+    """Compile a kernel. If that fails, its first launch raises the reason."""
     with contextlib.suppress(Exception):
         kernel(target)
 

@@ -11,9 +11,9 @@ from holdfast.lm.kernels import fp8
 
 LARGEST = tl.constexpr(fp8.LARGEST)
 LEAST_NORMAL = tl.constexpr(2.0**-6)
-"""From here on numbers have 3 bits of fraction; below, they are multiples of 2^-9."""
+"""The least normal FP8 number. From it on, numbers have 3 bits of fraction; smaller ones are multiples of 2^-9."""
 UNIT = tl.constexpr(1.5 * 2.0**14)
-"""Every float32 of this size is a multiple of 2^-9."""
+"""A number so large that every float32 near it is a multiple of 2^-9."""
 
 
 @triton.jit
@@ -37,10 +37,10 @@ def to_cache_dtype(numbers, to: tl.constexpr):
 
 
 @triton.jit
-def query_beside(query, cached: tl.constexpr):
+def query_for_keys(query, cached: tl.constexpr):
     """The query in the dtype of its product with keys of dtype `cached`; the keys are converted to it.
 
-    Beside FP8 keys, bfloat16 becomes float16. Converting a pair of FP8 numbers to float16 takes one instruction, to
+    With FP8 keys, bfloat16 becomes float16. Converting a pair of FP8 numbers to float16 takes one instruction, and to
     bfloat16 several. For the softmax weights, and for queries up to 65,504, float16 is also the more exact of the two.
     """
     if cached == tl.float8e4nv and query.dtype == tl.bfloat16:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 HALVES = (64, 32)
-"""Inputs of half a chunk: the two halves of a chunk share its bytes."""
+"""The allowed numbers of inputs in half a chunk. The two halves of a chunk share its bytes."""
 
 ROWS_AT_A_TIME = 1024
-"""Rows that are dequantized together. Meanwhile they take memory in float32."""
+"""Number of rows that are dequantized together. Meanwhile they take memory in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,14 @@ class Int4Weight:
     """A weight [N, K] of numbers (q - zero) * scale, with q from 0 to 15.
 
     The inputs lie in chunks of 2 `half`: the low bits of a chunk's bytes hold its first half, the high bits the second.
-    So a kernel reads a tile of bytes as two tiles of weights, each within one group.
+    A kernel thus reads a tile of bytes as two tiles of weights, each within one group.
     """
 
     data: torch.Tensor  # [N, K / 2] uint8
     scale: torch.Tensor  # [N, K / group], of any float dtype
     zero: torch.Tensor  # [N, K / group] uint8
     group: int
-    """Inputs of a group."""
+    """Number of inputs in a group."""
     half: int
 
     @property
@@ -49,7 +49,7 @@ class Int4Weight:
 
 
 def half_for(inputs: int, group: int) -> int | None:
-    """Half a chunk for rows of so many inputs; None if they cannot be cut into chunks."""
+    """The number of inputs in half a chunk, for rows of `inputs` inputs; None if they cannot be cut into chunks."""
     return next((half for half in HALVES if inputs % (2 * half) == 0 and group % half == 0), None)
 
 
@@ -61,6 +61,6 @@ def pack(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: 
 
 
 def dequantize(numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group: int) -> torch.Tensor:
-    """(q - zero) * scale of numbers [N, K] and scale and zero [N, K / group], in float32."""
+    """(q - zero) * scale in float32, from numbers [N, K], and scale and zero [N, K / group]."""
     grouped = numbers.view(len(numbers), -1, group).float() - zero[:, :, None].float()
     return (grouped * scale[:, :, None].float()).view(numbers.shape)

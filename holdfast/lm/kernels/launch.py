@@ -1,4 +1,4 @@
-"""How one kernel may overlap another: programmatic dependent launch, and a side stream."""
+"""The two ways in which one kernel may overlap another: programmatic dependent launch, and a side stream."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -14,12 +14,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FIRST_CAPABILITY = (9, 0)
-"""GPUs from Hopper on have programmatic dependent launch."""
+"""The least compute capability of GPUs with programmatic dependent launch (Hopper)."""
 
 
 @cache
 def dependent_launch_options(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that calls `launch_dependents` and `wait_for_previous`; both do nothing elsewhere."""
+    """Options of a kernel that calls `launch_dependents` and `wait_for_previous`. Both do nothing on older GPUs."""
     supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
     return {"DEPENDENT": supported, "launch_pdl": supported}
 
@@ -56,7 +56,7 @@ class SideStream:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Launches inside run after those already on the current stream, and beside those that follow until `join`.
+        """Launches inside run after those already on the current stream, and overlap those that follow until `join`.
 
         Memory that they use must not be freed before `join`.
         """

@@ -1,1 +1,1 @@
-"""Memory of the KV cache: which blocks hold which state, in which tier. Pure: blocks are numbers, time is given."""
+"""Memory of the KV cache: which blocks hold which state, in which tier. Pure: a block is a number, time an argument."""

@@ -18,7 +18,7 @@ class Allocator:
         """Number of owners by block. Always the same list."""
 
     def allocate(self, count: int) -> list[int]:
-        """Remove `count` blocks from the free list, which must hold as many, and give each one owner."""
+        """Remove `count` blocks from the free list and give each one owner. The list must hold that many."""
         free, owners = self.free, self.owners
         allocated = free[: -count - 1 : -1]
         del free[len(free) - count :]
@@ -27,7 +27,7 @@ class Allocator:
         return allocated
 
     def add_owner(self, blocks: Collection[int]) -> list[int]:
-        """Add an owner to each block, no block twice. Returns the blocks that had none."""
+        """Add an owner to each block; each block is named once. Returns the blocks that had none."""
         owners = self.owners
         idle = [block for block in blocks if not owners[block]]
         for block in blocks:

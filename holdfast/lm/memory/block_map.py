@@ -1,4 +1,4 @@
-"""BlockMap: where the state of each conversation lies, for people who watch. Looked at a bit at a time."""
+"""BlockMap: where the state of each conversation lies, for people who watch. It is read a few blocks at a time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TIERS_BELOW = {
 }
 """Where the state of a block can lie behind the host, by letters that `block_pool.TIERS` does not have."""
 MOST_CONVERSATIONS = 4096
-"""Conversations that are followed at a time."""
+"""Largest number of conversations followed at a time."""
 KEPT_SECONDS = 60.0
-"""How long a conversation is still told of once nothing of it is left."""
+"""Seconds that a conversation is still reported after all of its state is gone."""
 UNKNOWN = b""
 """Stands for the digest of a block that was not seen: it was dropped, or is shared with another conversation."""
 
@@ -39,55 +39,56 @@ class TiersBelow(Protocol):
 
 
 class ConversationBlocks(NamedTuple):
-    """Where one conversation's blocks lie, as they stand or after a change."""
+    """Where one conversation's blocks lie when a row is reported."""
 
     number: int
-    """Of the conversation, while it is watched."""
+    """Identifies the conversation while it is watched."""
     request: str
-    """The id of its latest request; empty if that was before anybody watched."""
+    """The id of its latest request; empty if that request came before anybody watched."""
     state: str
-    """running, waiting, idle, or gone: it is not followed any more."""
+    """"running", "waiting", "idle", or "gone": it is no longer followed."""
     last: float
-    """When it was last active, in seconds, for the age of what is idle."""
+    """When the conversation was last active, in seconds. It gives the age of idle chunks."""
     cost: float
-    """Cost of computing its first kept idle chunk again, as retention counts it: value = cost / age. 0: it has none."""
+    """Cost of computing its first kept idle chunk again: retention value = cost / age. 0 if no idle chunk is kept."""
     runs: tuple[tuple[str, int], ...]
     """From its first block on: a letter and how many blocks in a row have it. The letters are those of
     `block_pool.TIERS` and `TIERS_BELOW`, and ? for unknown."""
 
 
 class _Conversation:
-    """What is known of one conversation."""
+    """The known state of one conversation."""
 
     __slots__ = ("cache", "digests", "empty_since", "last", "number", "partly", "request", "seen", "tail", "told")
 
     def __init__(self, number: int, request: str, digests: list[bytes], last: float) -> None:
         self.number, self.request, self.digests, self.last = number, request, digests, last
         self.cache: SequenceCache | None = None
-        """Of its latest request while that has not ended."""
+        """The cache of its latest request, until that request ends."""
         self.tail = UNKNOWN
         """The digest by which its next request is known."""
         self.partly = False
-        """Some of its digests are not known."""
+        """Whether some of its digests are unknown."""
         self.seen: tuple[str, tuple[str, int]] | None = None
-        """Where its blocks were, and what its last request held, when it was last looked at."""
+        """Where its blocks were, and what its last request held, when they were last read."""
         self.told: ConversationBlocks | None = None
         self.empty_since: float | None = None
 
 
 class BlockMap:
-    """Follows the conversations whose blocks are in a pool, from when it is made.
+    """Follows the conversations whose blocks are in a pool, from the moment the map is made.
 
     A request continues a conversation if its prompt begins with all full blocks of it; otherwise it begins another one.
-    Blocks that were idle before are grouped by their last use, as one request frees its blocks together. Those that
-    only the disk has come last, beside the first rounds of the others: a disk may hold far more than the tiers above.
+    Blocks that were idle before are grouped by their last use, because one request frees its blocks together. Blocks
+    that only the disk has are read last, during the first rounds over the others: a disk may hold far more than the
+    tiers above.
 
-    It reads the pool and the tiers behind it, and changes nothing. Each call of `advance` looks at a bounded number of
+    The map reads the pool and the tiers below it, and changes nothing. Each call of `advance` reads a bounded number of
     blocks.
     """
 
     def __init__(self, pool: BlockPool, lower: TiersBelow | None = None) -> None:
-        """`lower` are the tiers behind the host tier of `pool`."""
+        """`lower` holds the tiers below the host tier of `pool`."""
         self._pool = pool
         self._lower = lower
         self._disk = lower.disk if lower is not None else None
@@ -96,29 +97,36 @@ class BlockMap:
         self._by_request: dict[str, _Conversation] = {}
         self._tails: dict[bytes, _Conversation] = {}
         self._found: dict[Use, dict[int, bytes]] = {}
-        """Blocks that were idle when watching began, by last use and place in their sequence."""
+        """Blocks that were idle when watching began, by last use and place in their sequence. Emptied when all are
+        read.
+        """
         self._blocks = pool.num_blocks + (pool.host.num_blocks if pool.host is not None else 0)
         self._seeded = 0
-        """Blocks of both tiers that have been looked at for that."""
+        """Number of device and host blocks already searched for idle state."""
         self._on_disk: dict[float, list[dict[int, bytes]]] = {}
-        """Blocks of the disk likewise, by time. Those of one time and one place in their sequences are apart."""
+        """Idle blocks of the disk, by last use. Blocks of one last use and one place in their sequences are in separate
+        groups.
+        """
         self._disk_left = 0 if self._disk is None else self._disk.num_blocks
-        """Blocks of the disk that have not been looked at for that, the first ones."""
+        """Number of disk blocks still to be searched. They are the first ones: the disk is searched from its end."""
         self._disk_order: list[float] = []
-        """Once all have been: the times of those still to be made conversations of, the next one last."""
+        """After the whole disk is searched: the last uses whose blocks are still to be grouped, the next one last."""
         self._disk_met: set[bytes] = set()
-        """Meanwhile, the digests that are known."""
+        """Digests of all known conversations, while the disk's blocks are grouped."""
         self._partly: dict[float, _Conversation] = {}
-        """Meanwhile, the idle conversations of which some digests are not, by the time of their last use."""
+        """Idle conversations with unknown digests, by their last use, while the disk's blocks are grouped."""
         self._order: list[int] = []
-        """The conversations still to be looked at in this round, the next one last."""
+        """The conversations still to be read in this round, the next one last."""
         self._letters: list[str] = []
-        """Of the conversation that is being looked at: what of it was seen so far."""
+        """Tier letters read so far of the conversation that is being read."""
         self._at = 0
         self._costs: dict[int, float] = {}
 
     def meet(self, request: str, cache: SequenceCache) -> None:
-        """A request is planned for the first time. Its cache must know the digests of its prompt."""
+        """Start or continue a conversation for a request that is planned for the first time.
+
+        Its cache must know the digests of its prompt.
+        """
         if request in self._by_request:
             return
         digests = cache.digests
@@ -133,7 +141,7 @@ class BlockMap:
             self._disk_met.update(digests)
 
     def advance(self, open_requests: Mapping[str, object], now: float, most: int) -> list[ConversationBlocks]:
-        """Look at about `most` blocks; the conversations that are not as they were when last told.
+        """Read about `most` blocks. Returns the conversations that changed since they were last reported.
 
         `open_requests` holds the ids of requests that have not ended.
         """
@@ -169,14 +177,14 @@ class BlockMap:
         return changed
 
     def everything(self, open_requests: Mapping[str, object], now: float) -> list[ConversationBlocks]:
-        """As `advance` for one whole round, however long that takes."""
+        """`advance` for one whole round, however long that takes."""
         changed = []
         while self._seeded < self._blocks or self._disk_left or self._disk_order or self._order:
             changed += self.advance(open_requests, now, 1 << 30)
         return changed + self.advance(open_requests, now, 1 << 30)
 
     def costs(self) -> list[tuple[int, float]]:
-        """The cost of computing a chunk again, by block of its conversation, at some of them."""
+        """The cost of computing a chunk again, by block of its conversation, for a sample of places."""
         rule = self._pool.rule
         places = [0, *(1 << power for power in range(self._blocks.bit_length()))]
         return [(place, rule.class_cost(rule.cost_class(place))) for place in places]
@@ -188,7 +196,7 @@ class BlockMap:
         return conversation
 
     def _seed(self, most: int) -> None:
-        """Look at the next blocks for what is idle from before; in the end make conversations of it."""
+        """Read the next `most` blocks for state that was idle before; after the last, make conversations of them."""
         pool, start = self._pool, self._seeded
         first, stop = pool.num_blocks, min(start + most, self._blocks)
         found = pool.idle_blocks(start, min(stop, first))
@@ -205,7 +213,10 @@ class BlockMap:
         self._found.clear()
 
     def _seed_from_disk(self, most: int) -> int:
-        """The same for about `most` blocks of the disk, which share no more than a time. How many it were."""
+        """`_seed` for about `most` blocks of the disk, which are grouped by the time of their last use.
+
+        Returns how many it read.
+        """
         assert self._disk is not None
         looked = 0
         if self._disk_left:
@@ -235,11 +246,11 @@ class BlockMap:
         return looked
 
     def _met(self) -> set[bytes]:
-        """The digests of all conversations that are known."""
+        """The digests of all known conversations."""
         return {digest for each in self._conversations.values() for digest in each.digests}
 
     def _find(self, last: float, together: Mapping[int, bytes], met: Collection[bytes]) -> None:
-        """Make a conversation of blocks that were last used together, by their places, unless they are met already."""
+        """Make a conversation of blocks last used together, by place, without the blocks whose digests are in `met`."""
         blocks = {index: digest for index, digest in together.items() if digest not in met}
         if not blocks:
             return
@@ -249,7 +260,7 @@ class BlockMap:
         self._tails.setdefault(conversation.tail, conversation)
 
     def _complete(self, last: float, group: Mapping[int, bytes]) -> bool:
-        """Give the conversation of this time the digests that it lacks, if these are such. Whether they were."""
+        """Fill unknown digests of the conversation last used at `last` from `group`. Returns whether they fitted."""
         conversation = self._partly.get(last)
         blocks = {index: digest for index, digest in group.items() if digest not in self._disk_met}
         if conversation is None or conversation.cache is not None or not blocks:
@@ -263,7 +274,7 @@ class BlockMap:
         return True
 
     def _tiers(self, digests: Sequence[bytes]) -> str:
-        """Where the state of each of these digests lies: a letter for each."""
+        """The tier of each of these digests, one letter each."""
         letters = self._pool.tiers(digests)
         if self._lower is None or "-" not in letters:
             return letters
@@ -271,7 +282,7 @@ class BlockMap:
         return "".join([lower if letter == "-" else letter for letter, lower in zip(letters, below, strict=True)])
 
     def _held(self, conversation: _Conversation, open_requests: Mapping[str, object], now: float) -> tuple[str, int]:
-        """The last request of a conversation, and the blocks that it holds; -1: it has ended."""
+        """A conversation's last request, and the number of blocks that it holds; -1 if it has ended."""
         cache = conversation.cache
         if cache is not None and conversation.request not in open_requests:
             cache = conversation.cache = None
@@ -279,7 +290,7 @@ class BlockMap:
         return conversation.request, -1 if cache is None else len(cache.blocks)
 
     def _row(self, conversation: _Conversation, letters: str, now: float) -> ConversationBlocks:
-        """What is told of a conversation whose digests have been looked up."""
+        """The row to report for a conversation whose digests have been looked up."""
         digests, cache, state = conversation.digests, conversation.cache, "idle"
         if cache is not None:
             state = "running" if cache.blocks else "waiting"
@@ -306,7 +317,7 @@ class BlockMap:
         return self._costs[number]
 
     def _forget(self, now: float, changed: list[ConversationBlocks]) -> None:
-        """Stop following conversations of which nothing is left, and the longest idle ones beyond the limit."""
+        """Stop following conversations whose state is gone, and the longest idle ones beyond the limit."""
         idle = [each for each in self._conversations.values() if each.cache is None]
         gone = [
             each

@@ -25,13 +25,13 @@ TIERS = {
     "h": "on the host",
     "-": "dropped, or not computed yet",
 }
-"""Where the state of a block can lie, by the letter that stands for it."""
+"""The places where a block's state can lie, by letter."""
 FASTEST = 1e12
-"""Bytes per second that a copy from the host is taken to have before any was measured: more than there is."""
+"""Rate of copies from the host, in bytes per second, assumed before any was measured: faster than any hardware."""
 
 
 class BlockPool:
-    """The blocks 0 to `num_blocks - 1` of the device, with the host tier behind them. Each operation is O(1) per block.
+    """The blocks 0 to `num_blocks - 1` of the device, and the host tier below them. Each operation is O(1) per block.
 
         free ──allocate──▶ owned ──free──▶ free, or if it is cached:
                              ▲                retained ──swap_out──▶ swapping out ──finish_swap_out──▶ reclaimable
@@ -84,9 +84,9 @@ class BlockPool:
         """Copies under way between the tiers."""
         self.swapped_in = 0
         self.swapped_out = 0
-        """Blocks copied so far."""
+        """Number of blocks copied to the host so far."""
         self.dropped = 0
-        """Blocks so far whose state was lost: neither tier has it any more."""
+        """Number of blocks whose state was lost so far: no tier has it."""
         self.max_copies = max(self.rule.chunk_blocks, num_blocks // 16)
         """The most blocks that one plan copies in either direction, unless a single sequence brings in more."""
         self._copies_ahead = self.max_copies if copies_ahead is None else copies_ahead
@@ -97,18 +97,18 @@ class BlockPool:
         self._free, self._owners = self._allocator.free, self._allocator.owners
         self._cached, self._digests = self._index.blocks, self._index.digests
         self.uses = 0
-        """Uses of blocks so far: those of one time are ordered by it."""
+        """Number of uses of blocks so far. It orders uses of equal time."""
         self._low_water = max(1, int(num_blocks * low_water))
         self._demand = 0
-        """The most blocks that `fits` was asked for in vain since the last `swap_out`."""
+        """Most blocks that a failed call of `fits` asked for since the last `swap_out`."""
         self.lent = 0
         """Blocks that are lent to a part, the highest ones."""
         self.kept_below: Callable[[bytes], bool] | None = None
-        """Whether a tier behind the host has the block of this digest. None: there is no such tier."""
+        """Whether a tier below the host has the block of this digest. None: there is no lower tier."""
         self.prices = prices
-        """What says whether a block of the host is worth its copy. None: each is."""
+        """Decides whether a block of the host is worth its copy. None: every block is."""
         self.host_link = Link(latency=0.0, rate=FASTEST)
-        """Copies from the host to the device, as measured."""
+        """Latency and rate of copies from the host to the device, as measured."""
         self._flushing = False
         """Whether the next plan copies idle blocks to the host however many are free: nobody needs the device."""
 
@@ -127,7 +127,7 @@ class BlockPool:
 
     @property
     def allocatable(self) -> int:
-        """Blocks that can be allocated now."""
+        """Number of blocks that can be allocated now."""
         ready = len(self._free) + len(self._idle.reclaimable)
         return ready if self.host is not None else ready + len(self._idle.retained.blocks)
 
@@ -138,16 +138,16 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Idle blocks: cached, without an owner."""
+        """Number of idle blocks: cached, without an owner."""
         return len(self._idle.retained.blocks) + self.copies.idle + len(self._idle.reclaimable)
 
     @property
     def used(self) -> int:
-        """Blocks with an owner."""
+        """Number of blocks with an owner."""
         return self.num_blocks - len(self._free) - self.cached - self.lent
 
     def blocks_for(self, positions: int) -> int:
-        """Blocks that hold this many positions."""
+        """Number of blocks that hold this many positions."""
         return -(-positions // self.block_size)
 
     def longest(self, limit: int) -> int:
@@ -155,11 +155,11 @@ class BlockPool:
         return self.num_blocks * self.block_size
 
     def holds(self, count: int, blocks: int, longest: int) -> bool:
-        """Whether sequences that take `blocks` in all fit the pool; how many and how long they are does not matter."""
+        """Whether sequences that take `blocks` in all fit the pool. Their number and lengths do not matter."""
         return blocks <= self.num_blocks
 
     def allocate(self, count: int, now: float) -> list[int]:
-        """Give `count` blocks to one owner. The state of idle ones among them is dropped."""
+        """Give `count` blocks to one owner. Cached state in them is dropped."""
         missing = count - len(self._free)
         if missing > 0:
             if count > self.allocatable:
@@ -168,7 +168,7 @@ class BlockPool:
         return self._allocator.allocate(count)
 
     def _evict(self, count: int, now: float) -> list[int]:
-        """Drop the state of `count` idle blocks, which must be allocatable. They are in no state then."""
+        """Drop the state of `count` idle blocks, which must be allocatable. They are then in no state."""
         evicted = self._idle.reclaim(count, now, self.max_copies)
         lost = self._index.remove(evicted)
         for digest in lost if self.copies.wanted else ():
@@ -181,17 +181,17 @@ class BlockPool:
         return evicted
 
     def evicted_from_host(self, lost: Iterable[bytes]) -> None:
-        """Count those of these blocks that the host has given up and no other tier has."""
+        """Add to `dropped` the blocks in `lost`, which the host evicted, that no other tier has."""
         cached, below = self._cached, self.kept_below
         self.dropped += sum([digest not in cached and not (below and below(digest)) for digest in lost])
 
     def lend(self, count: int, now: float, *, most_moves: int) -> tuple[BlockMove, ...]:
         """Lend up to `count` more blocks to a part, the highest that are not lent yet. `lent` says how many in all.
 
-        The idle blocks of the lowest value make room. Others that hold state in the lent range, owned or idle, are
-        moved below it, at most `most_moves` of them. The plan must do the moves before anything else, and every block
-        table must name the new places at once. A block that is being copied between the tiers is not lent, nor are
-        those below it.
+        The idle blocks of the lowest value make room. Other blocks in the lent range that hold state, owned or idle,
+        are moved below it, at most `most_moves` of them. The plan must do the moves before anything else, and every
+        block table must name the new places at once. A block that is being copied between the tiers is not lent, nor
+        are the blocks below it.
 
         If idle state is still to be copied to the host before `count` blocks can be had, the next `swap_out` makes room
         and fewer are lent. O(`num_blocks`).
@@ -213,7 +213,7 @@ class BlockPool:
         if missing > 0:
             self._free.extend(self._evict(missing, now))
         line = top - count
-        # Low blocks are allocated first from now on, so that few are to be moved.
+        # Allocate low blocks first from now on, so that later loans have few blocks to move.
         self._free.sort(reverse=True)
         above = next((at for at, block in enumerate(self._free) if block < line), len(self._free))
         free = {*self._free[:above]}
@@ -222,7 +222,7 @@ class BlockPool:
         return self._move([block for block in range(line, top) if block not in free])
 
     def _move(self, blocks: list[int]) -> tuple[BlockMove, ...]:
-        """Move what these blocks hold to free ones. They are in no state then."""
+        """Move the contents of these blocks to free ones. Returns the moves; the old blocks are then in no state."""
         owners, places = self._owners, dict[int, int]()
         for block in blocks:
             target = places[block] = self._free.pop()
@@ -245,20 +245,20 @@ class BlockPool:
         self.lent -= count
 
     def find_all(self, digests: Iterable[bytes]) -> list[int | None]:
-        """By digest, the cached block on the device, owned or not."""
+        """The cached device block of each digest, owned or not; None if there is none."""
         return list(map(self._cached.get, digests))
 
     def find_on_host(self, digest: bytes) -> int | None:
-        """The block of the host tier with this digest."""
+        """The host block of this digest; None if there is none."""
         return self.host.find(digest) if self.host is not None else None
 
     def tiers(self, digests: Sequence[bytes]) -> str:
-        """Where the state of each of these digests lies: a letter of TIERS for each."""
+        """The tier of each of these digests: a letter of TIERS for each."""
         cached, owners = self._cached, self._owners
         leaving, arriving = self.copies.swapping_out, self.copies.swapping_in
         on_host: Mapping[bytes, int] = {} if self.host is None else self.host.by_digest
         pairs = zip(map(cached.get, digests), map(on_host.__contains__, digests), strict=True)
-        if not (leaving or arriving):  # mostly
+        if not (leaving or arriving):  # the usual case
             return "".join(
                 [
                     ("h" if copied else "-") if block is None else "u" if owners[block] else "b" if copied else "d"
@@ -295,18 +295,18 @@ class BlockPool:
         return needed <= self.allocatable
 
     def admits(self, found: Found, length: int, reserved: int) -> bool:
-        """Whether a sequence of `length` positions, these of them found, can start and leave `reserved` blocks."""
+        """Whether a sequence of `length` positions, with `found` cached, can start and leave `reserved` blocks."""
         kept = found.shared
         fresh = self.blocks_for(length) - len(kept)
         return fresh + self.pinned_by(kept) <= self.available - reserved and self.fits(fresh, kept)
 
     def needed(self, found: Found, length: int) -> int:
-        """Available blocks that starting a sequence of `length` positions takes: new ones, and kept ones it pins."""
+        """Available blocks that starting a sequence of `length` positions takes: new ones, and cached ones it pins."""
         kept = found.shared
         return self.blocks_for(length) - len(kept) + self.pinned_by(kept)
 
     def freed_by(self, victim: SequenceState[Any], after: Collection[SequenceState[Any]]) -> int:
-        """Blocks that preempting `victim` makes available, if it shares none; `after` does not matter."""
+        """Number of blocks that preempting `victim` makes available, if it shares none. `after` does not matter."""
         return len(victim.blocks)
 
     def can_grow(self, state: SequenceState[Any]) -> bool:
@@ -339,7 +339,7 @@ class BlockPool:
                 self.host.mark_in_use((digest,))
 
     def free(self, blocks: Iterable[int], now: float) -> None:
-        """Remove an owner from each block. Blocks without any are then free, or idle if they are cached."""
+        """Remove an owner from each block. Blocks left without one are then free, or idle if they are cached."""
         self.uses += 1
         digests, use = self._digests, (now, self.uses)
         unowned = self._allocator.remove_owner(blocks)
@@ -367,9 +367,9 @@ class BlockPool:
                 self.host.touch(digest, use)
 
     def give_way(self, digests: Sequence[bytes]) -> None:
-        """Another engine has the blocks of these digests now: here they go before all others.
+        """Evict the blocks of these digests before all others, because another engine now has them.
 
-        Only those whose last use is that of the last one: what was used later belongs to other sequences, too.
+        Only blocks used as recently as the last of them: a block used later belongs to another sequence, too.
         """
         self.uses += 1
         idle, host, first = self._idle, self.host, (-inf, self.uses)
@@ -389,8 +389,10 @@ class BlockPool:
                     host.touch(digest, first)
 
     def swap_in(self, blocks: Iterable[tuple[int, bytes, int]]) -> tuple[BlockCopy, ...]:
-        """Cache owned blocks that the current plan fills from the host, each with its digest and its place in its
-        sequence. Returns the copies to do."""
+        """Cache owned blocks that the current plan fills from the host. Returns the copies to do.
+
+        Each block comes with its digest and its place in its sequence.
+        """
         copies, fresh = list[BlockCopy](), list[bytes]()
         on_host: Mapping[bytes, int] = {} if self.host is None else self.host.by_digest
         cached, owners, add = self._cached, self._owners, self._index.add
@@ -412,9 +414,9 @@ class BlockPool:
     def reserve_on_host(self, index: int, now: float, victims: Victims | None = None) -> int | None:
         """Reserve a host block for state from elsewhere, the `index`-th block of a sequence that is active at `now`.
 
-        `victims` are those of the host, where several blocks are reserved in a row. None if everything there is worth
-        at least as much, or if there is no host tier. See `HostPool.reserve` for when
-        the block may be written to. `cache_on_host` or `HostPool.free` ends the reservation.
+        Returns None if everything on the host is worth at least as much, or if there is no host tier. To reserve
+        several blocks in a row, pass one `host.victims` for all. `HostPool.reserve` says when the block may be written
+        to. `cache_on_host` or `HostPool.free` ends the reservation.
         """
         if self.host is None:
             return None
@@ -424,9 +426,9 @@ class BlockPool:
         return block
 
     def cache_on_host(self, blocks: Iterable[tuple[int, bytes, int]], now: float) -> int:
-        """State from elsewhere is complete in reserved host blocks, each with its digest and place in its sequence.
+        """Cache reserved host blocks whose state is complete, each with its digest and place in its sequence.
 
-        Returns how many were missing there. Where a digest has come by another way meanwhile, the block is free.
+        Returns the number of digests that the host did not have yet. The blocks of the others are freed.
         """
         host, cached, owners = self.host, self._cached, self._owners
         assert host is not None
@@ -473,7 +475,7 @@ class BlockPool:
                 digest, target = self._digests[block], None
                 assert digest is not None
                 if host.find(digest) is None:
-                    value = chunk.value if self.kept_below is None else inf  # what is evicted there is kept below
+                    value = chunk.value if self.kept_below is None else inf  # lower tiers keep what the host evicts
                     target, evicted = host.reserve(value, host_victims)
                     self.evicted_from_host(evicted)
                 if target is None:
@@ -486,10 +488,10 @@ class BlockPool:
         return (*asked, *copies)
 
     def want_on_host(self, digests: Iterable[bytes]) -> None:
-        """Ask for copies on the host of the device blocks with these digests, which the next plans begin.
+        """Ask for copies on the host of the device blocks with these digests. The next plans begin them.
 
-        Not within a plan: what the current plan computes must not be copied by it. `coming_to_host` says which are
-        still to come; a block of which the host is too full, or that is evicted first, does not.
+        Call it between plans: a plan must not copy blocks that it computes. `coming_to_host` reports which copies are
+        still to come. A copy does not come if the host is too full, or if the block is evicted first.
         """
         host = self.host
         if host is not None:
@@ -497,11 +499,11 @@ class BlockPool:
             self.copies.wanted.update(dict.fromkeys(missing))
 
     def coming_to_host(self, digest: bytes) -> bool:
-        """Whether the host will have the block with this digest, as far as it can be said now."""
+        """Whether a copy of the block with this digest is asked for or under way. It may still fail to come."""
         return digest in self.copies.wanted or self._cached.get(digest) in self.copies.swapping_out
 
     def _copy_wanted(self, step: int, now: float, most: int) -> tuple[BlockCopy, ...]:
-        """Begin the copies that others wait for, as active as anything at `now`; at most so many at once."""
+        """Begin at most `most` of the copies asked for, valued as if in use at `now`."""
         host, wanted, swapping_out = self.host, self.copies.wanted, self.copies.swapping_out
         assert host is not None
         room, arriving, victims = most - len(swapping_out), self.copies.under_way, host.victims(now)
@@ -532,7 +534,7 @@ class BlockPool:
         return tuple(copies)
 
     def finish_swap_out(self, step: int) -> None:
-        """The copies to the host that plan `step` and earlier plans began are complete."""
+        """Finish the copies to the host that plan `step` and earlier plans began."""
         host = self.host
         if host is None:
             return
@@ -540,7 +542,7 @@ class BlockPool:
             digest = self._digests[block]
             assert digest is not None
             in_use = self._owners[block] > 0
-            if host.find(digest) is not None:  # it has come from elsewhere meanwhile
+            if host.find(digest) is not None:  # the state came from elsewhere meanwhile
                 host.free(target)
             else:
                 host.cache_block(target, digest, self._index.indices[block], None if in_use else use)

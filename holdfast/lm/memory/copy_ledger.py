@@ -18,21 +18,21 @@ class CopyLedger:
 
     def __init__(self) -> None:
         self.swapping_out: dict[int, int] = {}
-        """Target on the host of each block being swapped out."""
+        """Target block on the host, by device block being swapped out."""
         self.idle = 0
-        """Blocks being swapped out that have no owner."""
+        """Number of blocks being swapped out that have no owner."""
         self.wanted: dict[bytes, None] = {}
-        """Digests of device blocks that the next plans copy to the host ahead of need, for others than the device."""
+        """Digests of device blocks that the next plans copy to the host because others than the device ask for them."""
         self._last_use: dict[int, Use] = {}
-        """Last use of each block being swapped out."""
+        """Last use, by device block being swapped out."""
         self._swap_outs: deque[tuple[int, Sequence[BlockCopy]]] = deque()
-        """The copies to the host, with the number of the plan that began them."""
+        """Copies to the host under way, with the number of the plan that began them, oldest first."""
         self.swapping_in: dict[int, int] = {}
-        """By block being swapped in, the number of the plan that began the copy."""
+        """Number of the plan that began the copy, by device block being swapped in."""
 
     @property
     def under_way(self) -> set[int]:
-        """The blocks of the device that are being copied, in either direction."""
+        """The device blocks that are being copied, in either direction."""
         return {*self.swapping_out, *self.swapping_in}
 
     def start_swap_out(self, copies: Sequence[BlockCopy], last_use: dict[int, Use], step: int, owned: int = 0) -> None:
@@ -44,7 +44,10 @@ class CopyLedger:
             self._swap_outs.append((step, copies))
 
     def add_idle(self, blocks: list[int], use: Use) -> list[int]:
-        """Note that these blocks have no owner any more, and were last used together. Returns those not swapped out."""
+        """Record that these blocks lost their owner and were last used together.
+
+        Returns those that are not being swapped out.
+        """
         others = [block for block in blocks if block not in self.swapping_out]
         self._last_use.update((block, use) for block in blocks if block in self.swapping_out)
         self.idle += len(blocks) - len(others)
@@ -62,15 +65,15 @@ class CopyLedger:
                 yield copy, self._last_use.pop(copy.source)
 
     def start_swap_in(self, blocks: Iterable[int], step: int) -> None:
-        """Note that plan `step` begins to copy state from the host into these blocks, without waiting for it."""
+        """Record that plan `step` begins to copy state from the host into these blocks. The call does not wait."""
         self.swapping_in.update(dict.fromkeys(blocks, step))
 
     def swap_in_step(self, blocks: Iterable[int]) -> int:
-        """The plan whose copies must be complete before these blocks are read; -1 if all are there."""
+        """Number of the plan whose copies must be complete before these blocks are read; -1 if all are."""
         under_way = self.swapping_in
         return max((under_way.get(block, -1) for block in blocks), default=-1) if under_way else -1
 
     def finish_swap_in(self, step: int) -> None:
-        """The copies from the host that plan `step` and earlier plans began are complete, or will be awaited."""
+        """Finish the copies from the host of plan `step` and earlier plans: they are complete, or will be awaited."""
         if self.swapping_in:
             self.swapping_in = {block: number for block, number in self.swapping_in.items() if number > step}

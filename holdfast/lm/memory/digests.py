@@ -1,4 +1,4 @@
-"""Digests of blocks: what each identifies, and a cache that finds those of a long prompt without hashing each block."""
+"""Digests that identify blocks, and a cache that finds those of a long prompt without hashing each block."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 RUN = 64
-"""Consecutive blocks whose digests are remembered together."""
+"""Number of consecutive blocks whose digests are remembered together."""
 
 
 def block_digests(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
     """The digest of each full block: SHA-256 of the digest before it and the block's tokens as 32-bit numbers.
 
-    `parent` is the digest before the first block. A digest so identifies a block's tokens and all tokens before them.
+    `parent` is the digest before the first block. A digest thus identifies a block's tokens and all tokens before them.
     """
-    if len(tokens) == block_size:  # most often: a decode has filled it
+    if len(tokens) == block_size:  # the usual case: a decode has filled one block
         return [hashlib.sha256(parent + array("I", tokens)).digest()]
     return _chain(parent, array("I", tokens).tobytes(), 4 * block_size)
 
@@ -30,12 +30,12 @@ def _chain(parent: bytes, data: bytes, width: int) -> list[bytes]:
 
 
 def usable_blocks(tokens: int, block_size: int) -> int:
-    """Blocks of a prompt whose state can be used: the full ones, but its last token is always computed."""
+    """Number of a prompt's blocks whose state can be used: the full ones. The last token must always be computed."""
     return max(0, tokens - 1) // block_size
 
 
 class DigestCache:
-    """The block digests of recent long prompts, so that a conversation's next turn hashes only what is new.
+    """The block digests of recent long prompts, so that a conversation's next turn hashes only its new blocks.
 
     It remembers them in runs of RUN blocks. A run is found by one SHA-256 over the chain's root and all tokens up to
     the run's end. That takes a single pass over the prompt, about thirty times as fast as hashing each block. Digests
@@ -50,7 +50,7 @@ class DigestCache:
         """The digests of each run, by the hash of all tokens up to its end. The least recently used run is first."""
 
     def digests(self, root: bytes, tokens: Sequence[int]) -> list[bytes]:
-        """As `block_digests`, for blocks from the start of a sequence; `root` is its identity's (`Identity.root`)."""
+        """The digests that `block_digests` gives, for the first blocks of a sequence. `root` is its `Identity.root`."""
         data, width = array("I", tokens).tobytes(), 4 * self._block_size
         whole, parent, digests, runs = hashlib.sha256(root), root, [], self._runs
         stride = RUN * width

@@ -1,4 +1,4 @@
-"""HostPool: copies of cached blocks in the second tier of the KV cache, host memory, or in a disk behind it."""
+"""HostPool: copies of cached blocks in the second tier of the KV cache, host memory, or on a disk below it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.lm.memory.retention import Retention, RetentionRule, Use, Victims
 class HostPool:
     """The blocks 0 to `num_blocks - 1` in host memory. Each operation is O(1) per block.
 
-    The first `ready` of them can be used so far.
+    Only the first `ready` of them can be used so far.
 
     A block is in exactly one of five states. A duplicate copies a device block that is in use, so evicting it loses
     nothing. A retained block may be the only copy; it is evicted by value, after all duplicates. A held block is being
@@ -25,17 +25,17 @@ class HostPool:
          │                                         ├───mark_idle────┘
          └──────────────────────── evicted ────────┘
 
-    Whoever fills a reserved block from elsewhere than the device must not write to it at once: a plan in flight may
-    still read what it held, and only copies to the host are ordered behind that. See `reserve`.
+    A reserved block that is filled from elsewhere than the device must not be written to at once: a plan in flight may
+    still read its old contents, and only copies to the host are ordered after that read. See `reserve`.
     """
 
     def __init__(self, num_blocks: int, rule: RetentionRule, *, ready: int | None = None) -> None:
         """The first `ready` blocks can be used from the start; None: all."""
         self.num_blocks = num_blocks
         self.ready = 0
-        """Blocks that can be used."""
+        """Number of blocks that can be used."""
         self.dropped = 0
-        """Retained blocks evicted so far."""
+        """Number of retained blocks evicted so far."""
         self._free: list[int] = []
         self._index = PrefixIndex(num_blocks)
         self._retained = Retention(rule)
@@ -46,7 +46,7 @@ class HostPool:
         self.resize(num_blocks if ready is None else ready, num_blocks)
 
     def resize(self, ready: int, num_blocks: int) -> None:
-        """The first `ready` blocks can be used from now on, at least as many as before; `num_blocks` will be."""
+        """Let the first `ready` blocks be used, at least as many as before. In the end there will be `num_blocks`."""
         if ready > self.ready:
             self._free[:0] = range(ready - 1, self.ready - 1, -1)
             self.ready = ready
@@ -67,17 +67,17 @@ class HostPool:
 
     @property
     def cached(self) -> int:
-        """Blocks that hold state."""
+        """Number of blocks that hold state."""
         return len(self._index.blocks)
 
     @property
     def held(self) -> int:
-        """Those of them that are held."""
+        """Number of blocks that are held."""
         return len(self._held)
 
     @property
     def by_digest(self) -> Mapping[bytes, int]:
-        """The blocks that hold state, by digest, to look at."""
+        """The blocks that hold state, by digest. Read only."""
         return self._index.blocks
 
     def idle_blocks(self, start: int, stop: int) -> list[tuple[Use, int, bytes]]:
@@ -85,11 +85,11 @@ class HostPool:
         return self._retained.among(start, stop, self._index)
 
     def find(self, digest: bytes) -> int | None:
-        """The block with this digest."""
+        """The block with this digest; None if there is none."""
         return self._index.blocks.get(digest)
 
     def find_all(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks of those digests that are here."""
+        """The blocks with these digests. Digests that are not here are left out."""
         blocks = self._index.blocks
         return [block for digest in digests if (block := blocks.get(digest)) is not None]
 
@@ -98,12 +98,12 @@ class HostPool:
         return self._retained.victims(now)
 
     def reserve(self, value: float, victims: Victims) -> tuple[int | None, list[bytes]]:
-        """Reserve a block for state of this value. Returns the block, and the digests of what was evicted for it.
+        """Reserve a block for state of this value. Returns the block, and the digests evicted for it.
 
-        Returns no block if everything here is worth at least as much. Duplicates are evicted before anything else.
-        A block that the current plan copies to the device may be reserved at once: a step reads the host before it
-        writes there. Whoever else fills the block must first see a result whose `swapped_in` is at least the number of
-        the last plan that was made before the call.
+        Returns no block if everything here is worth at least as much. Duplicates are evicted before anything else. A
+        block that the current plan copies to the device may be reserved at once: a step reads the host before it writes
+        there. Any other writer must first see a result whose `swapped_in` is at least the number of the last plan that
+        was made before the call.
         """
         evicted: list[int] = []
         if not self._free:
@@ -118,7 +118,10 @@ class HostPool:
         return self._free.pop(), self._index.remove(evicted)
 
     def reserve_all(self, count: int, value: float, victims: Victims) -> tuple[list[int], list[bytes]]:
-        """`reserve` for up to `count` blocks of this value: as many as there is room for, and what was evicted."""
+        """`reserve` for up to `count` blocks of this value.
+
+        Returns the blocks that there was room for, and the digests evicted.
+        """
         blocks, lost = list[int](), list[bytes]()
         while len(blocks) < count:
             if free := self._free[len(blocks) - count :]:
@@ -135,7 +138,7 @@ class HostPool:
     def cache_block(self, block: int, digest: bytes, index: int, last_use: Use | None) -> None:
         """Finish the copy to a reserved block, the `index`-th of its sequence.
 
-        `last_use` is that of the device block if it is idle, and None if it is in use.
+        `last_use` is the last use of the device block if that is idle, and None if it is in use.
         """
         self.cache_all(((block, digest, index),), last_use)
 
@@ -148,11 +151,11 @@ class HostPool:
             self._uses += [(digest, last_use) for _, digest, _ in blocks]
 
     def take(self, blocks: Collection[int]) -> None:
-        """Reserve these free blocks: they hold state already."""
+        """Reserve these free blocks, which hold state already."""
         self._free = [block for block in self._free if block not in blocks]
 
     def drop(self, digest: bytes) -> None:
-        """Free the block with this digest, if there is one that is not held: its state turned out to be bad."""
+        """Free the block with this digest, if there is one that is not held, because its state turned out to be bad."""
         block = self.find(digest)
         if block is None or block in self._held:
             return
@@ -164,7 +167,7 @@ class HostPool:
         self._free.append(block)
 
     def index_of(self, block: int) -> int:
-        """The place of a cached block in its sequence: 0 for the first."""
+        """Index of a cached block in its sequence: 0 for the first."""
         return self._index.indices[block]
 
     def last_use(self, block: int) -> Use | None:
@@ -173,13 +176,13 @@ class HostPool:
         return held.last_use if held is not None else self._retained.last_use(block)
 
     def free(self, block: int) -> None:
-        """Give a reserved block back: what it was to hold does not come, or is here already."""
+        """Return a reserved block to the free ones: its state does not come, or is here already."""
         self._free.append(block)
 
     def hold(self, digest: bytes) -> int | None:
-        """Keep the block with this digest as it is until it is released as often as it was held; None if there is none.
+        """Hold the block with this digest: it stays unchanged until `release` was called once for each hold.
 
-        It may be read by any thread meanwhile.
+        Returns None if no block has the digest. Any thread may read a held block.
         """
         block = self.find(digest)
         if block is None:
@@ -192,7 +195,7 @@ class HostPool:
         return block
 
     def hold_all(self, digests: Iterable[bytes], use: Use) -> list[int]:
-        """`hold` for those of these blocks that are here, which are used together now. No digest comes twice."""
+        """`hold` for those of these blocks that are here, as one use. Each digest comes once."""
         blocks, held, duplicates = self.find_all(digests), self._held, self._duplicates
         for block in self._retained.remove(blocks):
             if block in duplicates:
@@ -207,7 +210,9 @@ class HostPool:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """End one hold of each block. After the last it is a duplicate or retained, as it would be without them.
+        """End one hold of each block.
+
+        After its last hold a block is a duplicate or retained, as if it had never been held.
 
         Raises RuntimeError for a block that is not held.
         """
@@ -224,14 +229,14 @@ class HostPool:
             self._settle(of_use, last_use)
 
     def mark_in_use(self, digests: Iterable[bytes]) -> None:
-        """The device blocks of these digests are in use: their copies here are duplicates."""
+        """Make the copies of these digests duplicates, because their device blocks are in use."""
         here = self._not_held(digests, None)
         if here:
             others = set(self._retained.remove(here))
             self._duplicates.update((block, None) for block in here if block not in others)
 
     def mark_idle(self, digests: Collection[bytes], use: Use) -> None:
-        """The device blocks of these digests are idle, and were last used together: retain their copies."""
+        """Retain the copies of these digests, because their device blocks are idle. They were last used together."""
         here = self._not_held(digests, use)
         for block in here:
             del self._duplicates[block]
@@ -263,7 +268,7 @@ class HostPool:
             self._retained.add_all(blocks, map(self._index.indices.__getitem__, blocks), last_use)
 
     def _not_held(self, digests: Iterable[bytes], last_use: Use | None) -> list[int]:
-        """The blocks of those digests that are here and not held. What is held has this last use from now on."""
+        """The blocks of these digests that are here and not held. Held ones get this last use, for their release."""
         here = self.find_all(digests)
         if self._held:
             for block in here:
@@ -275,8 +280,8 @@ class HostPool:
 
 @dataclass(slots=True)
 class Hold:
-    """How often a block is held, and what it is after its release."""
+    """Number of holds on a block, and the state that it returns to after the last."""
 
     last_use: Use | None
-    """None: a duplicate."""
+    """Last use of the block if it is to be retained. None: it is to be a duplicate."""
     holders: int = 0

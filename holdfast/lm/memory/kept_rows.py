@@ -11,9 +11,9 @@ from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.memory.retention import MIN_AGE, RetentionRule
 
 STRIDE = 16
-"""A state that can be cut is found by each prefix of a multiple of this many tokens."""
+"""A state that can be cut is found at prefixes whose length is a multiple of this many tokens."""
 REMEMBERED = 1 << 16
-"""Digests of recent prompts that are remembered, about 100 bytes each."""
+"""Number of digests of recent prompts that are remembered, about 100 bytes each."""
 
 
 class FoundRow(NamedTuple):
@@ -21,21 +21,23 @@ class FoundRow(NamedTuple):
 
     slot: int
     length: int
-    """Leading tokens of the prompt that need not be computed. Less than the state's own length if it is to be cut."""
+    """Leading tokens of the prompt that need not be computed. If this is less than the state's length, the state is
+    cut.
+    """
     on_host: bool
 
 
 @dataclass(slots=True)
 class _Kept:
-    """One kept state: the tokens that it holds, as digests and a tail, and what it costs."""
+    """One kept state: its tokens, as digests and a tail, and its cost."""
 
     prefixes: list[bytes]
-    """Digest of each prefix of a multiple of STRIDE tokens, the root in front."""
+    """The root, then the digest of each prefix whose length is a multiple of STRIDE."""
     tail: array[int]
-    """The tokens behind the last of these prefixes, fewer than STRIDE."""
+    """The tokens after the last of these prefixes, fewer than STRIDE."""
     size: int
     worth: float
-    """Cost of computing it again, for each byte."""
+    """Cost of computing the state again, per byte."""
     used: tuple[float, int]
     """When it was last used: time in seconds, and a number that orders equal times."""
     on_host: bool = False
@@ -46,7 +48,7 @@ class _Kept:
 
 
 class KeptRows:
-    """Which slots hold the state of which tokens, on the device or on the host, and which of them go first. Pure.
+    """Which slots hold the state of which tokens, on the device or on the host, and which are given up first. Pure.
 
     A state serves a prompt that begins with all of its tokens and has at least one more. One that can be cut also
     serves a prompt that begins with some of them: its first multiple of STRIDE tokens. Each identity has a root of its
@@ -54,13 +56,13 @@ class KeptRows:
     """
 
     def __init__(self, bytes_of: Callable[[int], int], rule: RetentionRule, *, croppable: bool) -> None:
-        """`bytes_of` is `RowBytes.of`. The rule says by what states are ranked when room is needed."""
+        """`bytes_of` is `RowBytes.of`. `rule` ranks the states when room is needed."""
         self._bytes_of, self._rule, self._croppable = bytes_of, rule, croppable
         self._rows: dict[int, _Kept] = {}
         self._ends: dict[bytes, dict[int, None]] = {}
-        """By digest, the slots of which it is the last prefix. The one added last is the last."""
+        """For each digest, the slots whose last prefix it is, in the order in which they were added."""
         self._passing: dict[bytes, dict[int, None]] = {}
-        """By digest, the slots that can be cut to its prefix. Empty unless states can be cut."""
+        """For each digest, the slots that can be cut to its prefix. Empty unless states can be cut."""
         self._digests = DigestCache(STRIDE, REMEMBERED)
         self._uses = 0
         self.device_bytes = 0
@@ -121,10 +123,10 @@ class KeptRows:
         return [root, *self._digests.digests(root, tokens[:whole])]
 
     def add(self, slot: int, root: bytes, tokens: Sequence[int], now: float) -> tuple[int, ...]:
-        """Note that the slot, on the device, holds the state of these tokens. Returns slots that are of no more use.
+        """Record that the slot, on the device, holds the state of these tokens. Returns the slots that became useless.
 
-        That is the same slot if another state serves all that this one would; the other counts as used then. Otherwise
-        it is the slots of states for which this one can stand in. They are forgotten here already; the caller gives
+        If another state serves all that this one would, that is the new slot, and the other counts as used now.
+        Otherwise they are the slots of states that this one replaces. They are already forgotten here; the caller gives
         them up. Raises RuntimeError for a slot that holds a state, and ValueError without tokens.
         """
         if slot in self._rows:
@@ -150,12 +152,12 @@ class KeptRows:
         return covered
 
     def _places(self, row: _Kept) -> list[tuple[dict[bytes, dict[int, None]], bytes]]:
-        """Where a state is listed: each index with the digest."""
+        """Each index that lists a state, with the digest that it is listed under."""
         passing = row.prefixes if self._croppable else []
         return [(self._ends, row.prefixes[-1]), *((self._passing, digest) for digest in passing)]
 
     def _standing_in(self, prefix: bytes, tail: array[int]) -> int:
-        """A slot whose state serves whatever one with this last prefix and tail would; -1 if there is none."""
+        """A slot whose state serves every prompt that one with this last prefix and tail would; -1 if there is none."""
         for slot in self._ends.get(prefix, ()):
             theirs = self._rows[slot].tail
             if theirs == tail or (self._croppable and not tail):
@@ -163,7 +165,7 @@ class KeptRows:
         return -1 if tail else self._last_of(self._passing.get(prefix, {}))
 
     def _covered(self, prefixes: list[bytes], tokens: array[int]) -> list[int]:
-        """The slots whose state holds the first of these tokens and nothing else."""
+        """The slots whose states hold a prefix of these tokens and nothing else."""
         covered = []
         for count, digest in enumerate(prefixes):
             for slot in self._ends.get(digest, ()):
@@ -181,7 +183,7 @@ class KeptRows:
         return now, self._uses
 
     def offload(self, slot: int) -> None:
-        """Note that a state of the device is on the host from now on."""
+        """Move a state of the device to the host."""
         row = self._rows[slot]
         if row.on_host:
             raise RuntimeError(f"the state of slot {slot} is on the host already")
@@ -190,7 +192,7 @@ class KeptRows:
         self.host_bytes += row.size
 
     def forget(self, slot: int) -> None:
-        """Note that the slot's state is given up."""
+        """Remove the state of a slot, because it is given up."""
         row = self._rows.pop(slot)
         if row.on_host:
             self.host_bytes -= row.size
@@ -205,8 +207,8 @@ class KeptRows:
     def victims(self, now: float, *, on_host: bool) -> list[int]:
         """The slots of one tier, the state of the lowest value first.
 
-        The value of a state is what it costs to compute it again, for each byte and for each second since its last use
-        (Pensieve §4.3.1, with whole states in place of chunks).
+        The value of a state is the cost of computing it again, per byte and per second since its last use (Pensieve
+        §4.3.1, with whole states in place of chunks).
         """
         slots = [slot for slot, row in self._rows.items() if row.on_host == on_host]
         return sorted(slots, key=lambda slot: self._rank(self._rows[slot], now))

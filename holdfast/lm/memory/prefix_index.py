@@ -17,7 +17,7 @@ class PrefixIndex:
         self.digests: list[bytes | None] = [None] * num_blocks
         """Digest by block; None if the block is not cached. Always the same list."""
         self.indices = [0] * num_blocks
-        """By cached block, its place in the sequence: 0 for the first block."""
+        """Index of each cached block in its sequence: 0 for the first block."""
 
     def add(self, block: int, digest: bytes, index: int) -> None:
         """Cache a block under a digest that no other block has. Raises RuntimeError if the block is cached already."""
@@ -28,7 +28,7 @@ class PrefixIndex:
         self.indices[block] = index
 
     def move(self, block: int, target: int) -> None:
-        """What a cached block holds is in `target` from now on, which is not cached."""
+        """Move the entry of a cached block to block `target`, which is not cached."""
         digest = self.digests[block]
         assert digest is not None and self.digests[target] is None
         self.blocks[digest] = target
@@ -36,7 +36,7 @@ class PrefixIndex:
         self.indices[target] = self.indices[block]
 
     def remove(self, blocks: Iterable[int]) -> list[bytes]:
-        """Forget what these cached blocks hold. Returns their digests."""
+        """Remove the entries of these cached blocks. Returns their digests."""
         removed = []
         for block in blocks:
             digest = self.digests[block]

@@ -1,4 +1,4 @@
-"""What the scheduler asks of memory, whatever holds the state of a sequence: blocks, or a row of a padded batch.
+"""The scheduler's view of memory, whatever holds the state of a sequence: blocks, or a row of a padded batch.
 
 Sizes are in blocks. Where state is not paged a block is one position, so `block_size` is 1.
 """
@@ -14,16 +14,16 @@ from holdfast.lm.types import BlockCopy
 
 
 class Found(Sized, Protocol):
-    """What memory holds of a waiting sequence. Its length is the number of blocks that need not be computed."""
+    """The kept state that serves a waiting sequence. Its length is the number of blocks that need not be computed."""
 
     @property
     def shared(self) -> Collection[int]:
-        """The blocks on the device among them. Empty where state is not paged."""
+        """The found blocks that are on the device. Empty where state is not paged."""
         ...
 
     @property
     def host(self) -> Sized:
-        """Those that only the host has."""
+        """The found blocks that only the host has."""
         ...
 
 
@@ -40,7 +40,7 @@ class SequenceState(Protocol[FoundT]):
     planned: int
     """Positions [0, planned) are resident, or a plan already made computes them."""
     capacity: int
-    """Positions that there is room for."""
+    """Number of positions that the sequence has room for."""
     next_full: int
     """`cache_blocks` has nothing to do while fewer tokens than this are known."""
 
@@ -54,7 +54,7 @@ class SequenceState(Protocol[FoundT]):
         ...
 
     def plan(self, start: int, stop: int) -> None:
-        """Note that a plan computes [start, stop), the beginning of the first missing range."""
+        """Record that a plan computes [start, stop), the beginning of the first missing range."""
         ...
 
     def rollback(self, length: int) -> None:
@@ -62,15 +62,15 @@ class SequenceState(Protocol[FoundT]):
         ...
 
     def match(self, tokens: Sequence[int]) -> FoundT:
-        """Find what is kept of these tokens. The last token never counts: it must be computed to give logits."""
+        """Find the kept state of these tokens. The last token never counts: it must be computed to give logits."""
         ...
 
     def touch(self, tokens: Sequence[int], now: float) -> None:
-        """Count what is kept of a waiting sequence as used now, so that it is still there when the sequence starts."""
+        """Count the kept state of a waiting sequence as used now, so that it stays until the sequence starts."""
         ...
 
     def allocate(self, found: FoundT, length: int, now: float) -> tuple[BlockCopy, ...]:
-        """Take what was found, and room for the rest of `length` positions. The sequence must have no room yet.
+        """Take the state found, and room for the rest of `length` positions. The sequence must have no room yet.
 
         Returns the block copies from the host that the current plan must do.
         """
@@ -81,16 +81,16 @@ class SequenceState(Protocol[FoundT]):
         ...
 
     def cache_blocks(self, tokens: Sequence[int]) -> None:
-        """Let others find all that is computed of these known tokens."""
+        """Let others find all computed state of these known tokens."""
         ...
 
     def free(self, now: float) -> None:
-        """Give up the room. What others can find stays until its place is needed."""
+        """Give up the room. State that others can find stays until its place is needed."""
         ...
 
 
 class SequenceMemory(Protocol[FoundT]):
-    """The memory behind the sequences of one device. `now` is in seconds and never decreases."""
+    """The memory of all sequences on one device. `now` is in seconds and never decreases."""
 
     num_blocks: int
     block_size: int
@@ -102,20 +102,20 @@ class SequenceMemory(Protocol[FoundT]):
     """The blocks of the host tier."""
     swapped_in: int
     swapped_out: int
-    """Blocks copied so far."""
+    """Number of blocks copied to the host so far."""
     dropped: int
-    """Blocks so far whose state was lost: no tier has it any more."""
+    """Number of blocks whose state was lost so far: no tier has it."""
     lent: int
     """Blocks that are lent to a part now. They come back when it gives them up (`Part.make_room`)."""
 
     @property
     def available(self) -> int:
-        """Blocks that can be allocated, now or once idle state has moved to the host."""
+        """Number of blocks that can be allocated, now or once idle state has moved to the host."""
         ...
 
     @property
     def allocatable(self) -> int:
-        """Blocks that can be allocated now."""
+        """Number of blocks that can be allocated now."""
         ...
 
     @property
@@ -125,16 +125,16 @@ class SequenceMemory(Protocol[FoundT]):
 
     @property
     def cached(self) -> int:
-        """Blocks that nobody owns and that still hold state."""
+        """Number of blocks that have no owner and still hold state."""
         ...
 
     @property
     def used(self) -> int:
-        """Blocks with an owner."""
+        """Number of blocks with an owner."""
         ...
 
     def blocks_for(self, positions: int) -> int:
-        """Blocks that hold this many positions of one sequence, alone."""
+        """Number of blocks that hold this many positions of one sequence, alone."""
         ...
 
     def longest(self, limit: int) -> int:
@@ -142,7 +142,7 @@ class SequenceMemory(Protocol[FoundT]):
         ...
 
     def holds(self, count: int, blocks: int, longest: int) -> bool:
-        """Whether `count` sequences of at most `longest` positions fit, which take `blocks` in all if each is alone.
+        """Whether `count` sequences of at most `longest` positions fit; `blocks` is what they take if each is alone.
 
         For policies that reserve a request's longest length.
         """
@@ -151,18 +151,18 @@ class SequenceMemory(Protocol[FoundT]):
     def admits(self, found: FoundT, length: int, reserved: int) -> bool:
         """Whether a waiting sequence of `length` positions may start and leave `reserved` blocks available.
 
-        If what keeps it out is idle state that is still to be copied to the host, the next `swap_out` makes room.
+        If it must wait only until idle state is copied to the host, the next `swap_out` makes room.
         """
         ...
 
     def needed(self, found: FoundT, length: int) -> int:
-        """Available blocks that starting a sequence of `length` positions takes, at least."""
+        """Least number of available blocks that starting a sequence of `length` positions takes."""
         ...
 
     def freed_by(self, victim: SequenceState[FoundT], after: Collection[SequenceState[FoundT]]) -> int:
-        """Blocks that preempting `victim` makes available, once those of `after` are preempted.
+        """Number of blocks that preempting `victim` makes available, once the sequences in `after` are preempted.
 
-        An estimate: admission looks again at what there is. A batch of rows shrinks in width only when its longest
+        The number is an estimate: admission checks memory again. A batch of rows shrinks in width only when its longest
         row leaves, so there the order counts.
         """
         ...
@@ -172,14 +172,14 @@ class SequenceMemory(Protocol[FoundT]):
         ...
 
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
-        """Begin to copy idle state to the host in plan `step`, which computes `num_tokens`; the copies to do."""
+        """Begin to copy idle state to the host in plan `step` of `num_tokens` tokens. Returns the copies to do."""
         ...
 
     def finish_swap_out(self, step: int) -> None:
-        """The copies to the host that plan `step` and earlier plans began are complete."""
+        """Finish the copies to the host that plan `step` and earlier plans began."""
         ...
 
 
 AnyState = SequenceState[Any]
 AnyMemory = SequenceMemory[Any]
-"""As the scheduler sees them: it hands what `match` found back to the memory that found it."""
+"""A memory as the scheduler sees it: the scheduler only passes the result of `match` back to the same memory."""

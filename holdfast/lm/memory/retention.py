@@ -1,4 +1,4 @@
-"""Retention: orders idle chunks of the KV cache by value, and reclaims those of the lowest value first."""
+"""Retention: orders idle chunks of the KV cache by value, and evicts those of the lowest value first."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NEVER: ChunkKey = (math.inf, 0, 0)
 """Greater than the key of any chunk."""
 
 MIN_AGE = 1e-3
-"""Seconds. A younger chunk counts as this old, so that its value is finite."""
+"""Least age in seconds: a younger chunk counts as this old, so that its value is finite."""
 
 
 def cost_by_position(position: int, balance: int = 16384) -> float:
-    """The cost where none was measured: attention grows with position, and equals all other work at `balance`."""
+    """The cost if none was measured: attention grows with position, and equals all other work at `balance`."""
     return 1.0 + position / balance
 
 
@@ -56,12 +56,12 @@ EVICTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class RetentionRule:
-    """The value of a chunk: V = Cost(l) / T (Pensieve §4.3.1), or one of the orders to compare it with."""
+    """The value of a chunk: V = Cost(l) / T (Pensieve §4.3.1), or an order to compare it with."""
 
     eviction: Eviction = EVICTIONS["retention"]
     cost: Cost = cost_by_position
     chunk_blocks: int = 2
-    """Blocks of a chunk. Chunks are evicted whole."""
+    """Number of blocks in a chunk. Chunks are evicted whole."""
     block_size: int = 16
 
     @classmethod
@@ -134,7 +134,7 @@ class ClassQueue:
         return self.late.pop(block) if key is None else key
 
     def key(self, block: int) -> ChunkKey:
-        """The key of a block, which must be here."""
+        """The key of a block. The block must be in this queue."""
         key = self.ordered.get(block)
         return self.late[block] if key is None else key
 
@@ -180,15 +180,15 @@ class Retention:
         self._rule = rule
         self._queues: dict[int, ClassQueue] = {}
         self._chunks: dict[int, tuple[int, int]] = {}
-        """By chunk of a sequence, its class and its rank among chunks freed together."""
+        """Class and rank among the chunks freed together, by chunk index in a sequence."""
         self.blocks: dict[int, int] = {}
-        """The blocks, each with its cost class."""
+        """Cost class of each block."""
 
     def add_all(self, blocks: Iterable[int], indices: Iterable[int], use: Use) -> None:
         """Add blocks that were last used together. `indices` are their places in their sequence, 0 for the first."""
         classes, size, at = self.blocks, self._rule.chunk_blocks, -1
         for block, index in zip(blocks, indices, strict=True):
-            if index // size != at:  # blocks of one chunk mostly follow each other: look their class up once
+            if index // size != at:  # consecutive blocks mostly share a chunk: look its class up once
                 at = index // size
                 number, rank = self._chunks.get(at) or self._classify(at)
                 key, queue = (*use, rank), self._queues[number]
@@ -234,7 +234,7 @@ class Retention:
         return last, call
 
     def move(self, block: int, target: int) -> None:
-        """What a block holds is in `target` from now on. Its value stays."""
+        """Move the entry of a block to block `target`. Its value stays."""
         number = self.blocks.pop(block)
         queue = self._queues[number]
         self.blocks[target] = number
@@ -261,7 +261,7 @@ class Retention:
 
 
 class Chunk(NamedTuple):
-    """A chunk that was evicted, and its value."""
+    """An evicted chunk, and its value."""
 
     value: float
     blocks: list[int]
@@ -300,7 +300,7 @@ class IdleBlocks:
     def __init__(self, rule: RetentionRule) -> None:
         self.retained = Retention(rule)
         self.reclaimable: OrderedDict[int, None] = OrderedDict()
-        """The first is reclaimed next."""
+        """Reclaimable blocks in the order in which they are reclaimed."""
 
     def touch(self, block: int, use: Use) -> None:
         """Count a block as used again."""
@@ -310,14 +310,14 @@ class IdleBlocks:
             self.retained.renew(block, use)
 
     def put_first(self, block: int, use: Use) -> None:
-        """Reclaim a block before others, by a last use that is earlier than theirs."""
+        """Reclaim a block before all others: `use` is earlier than their last uses."""
         if block in self.reclaimable:
             self.reclaimable.move_to_end(block, last=False)
         else:
             self.retained.renew(block, use)
 
     def move(self, block: int, target: int) -> None:
-        """What a block holds is in `target` from now on. A reclaimable one is the last to be reclaimed then."""
+        """Move the entry of a block to block `target`. A reclaimable one is then the last to be reclaimed."""
         if block in self.reclaimable:
             del self.reclaimable[block]
             self.reclaimable[target] = None
@@ -325,9 +325,9 @@ class IdleBlocks:
             self.retained.move(block, target)
 
     def reclaim(self, count: int, now: float, batch: int) -> list[int]:
-        """Remove `count` blocks, so that they can be allocated. There must be as many.
+        """Remove `count` blocks, so that they can be allocated. At least that many must be idle.
 
-        If too few are reclaimable, at least `batch` retained blocks are evicted, or all if there are fewer. Those not
+        If too few are reclaimable, at least `batch` retained blocks are evicted, or all if there are fewer. Blocks not
         needed yet can be shared again until they are allocated.
         """
         if count > len(self.reclaimable):

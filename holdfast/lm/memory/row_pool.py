@@ -1,4 +1,4 @@
-"""RowPool: memory as padded rows take it, by rows × longest, and where the state of each sequence is."""
+"""RowPool: the memory of padded rows, which take rows × longest, and where the state of each sequence is."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from holdfast.lm.types import BlockCopy, RowMove, RowMoveKind, RowShape
 Place = Literal["nowhere", "apart", "batch"]
 
 Root = bytes
-"""Starts the chain of digests of one identity (`Identity.root`)."""
+"""A digest that starts the chain of digests of one identity (`Identity.root`)."""
 LESS = 0.1
-"""Share of the memory that is given up each time the device ran out of it."""
+"""Share of the memory that is given up each time the device runs out of it."""
 RECOVERY = 256
-"""Steps without such a loss after which as much is tried again."""
+"""Number of steps without running out of memory after which the last share given up is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRow:
-    """What is there of a waiting sequence: the first `length` positions, in a slot."""
+    """Kept state of a waiting sequence: its first `length` positions, in a slot."""
 
     length: int = 0
     slot: int = -1
     on_host: bool = False
 
     def __len__(self) -> int:
-        """Positions that need not be computed."""
+        """Number of positions that need not be computed."""
         return self.length
 
     @property
     def shared(self) -> Collection[int]:
-        """No blocks: state is not paged."""
+        """Empty: state is not paged, so there are no blocks."""
         return ()
 
     @property
     def host(self) -> Sized:
-        """The positions that come from the host. They come by a `RowMove`, not by block copies."""
+        """The positions that come from the host. A `RowMove` brings them, not block copies."""
         return range(self.length if self.on_host else 0)
 
 
@@ -60,7 +60,7 @@ class RowState:
            └──occupy: its suspended state, or a copy of one that an ended sequence left, comes from a slot, apart
 
     The pool gives up its memory with `leave`, `free` and `suspend`. Plans run in the order in which they are made, so a
-    move that is noted now happens before whatever is planned after it.
+    move that is recorded now happens before everything that is planned after it.
     """
 
     __slots__ = (
@@ -71,38 +71,38 @@ class RowState:
     blocks: Sequence[int] = ()
 
     def __init__(self, pool: RowPool, root: bytes | None = None) -> None:
-        """`root` starts the chain of digests (`Identity.root`); None: nothing of it may serve other requests."""
+        """`root` starts the chain of digests (`Identity.root`). None: other requests may not use this state."""
         self._pool = pool
         self._root = root
         self.planned = 0
         """Positions [0, planned) are computed, or a plan already made computes them."""
         self.capacity = 0
-        """Positions that memory is counted for, beside what the longest row of the batch makes each row hold."""
+        """Number of positions that memory is counted for, without the padding to the longest row of the batch."""
         self.next_full = sys.maxsize
         self.place: Place = "nowhere"
         self.row = -1
-        """The row of the plans that names it."""
+        """Index by which plans name its row; -1 without a row."""
         self.ahead = False
-        """It was computed before there was a place for it in the batch."""
+        """Whether it was computed before the batch had a place for it."""
         self.slot = -1
-        """Where a suspended state is."""
+        """Slot of its suspended state; -1 if it is not suspended."""
         self.source = -1
-        """The slot of an ended sequence whose state this one began with."""
+        """Slot of the ended sequence's state that this one began with; -1 if it began with none."""
         self.kept = -1
-        """The slot to which its own state went when the sequence ended."""
+        """Slot to which its own state went when the sequence ended; -1 before that."""
         self.resumed = False
-        """The row does not hold its last token: the next decode must give it."""
+        """Whether the row lacks its last token, which the next decode must then give."""
         self.since = -1
         """Number of the plan that computes position 0."""
         self.lost_alone = 0
-        """How often the device lost it while no other sequence had a state."""
+        """Number of times that the device lost it while no other sequence had a state."""
 
     def missing(self, length: int) -> tuple[tuple[int, int], ...]:
         """The range of [0, length) that no plan computes yet."""
         return ((self.planned, length),) if self.planned < length else ()
 
     def plan(self, start: int, stop: int) -> None:
-        """Note that a plan computes [start, stop). A state that is nowhere begins apart."""
+        """Record that a plan computes [start, stop). A state that is nowhere begins apart."""
         assert start == self.planned
         self.planned = stop
         self.capacity = max(self.capacity, stop)
@@ -120,7 +120,7 @@ class RowState:
         return self._pool.find(self._root, tokens)
 
     def touch(self, tokens: Sequence[int], now: float) -> None:
-        """Count a state that an ended sequence left as used now. A suspended one stays in any case."""
+        """Count the kept state of an ended sequence as used now. A suspended state stays in any case."""
         found = self._pool.find(self._root, tokens)
         if found.slot >= 0:
             self._pool.kept.touch(found.slot, now)
@@ -138,9 +138,9 @@ class RowState:
         return ()
 
     def occupy(self, row: int) -> None:
-        """Take a row of the plans. A suspended state is loaded, and its slot is empty then.
+        """Take row `row` of the plans, and load its state from a slot if there is one.
 
-        So is a copy of a state that an ended sequence left.
+        The slot of a suspended state is then empty. The state of an ended sequence is copied, and stays for others.
         """
         self.row = row
         if self.planned and self.slot < 0:
@@ -152,7 +152,7 @@ class RowState:
             self.place = "apart"
 
     def wait_ahead(self) -> None:
-        """Count it beside the batch, until `embed`."""
+        """Count the state outside the batch until `embed`."""
         del self._pool.members[self]
         self._pool.ahead[self] = None
         self.ahead = True
@@ -187,16 +187,16 @@ class RowState:
         self.capacity = max(self.capacity, positions)
 
     def cache_blocks(self, tokens: Sequence[int]) -> None:
-        """Nothing: other requests do not find this state."""
+        """Do nothing: other requests do not find the state of a running sequence."""
 
     def leave(self) -> None:
-        """Give up the state: nothing more of the sequence is computed. Its row stays its own until `free`."""
+        """Give up the state, because nothing more of the sequence is computed. Its row stays its own until `free`."""
         if self.place != "nowhere":
             self._pool.move("drop", self.row)
         self._vanish()
 
     def keep(self, known: int | None = None) -> None:
-        """Give up the row, whose sequence computes nothing more. Its state stays for others, if it can serve any.
+        """Give up the row of a sequence that computes nothing more. Its state stays for others, if it can serve any.
 
         `known` is how many tokens of the sequence there will ever be; None: at least as many as it has positions. A
         state of more positions is cut, or given up.
@@ -211,7 +211,7 @@ class RowState:
         self._vanish()
 
     def settle(self, tokens: Sequence[int], now: float) -> None:
-        """Let others find what `keep` kept, now that the tokens of the sequence are known."""
+        """Let others find the state that `keep` kept, now that the tokens of the sequence are known."""
         if self.kept >= 0 and self._root is not None:
             self._pool.settle(self.kept, self._root, tokens[: self.planned], self.planned, now)
         self.kept = -1
@@ -223,7 +223,10 @@ class RowState:
         self.planned = 0
 
     def suspend(self) -> bool:
-        """Give up the row: its state goes to the host if there is room, or is computed again later. Whether it went."""
+        """Give up the row. Its state goes to the host if there is room, and is computed again later if not.
+
+        Returns whether it went to the host.
+        """
         size, pool = self._pool.bytes(self.planned), self._pool
         if self.place == "nowhere":
             self._vanish()
@@ -243,9 +246,9 @@ class RowState:
         self._vanish()
 
     def lose(self) -> None:
-        """The device has lost the state: nothing is computed, and nothing is to be moved.
+        """Record that the device has lost the state: nothing is computed, and nothing is to be moved.
 
-        If it began with what an ended sequence left, that may be what is lost, so it is given up, too.
+        If it began with the state of an ended sequence, that state may be the one lost. It is given up, too.
         """
         if self.source in self._pool.kept:
             self._pool.give_up(self.source)
@@ -271,15 +274,16 @@ class RowPool:
 
     All rows of the batch are as wide as the longest of them, rounded up to the quantum of its buffers, so the batch
     takes rows × longest. A sequence counts as a row of the batch as soon as its prompt is started, with all the
-    positions that are known. Beside the batch are the states that were computed ahead of a place in it.
+    positions that are known. Outside the batch are the states that were computed ahead of a place in it.
 
-    Running rows grow up to the threshold, and admission leaves the headroom below it: above the one rows leave, below
-    the other they come back (Baton §4.3, batch size scaling). The first sequence in rank may use all the memory.
+    Running rows grow up to the threshold, and admission leaves the headroom below it. Above the threshold one row
+    leaves, below it rows come back (Baton §4.3, batch size scaling). The first sequence in rank may use all the memory.
 
-    Where captured decodes have memory of their own (`RowShape.settled`), a batch that fits there takes nothing of this
-    one, once it has been decoded. What joins it may take it out, so it counts in full while a row is on its way in.
+    Captured decodes may have memory of their own (`RowShape.settled`). A batch that fits there takes none of this
+    memory, once it has been decoded. A new row may take the batch out of there, so the batch counts in full while one
+    is on its way in.
 
-    Moves of states are noted in order (`move`); the builder of plans takes them (`take_moves`) each time it begins a
+    Moves of states are recorded in order (`move`). The builder of plans takes them (`take_moves`) each time it begins a
     forward, so they happen before it.
     """
 
@@ -292,61 +296,63 @@ class RowPool:
         keeps: bool = True,
         low_water: float = 0.25,
     ) -> None:
-        """`threshold` is the share of the memory above which rows leave. While less than the share `low_water` is free,
-        states of ended sequences are copied to the host.
+        """`threshold` is the share of the memory above which rows leave.
 
-        `rule` ranks the states that ended sequences left; `keeps` False leaves none.
+        While less than the share `low_water` is free, states of ended sequences are copied to the host.
+
+        `rule` ranks the states of ended sequences; `keeps` False keeps none of them.
         """
         self.shape = shape
         self.keeps = keeps and shape.abilities.keeps_state and shape.abilities.continues
-        """Whether states of ended sequences stay. Not where a model gives none out, or they serve no other prompt."""
+        """Whether states of ended sequences stay. False if the model gives none out, or if they serve no other prompt.
+        """
         self.kept = KeptRows(shape.bytes.of, rule or RetentionRule(), croppable=shape.abilities.croppable)
-        """Those that others find."""
+        """The states of ended sequences that others can find."""
         self._leaving: dict[int, int] = {}
-        """By slot, the bytes of states that stay and that others cannot find yet: not all of their tokens are known."""
+        """Bytes by slot, of kept states that others cannot find yet: some of their tokens are unknown."""
         self.num_blocks = shape.positions
         self.block_size = 1
         self.max_copies = self.num_blocks
         self.copies = CopyLedger()
-        """Empty: there are no block copies."""
+        """Always empty: there are no block copies."""
         self.host: HostPool | None = None
-        """None: states on the host are not blocks."""
+        """Always None: states on the host are not blocks."""
         self.lent = 0
         """No position is ever lent."""
         self._now = 0.0
-        """The latest time that any call gave."""
+        """The latest `now` of any call, in seconds."""
         self.swapped_in = 0
         self.swapped_out = 0
         self.dropped = 0
         self.members: dict[RowState, None] = {}
         """States of running sequences: in the batch, or on their way there."""
         self.ahead: dict[RowState, None] = {}
-        """States that were computed before there was a place for them."""
+        """States that were computed before the batch had a place for them."""
         self.ended: dict[int, int] = {}
-        """By row, the length of states that stay in the batch although their sequences have ended."""
+        """Length by row, of states that stay in the batch although their sequences have ended."""
         self.shrinks = 0
-        """How often the device ran out of memory."""
+        """Number of times that the device ran out of memory."""
         self.host_used = 0
         """Bytes of states on the host."""
         self._settled = False
-        """Whether the batch is in the memory of captured decodes, since the last forward that is planned of it."""
+        """Whether the batch is in the memory of captured decodes after the last planned forward."""
         self._threshold = threshold
         self._low_water = low_water
         self._shares = 1.0
         self._steps_since_loss = 0
         self._moves: list[RowMove] = []
         self._slots: dict[int, int] = {}
-        """By slot, the bytes of its state."""
+        """Bytes of each slot's state on the host."""
         self._next_slot = 0
         self._stored: list[int] = []
-        """Bytes of stores whose plan is not known yet."""
+        """Bytes of each store that no plan has begun yet."""
         self._storing: deque[tuple[int, int]] = deque()
-        """Plan and bytes of stores that are not complete."""
+        """Plan number and bytes of each store that is not complete."""
 
     # Sizes, in bytes.
 
     def bytes(self, length: int) -> int:
-        """Bytes of a state of this many positions, apart."""
+        """Bytes of a state of this many positions outside the batch."""
         return self.shape.bytes.of(length)
 
     def row_bytes(self, width: int) -> int:
@@ -356,12 +362,12 @@ class RowPool:
 
     @property
     def memory(self) -> int:
-        """Bytes that may be used in all; less than there are after the device ran out of them."""
+        """Bytes that may be used in all. It shrinks when the device runs out of them."""
         return int(self.shape.memory * self._shares)
 
     @property
     def rows(self) -> int:
-        """Rows of the batch: those of running sequences, and those that stay until the batch ends."""
+        """Number of rows in the batch: those of running sequences, and those that stay until the batch ends."""
         return len(self.members) + len(self.ended)
 
     @property
@@ -370,19 +376,19 @@ class RowPool:
         return max((*(state.capacity for state in self.members), *self.ended.values()), default=0)
 
     @property
-    def beside(self) -> int:
-        """Bytes of states beside the batch."""
+    def outside(self) -> int:
+        """Bytes of states outside the batch."""
         return sum(self.bytes(state.capacity) for state in self.ahead)
 
     @property
     def in_use(self) -> int:
-        """Bytes in use, with those of rows that are about to leave for the host."""
+        """Bytes in use, including rows that are about to leave for the host."""
         leaving = sum(self._stored) + sum(size for _, size in self._storing)
-        return self._batch_bytes() + self.beside + leaving + sum(self._leaving.values())
+        return self._batch_bytes() + self.outside + leaving + sum(self._leaving.values())
 
     @property
     def host_free(self) -> int:
-        """Bytes that states on the host may still take."""
+        """Bytes on the host that are still free for states."""
         return self.shape.host_memory - self.host_used - self.kept.host_bytes
 
     @property
@@ -390,35 +396,35 @@ class RowPool:
         """Bytes that rows may grow to."""
         return int(self.memory * self._threshold)
 
-    # What the scheduler asks, in positions.
+    # Sizes in positions, for the scheduler.
 
     @property
     def available(self) -> int:
-        """Positions of one row that still fit; an empty memory takes a row of any length."""
+        """Number of positions of one row that still fit. An empty memory takes a row of any length."""
         if not (self.members or self.ended or self.ahead):
             return self.num_blocks
         return max(0, self._most - self.in_use) // self.shape.bytes.position
 
     @property
     def allocatable(self) -> int:
-        """The same: no idle state has to be copied first."""
+        """`available`: no idle state has to be copied first."""
         return self.available
 
     @property
     def can_swap_out(self) -> bool:
-        """False: rows go to the host when others need their memory, and then at once."""
+        """Always False: rows go to the host when others need their memory, and then at once."""
         return False
 
     @property
     def cached(self) -> int:
-        """Positions of the states that ended sequences left on the device, as far as rows do not need their memory."""
-        free = max(0, self.shape.memory - self._batch_bytes() - self.beside)
+        """Positions of the states of ended sequences on the device, as far as rows do not need their memory."""
+        free = max(0, self.shape.memory - self._batch_bytes() - self.outside)
         return min(self.kept.device_bytes, free) // self.shape.bytes.position
 
     @property
     def used(self) -> int:
         """Positions in use, of all rows as wide as the longest, rounded up; also where the batch has settled."""
-        used = self.rows * self.row_bytes(self.width) + self.beside
+        used = self.rows * self.row_bytes(self.width) + self.outside
         return min(self.num_blocks, -(-used // self.shape.bytes.position))
 
     def blocks_for(self, positions: int) -> int:
@@ -433,14 +439,14 @@ class RowPool:
 
     def holds(self, count: int, blocks: int, longest: int) -> bool:
         """Whether a batch of `count` rows of at most `longest` positions fits; one row always does."""
-        return count <= 1 or count * self.row_bytes(longest) + self.beside <= self._most
+        return count <= 1 or count * self.row_bytes(longest) + self.outside <= self._most
 
     def admits(self, found: FoundRow, length: int, reserved: int) -> bool:
         """Whether one more row of `length` positions, and one to come, may join and leave `reserved` available."""
         return self.admits_without((), length, reserved)
 
     def admits_without(self, victims: Collection[SequenceState[Any]], length: int, reserved: int) -> bool:
-        """As `admits`, once the rows of `victims` have left. An empty batch always takes a row, however long."""
+        """`admits`, once the rows of `victims` have left. An empty batch always takes a row, however long."""
         rest = [state.capacity for state in self.members if state not in victims]
         if not rest and not self.ended and not self.ahead:
             return True
@@ -462,12 +468,12 @@ class RowPool:
         return total - self.bytes(state.capacity) <= self._most - reserved * self.shape.bytes.position
 
     def needed(self, found: FoundRow, length: int) -> int:
-        """Positions that one more row of `length` takes, with those by which it makes the others wider."""
+        """Positions that one more row of `length` takes, including those by which it widens the other rows."""
         wider = (self.rows + 1) * self.row_bytes(max(self.width, length + 1)) - self._batch_bytes()
         return wider // self.shape.bytes.position
 
     def freed_by(self, victim: SequenceState[Any], after: Collection[SequenceState[Any]]) -> int:
-        """Positions that preempting `victim` makes available: its row, and what others lose if it was the longest."""
+        """Number of positions that preempting `victim` makes available: its row, and padding if it was the longest."""
         rest = [state.capacity for state in self.members if state not in after]
         without = [state.capacity for state in self.members if state not in after and state is not victim]
         ended = tuple(self.ended.values())
@@ -479,44 +485,47 @@ class RowPool:
 
     def can_grow(self, state: SequenceState[Any]) -> bool:
         """Whether this row may become one position longer."""
-        return self._grown_bytes(state.capacity + 1) + self.beside <= self._most
+        return self._grown_bytes(state.capacity + 1) + self.outside <= self._most
 
     def can_decode(self, states: Iterable[RowState]) -> bool:
-        """Whether each of these rows, and each that has ended, may become one position longer.
+        """Whether each running row and each ended row of the batch may become one position longer.
 
-        States on their way to the host do not count: their room is there as soon as the copy is complete.
+        States on their way to the host do not count: their room is free as soon as the copy is complete.
         """
         longest = max((state.planned + 1 for state in states), default=0)
         longest = max(longest, max(self.ended.values(), default=-1) + 1)
-        return self._grown_bytes(longest) + self.beside <= self._most
+        return self._grown_bytes(longest) + self.outside <= self._most
 
     def note_decode(self, *, newcomers: bool = False) -> None:
-        """A forward of the batch is planned. Afterwards the batch has settled if it fits, but for `newcomers` to it."""
+        """Record that a forward of the batch is planned.
+
+        It settles the batch if that fits and no `newcomers` are on their way.
+        """
         lengths = [*(state.capacity for state in self.members if state.place == "batch"), *self.ended.values()]
         self._settled = not newcomers and self.shape.settles(len(lengths), max(lengths, default=0))
 
     def swap_out(self, step: int, num_tokens: int, now: float) -> tuple[BlockCopy, ...]:
-        """No block copies. Stores noted so far belong to plan `step`."""
+        """Assign the stores recorded so far to plan `step`. Returns no block copies."""
         self._now = max(self._now, now)
         self._storing += [(step, size) for size in self._stored]
         self._stored.clear()
         return ()
 
     def finish_swap_out(self, step: int) -> None:
-        """The stores that plan `step` and earlier plans began are complete."""
+        """Finish the stores that plan `step` and earlier plans began."""
         while self._storing and self._storing[0][0] <= step:
             self._storing.popleft()
 
     # Moves of states.
 
     def move(self, kind: RowMoveKind, row: int = -1, slot: int = -1, length: int = 0) -> None:
-        """Note what happens to a state next."""
+        """Record the next move of a state."""
         self._moves.append(RowMove(-1, kind, row, slot, length))
 
     def take_moves(self, before: int) -> list[RowMove]:
-        """The moves noted since the last call, all before the forward of this index.
+        """The moves recorded since the last call, each to be done before forward `before`.
 
-        What ended sequences left goes before that, as far as rows need its memory.
+        The states of ended sequences are given up first, as far as rows need their memory.
         """
         self._trim()
         moves = [move._replace(before=before) for move in self._moves]
@@ -524,7 +533,7 @@ class RowPool:
         return moves
 
     def store(self, state: RowState, size: int) -> int:
-        """Note that a row's state of `size` bytes goes to the host; its slot there."""
+        """Record that a row's state of `size` bytes goes to the host. Returns its slot there."""
         slot, self._next_slot = self._next_slot, self._next_slot + 1
         self._slots[slot] = size
         self.host_used += size
@@ -533,13 +542,13 @@ class RowPool:
         self.move("store", state.row, slot, state.planned)
         return slot
 
-    # States that ended sequences left.
+    # States of ended sequences.
 
     def find(self, root: Root | None, tokens: Sequence[int]) -> FoundRow:
         """The state that saves most of these tokens. `root` None finds nothing.
 
-        Where prompts cannot be computed in chunks, what a state does not save is computed token by token. Then it
-        serves only if that is at most half of what it saves.
+        Where prompts cannot be computed in chunks, the tokens that a state does not save are computed one by one. A
+        state then serves only if they are at most half as many as it saves.
         """
         found = None if root is None or not len(self.kept) else self.kept.find(root, tokens)
         if found is None:
@@ -549,14 +558,14 @@ class RowPool:
         return FoundRow(found.length, found.slot, found.on_host)
 
     def keep(self, state: RowState) -> int:
-        """Note that the state of a row stays on the device when its sequence has ended; its slot."""
+        """Record that the state of a row stays on the device after its sequence has ended. Returns its slot."""
         slot, self._next_slot = self._next_slot, self._next_slot + 1
         self._leaving[slot] = self.bytes(state.planned)
         self.move("keep", state.row, slot, state.planned)
         return slot
 
     def settle(self, slot: int, root: Root, tokens: Sequence[int], length: int, now: float) -> None:
-        """Let others find a state of `length` positions, if all of its tokens are known."""
+        """Let others find a state of `length` positions if all of its tokens are known; give it up if not."""
         self._now = max(self._now, now)
         del self._leaving[slot]
         useless = self.kept.add(slot, root, tokens, now) if len(tokens) == length else (slot,)
@@ -564,13 +573,13 @@ class RowPool:
             self.move("forget", slot=each)
 
     def give_up(self, slot: int) -> None:
-        """Note that a state that others find is given up."""
+        """Give up a state that others can find."""
         self.dropped += self.kept.length(slot)
         self.kept.forget(slot)
         self.move("forget", slot=slot)
 
     def make_host_room(self, size: int) -> bool:
-        """Give up states that ended sequences left on the host until `size` bytes are free; whether they are."""
+        """Give up host states of ended sequences until `size` bytes are free. Returns whether they are."""
         if size > self.shape.host_memory - self.host_used:
             return False
         victims = iter(self.kept.victims(self._now, on_host=True) if size > self.host_free else ())
@@ -579,9 +588,9 @@ class RowPool:
         return True
 
     def _trim(self) -> None:
-        """Let states that ended sequences left go, the least valuable first.
+        """Give up states of ended sequences, the least valuable first.
 
-        What rows need now is given up. Where there is a host, states go there before rows need their memory.
+        States are dropped if rows need their memory now. If there is a host, states go there before rows need it.
         """
         kept = self.kept
         if self.in_use + kept.device_bytes > self.memory:
@@ -590,7 +599,7 @@ class RowPool:
                 if self.in_use + kept.device_bytes <= self.memory:
                     break
         most = int(self.memory * (1 - self._low_water))
-        resident = self._batch_bytes() + self.beside
+        resident = self._batch_bytes() + self.outside
         if not self.shape.host_memory or resident + kept.device_bytes <= most:
             return
         for slot in kept.victims(self._now, on_host=False):
@@ -605,7 +614,7 @@ class RowPool:
                 return
 
     def forget(self, slot: int, *, lost: bool = False) -> None:
-        """Note that a slot's state is given up; `lost`: it was never there."""
+        """Record that a slot's state is given up. `lost`: the slot never held it."""
         self.host_used -= self._slots.pop(slot)
         if not lost:
             self.move("forget", slot=slot)
@@ -613,7 +622,10 @@ class RowPool:
     # Rows that stay although their sequences have ended.
 
     def extend_ended(self, most: int) -> tuple[list[int], list[int]]:
-        """Count one more position for each ended row. Rows of `most` positions leave; the others', and theirs."""
+        """Count one more position for each ended row.
+
+        Rows of `most` positions leave. Returns the rows that stay and that left.
+        """
         gone = [row for row, length in self.ended.items() if length >= most]
         self.drop_ended(gone)
         for row in self.ended:
@@ -621,21 +633,21 @@ class RowPool:
         return list(self.ended), gone
 
     def drop_ended(self, rows: Iterable[int]) -> None:
-        """Note that these ended rows leave the batch."""
+        """Record that these ended rows leave the batch."""
         for row in rows:
             del self.ended[row]
             self.move("drop", row)
 
-    # Memory that turns out to be less than was measured.
+    # Shrinking, when there is less memory than was measured.
 
     def shrink(self) -> None:
-        """The device ran out of memory: use less of it from now on."""
+        """Use less memory from now on, because the device ran out of it."""
         self.shrinks += 1
         self._steps_since_loss = 0
         self._shares *= 1 - LESS
 
     def recover(self) -> None:
-        """A step had memory enough: after many of them, try as much again as before the last loss."""
+        """Count a step that had enough memory. After RECOVERY of them, undo the last `shrink`."""
         if self._shares < 1.0:
             self._steps_since_loss += 1
             if self._steps_since_loss >= RECOVERY:
@@ -643,11 +655,11 @@ class RowPool:
                 self._shares = min(1.0, self._shares / (1 - LESS))
 
     def _batch_bytes(self) -> int:
-        """Bytes of the batch, with those of rows on their way in."""
+        """Bytes of the batch, including rows on their way in."""
         return self._grown_bytes(0)
 
     def _grown_bytes(self, longest: int) -> int:
-        """The same, once its longest row has at least `longest` positions."""
+        """Bytes of the batch once its longest row has at least `longest` positions."""
         rows, width = self.rows, max(self.width, longest)
         if self._settled and self.shape.settles(rows, width) and all(each.place == "batch" for each in self.members):
             return 0

@@ -14,7 +14,7 @@ from holdfast.lm.types import BlockCopy
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The cached blocks of a sequence, by index in its block table. The rest must be computed."""
+    """The cached blocks of a sequence, by index in its block table. All other blocks must be computed."""
 
     device: dict[int, int] = field(default_factory=dict)
     """Blocks on the device."""
@@ -22,7 +22,7 @@ class Found:
     """Digests of blocks that only the host has."""
 
     def __len__(self) -> int:
-        """Blocks that need not be computed."""
+        """Number of blocks that need not be computed."""
         return len(self.device) + len(self.host)
 
     @property
@@ -42,14 +42,14 @@ class SequenceCache:
         └ full blocks whose   └ some plan         └ cached before   └ end of the
           tokens are known      writes them                           blocks
 
-    If state was dropped in front of cached state, it leaves a hole (Pensieve §4.3.4). The digests of a sequence's
-    blocks follow from its tokens alone, so an island behind a hole is found too. Holes are planned in ascending order,
-    so everything that a segment attends to is resident or is computed in the same step.
+    If state was dropped before cached state, it leaves a hole (Pensieve §4.3.4). The digests of a sequence's blocks
+    follow from its tokens alone, so an island after a hole is found too. Holes are planned in ascending order, so
+    everything that a segment attends to is resident or is computed in the same step.
 
     Sharing is safe while steps are in flight, because a block is cached only when all of its tokens are known to the
     host and all of its positions are planned. A plan writes position p of a sequence with the token at p, so a plan
-    that writes to a cached block writes what the block holds. A plan in flight for a sequence that has ended writes
-    beyond its last known token, into a block that is not cached. Only later plans use that block again.
+    that writes to a cached block writes what the block already holds. A plan in flight for a sequence that has ended
+    writes beyond its last known token, into a block that is not cached. Only later plans use that block again.
     """
 
     __slots__ = ("_cached", "_digests", "_islands", "_pool", "_root", "blocks", "capacity", "next_full", "planned")
@@ -63,18 +63,18 @@ class SequenceCache:
         self.blocks: list[int] = []
         """The block table. Callers must not change it."""
         self.capacity = 0
-        """Positions that the blocks can hold."""
+        """Number of positions that the blocks can hold."""
         self.planned = 0
         """Positions [0, planned) are resident, or a plan already made computes them."""
         self._cached = 0
-        """Leading blocks that are cached."""
+        """Number of leading blocks that are cached."""
         self.next_full = 0
         """`cache_blocks` has nothing to do while fewer tokens than this are known."""
         self._set_next_full()
 
     @property
     def digests(self) -> list[bytes]:
-        """The digests of its first blocks, as far as they were needed; none where the sequence shares no blocks.
+        """The digests of its first blocks, as far as they were needed; empty if the sequence shares no blocks.
 
         Always the same list. Callers must not change it.
         """
@@ -91,7 +91,7 @@ class SequenceCache:
         return tuple(ranges)
 
     def plan(self, start: int, stop: int) -> None:
-        """Note that a plan computes [start, stop), the beginning of the first missing range."""
+        """Record that a plan computes [start, stop), the beginning of the first missing range."""
         assert start == self.planned and stop <= self.capacity
         self.planned = stop
         if self._islands and stop >= self._islands[0][0]:
@@ -106,7 +106,7 @@ class SequenceCache:
     def match(self, tokens: Sequence[int]) -> Found:
         """Find all full blocks that are cached. The last token never counts: it must be computed to give logits.
 
-        Blocks of the host that are cheaper to compute than to copy are not among them.
+        Blocks of the host that are cheaper to compute than to copy are left out.
         """
         found, pool = Found(), self._pool
         if self._root is not None:
@@ -131,7 +131,7 @@ class SequenceCache:
         return found
 
     def lacking(self, tokens: Sequence[int]) -> dict[int, bytes]:
-        """The digests of all full blocks that are not cached in either tier, by their places. The last never counts."""
+        """The digests of all full blocks that are cached in neither tier, by place. The last token never counts."""
         if self._root is None:
             return {}
         pool, count = self._pool, (len(tokens) - 1) // self._pool.block_size
@@ -191,7 +191,10 @@ class SequenceCache:
         self.capacity += self._pool.block_size
 
     def move(self, places: Mapping[int, int]) -> None:
-        """What these blocks held is in others from now on (`BlockPool.lend`)."""
+        """Replace blocks of the table whose contents moved.
+
+        `places` maps each old block to its new one (`BlockPool.lend`).
+        """
         self.blocks[:] = [places.get(block, block) for block in self.blocks]
 
     def cache_blocks(self, tokens: Sequence[int]) -> None:
@@ -208,7 +211,7 @@ class SequenceCache:
         self.next_full = (full + 1) * pool.block_size
 
     def free(self, now: float) -> None:
-        """Free all blocks. Of blocks with equal value, those freed first are evicted first."""
+        """Free all blocks. Among blocks of equal value, those freed first are evicted first."""
         trailing_first = self._pool.rule.eviction.trailing_first
         self._pool.free(reversed(self.blocks) if trailing_first else self.blocks, now)
         self.blocks.clear()

@@ -12,7 +12,7 @@ from holdfast.lm.kernels.lora.protocol import Lora, LoraStack
 from holdfast.lm.models.peft_files import AdapterWeights, DecoderSizes, module_shapes
 
 FIELDS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""By linear field of LayerWeights, the modules that are its parts, from the first row down."""
+"""The modules that each linear field of LayerWeights fuses, from its first row down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +27,17 @@ class LayerStacks:
 
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
-    """The adapters of one step: their weights, and which token has which."""
+    """The LoRA adapters of one step: their weights, and the adapter of each token."""
 
     layers: tuple[LayerStacks, ...]
     tokens: Lora
-    """Of all tokens of the step."""
+    """The adapters of all tokens of the step."""
     rows: Lora
-    """Of the tokens whose logits are needed, in their order."""
+    """The adapters of the tokens whose logits are needed, in the order of the logits."""
 
 
 class Piece(NamedTuple):
-    """Numbers of a packed adapter, and where they go in a slot."""
+    """A contiguous range of a packed adapter's numbers, and its place in a slot."""
 
     start: int
     length: int
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter on the host as it is copied to a slot: the numbers that a slot reads of it, in the slot's order."""
+    """An adapter on the host, ready to be copied to a slot: the numbers that the slot reads, in the slot's order."""
 
     numbers: torch.Tensor  # [n], in the type of the slots
     pieces: tuple[Piece, ...]
@@ -59,16 +59,19 @@ class PackedAdapter:
 
 
 class AdapterSlots:
-    """Room for so many adapters of up to a rank. A slot's numbers lie in one piece: full ranks are one copy."""
+    """Device memory for `slots` adapters of rank `max_rank` or less.
+
+    The numbers of a slot are contiguous, so an adapter of the full rank is one copy.
+    """
 
     def __init__(
         self, sizes: DecoderSizes, *, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate the slots, empty: an empty slot changes nothing."""
+        """Allocate the slots, all empty. An empty slot changes no output."""
         self.max_rank, self.dtype = max_rank, dtype
         shapes = module_shapes(sizes)
         self._places: dict[tuple[int, str], tuple[int, int, int, int]] = {}
-        """By layer and field: where A and B begin in a slot, the inputs and the outputs."""
+        """For each layer and field: the offsets of A and B in a slot, then the numbers of inputs and outputs."""
         at = 0
         for layer in range(sizes.num_layers):
             for field, modules in FIELDS.items():
@@ -91,11 +94,14 @@ class AdapterSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """Size of all slots in bytes."""
         return self._numbers.nbytes + self._ranks.nbytes + self._scales.nbytes
 
     def pack(self, weights: AdapterWeights, *, pinned: bool) -> PackedAdapter:
-        """Pack an adapter whose ranks fit, in the type of the slots, rounded once. `pinned`: in pinned memory."""
+        """Pack an adapter whose ranks fit, rounded once to the slots' dtype.
+
+        With `pinned`, the result is in pinned memory.
+        """
         ranks = torch.zeros(self._ranks.shape[1], dtype=torch.int32)
         scales = torch.zeros(self._scales.shape[1], dtype=torch.float32)
         pieces: list[Piece] = []
@@ -143,7 +149,10 @@ class AdapterSlots:
         self._scales[slot].copy_(adapter.scales, non_blocking=True)
 
     def fill(self) -> None:
-        """Make every slot an adapter of the full rank that adds nothing: the widest one, for measuring steps."""
+        """Fill every slot with an adapter of the full rank that adds zero.
+
+        This is the widest case, for measuring steps.
+        """
         self._numbers.zero_()
         self._ranks.fill_(self.max_rank)
         self._scales.zero_()
@@ -153,7 +162,7 @@ class AdapterSlots:
         self._ranks.zero_()
 
     def _table(self, layer: int, field: str) -> int:
-        """Where a field's parts begin in the tables of ranks and scales."""
+        """The index of a field's first part in the tables of ranks and scales."""
         before = list(FIELDS)[: list(FIELDS).index(field)]
         return layer * self._modules + sum(len(FIELDS[other]) for other in before)
 

@@ -28,13 +28,14 @@ class MisfitCheckpoint(UnsupportedCheckpoint):
 
 
 LENGTH_LIMIT = 1 << 22
-"""Most tokens of a sequence unless max_model_len is given. Block tables are sized for the longest one."""
+"""The most tokens of a sequence unless max_model_len is given. Block tables are sized for the longest sequence."""
 
 
 def limited(wanted: int | None, made_for: int) -> int:
-    """The longest sequence: `wanted`, or what the model was made for.
+    """The longest sequence in tokens: `wanted`, or else what the model was made for.
 
-    Raises ValueError if `wanted` is longer, and UnsupportedCheckpoint beyond LENGTH_LIMIT.
+    Raises ValueError if `wanted` is longer than `made_for`, and UnsupportedCheckpoint if `made_for` is above
+    LENGTH_LIMIT and `wanted` is not given.
     """
     if wanted is not None and wanted > made_for:
         raise ValueError(f"max_model_len is {wanted}; the model was made for {made_for} tokens at most")
@@ -56,33 +57,33 @@ def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What the engine must know about a model of any architecture.
+    """The facts about a model of any architecture that the engine needs.
 
-    Where several devices share a model, layers, heads and bytes are those of this device's part.
+    If several devices share the model, layers, heads and bytes are those of this device's part.
     """
 
     architecture: str
     num_layers: int
-    """Layers that keep keys and values."""
+    """Number of layers that keep keys and values."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     own_vocab_size: int
-    """Tokens of the vocabulary whose logits this device computes."""
+    """Number of vocabulary tokens whose logits this device computes."""
     max_model_len: int
-    """Longest sequence in tokens."""
+    """The longest sequence in tokens."""
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
-    """Of weights and activations; also of the cache, unless the engine's configuration says otherwise."""
+    """The dtype of weights and activations; also of the cache, unless the engine's configuration names another."""
     device: torch.device
     weight_bytes: int
     stream_width: int = 0
-    """Numbers per token in the residual stream between the stages of a pipeline; 0 for a model in one stage."""
+    """Numbers per token in the residual stream between pipeline stages; 0 for a model in one stage."""
     first: bool = True
-    """Whether this is the first stage, which embeds tokens. Others begin with the stream of the stage before."""
+    """Whether this is the first stage, which embeds tokens. Other stages begin with the previous stage's stream."""
     last: bool = True
-    """Whether this is the last stage, which gives logits. Others give their stream."""
+    """Whether this is the last stage, which computes logits. Other stages return their stream."""
 
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
@@ -90,7 +91,7 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerCaches(Protocol):
-    """The caches by layer, read one at a time: a layer may still be on its way from the host."""
+    """The caches of all layers, read one layer at a time: a layer may still be on its way from the host."""
 
     def __getitem__(self, layer: int, /) -> LayerCache: ...
 
@@ -108,7 +109,7 @@ class StepInput:
     attention: Attention[Any]
     metadata: Any  # from `attention.make_metadata` for this batch
     adapters: StepAdapters | None = None  # None: no token has an adapter
-    stream: torch.Tensor | None = None  # [T, hidden] of the stage before, which this one may overwrite; None: the first
+    stream: torch.Tensor | None = None  # [T, hidden] from the previous stage; may be overwritten; None: first stage
 
     def attend(
         self,
@@ -120,7 +121,7 @@ class StepInput:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of query [T, H, D] over the layer's cache, once the step's keys are there: [T, H, D]."""
+        """Attention of query [T, H, D] over the layer's cache, once the step's keys are in it: [T, H, D]."""
         keys, values = self.caches[layer]
         return self.attention.attend(
             query,
@@ -142,20 +143,20 @@ class Model(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits [R, own_vocab_size] of the tokens at `sample_at`; the stream [T, hidden] in a stage before the last.
+        """Logits [R, own_vocab_size] of the tokens at `sample_at`; in a stage before the last, the stream [T, hidden].
 
-        Writes the cache; never waits for the device.
+        Writes the cache, and never waits for the device.
         """
 
 
 @runtime_checkable
 class HiddenModel(Model, Protocol):
-    """A model whose last hidden states can be had: `forward` is `logits` of `hidden`."""
+    """A model that can return its last hidden states: `forward` is `logits` of `hidden`."""
 
     def hidden(self, step: StepInput) -> torch.Tensor:
         """The final norm's output [R, hidden] of the tokens at `sample_at`. Writes the cache.
 
-        In a stage before the last it is the stream [T, hidden].
+        In a stage before the last, the result is the stream [T, hidden].
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -164,14 +165,14 @@ class HiddenModel(Model, Protocol):
 
 @runtime_checkable
 class CapturableModel(Model, Protocol):
-    """A model that launches the same work for any batch of the same size, so that CUDA graphs may capture it.
+    """A model that launches the same work for any batch of one size, so that CUDA graphs may capture it.
 
-    `forward` is `head` of `body`. `body` computes every token; `head` only the tokens whose logits are needed. A stage
-    before the last has no head: `forward` is what `body` gives, its stream.
+    `forward` is `head` of `body`. `body` computes every token; `head` computes only the tokens whose logits are needed.
+    A stage before the last has no head: its `forward` returns the result of `body`, the stream.
     """
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
         """The input of `head`: tensors of R rows, for the tokens at `sample_at`. Writes the cache."""
 
     def head(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None = None) -> torch.Tensor:
-        """Logits [R, own_vocab_size] from the result of `body`, which it may overwrite. `adapters` are the step's."""
+        """Logits [R, own_vocab_size] from the result of `body`, which may be overwritten. `adapters` are the step's."""

@@ -25,17 +25,17 @@ from holdfast.lm.models.shard import Piece, Shard, layer_pieces, vocabulary_piec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """The tensors of one layer, or this device's part of them; None if the architecture has none."""
+    """The tensors of one layer, or this device's part of them. A tensor that the architecture lacks is None."""
 
-    input_norm: torch.Tensor  # [hidden]; [2 hidden] of a layer norm, with its bias behind; [0] if there is none
+    input_norm: torch.Tensor  # [hidden]; of a layer norm [2 hidden], biases last; [0] if there is none
     qkv: Weight  # [(H + 2 Hkv) D, hidden]
     o: Weight  # [hidden, H D]
-    post_norm: torch.Tensor  # as input_norm: of the stream that the MLP reads
+    post_norm: torch.Tensor  # like input_norm: the norm of the stream that the MLP reads
     gate_up: Weight  # [2 intermediate, hidden]; without a gate [intermediate, hidden]
     down: Weight  # [hidden, intermediate]
-    attention_out_norm: torch.Tensor | None = None  # [hidden], of what attention adds to the stream
-    mlp_out_norm: torch.Tensor | None = None  # [hidden], of what the MLP adds
-    end_norm: torch.Tensor | None = None  # as input_norm: of the stream at the end of the layer
+    attention_out_norm: torch.Tensor | None = None  # [hidden]: norm of what attention adds to the stream
+    mlp_out_norm: torch.Tensor | None = None  # [hidden]: norm of what the MLP adds to the stream
+    end_norm: torch.Tensor | None = None  # like input_norm: the norm of the stream at the end of the layer
     q_norm: torch.Tensor | None = None  # [D]; over whole heads together [H D]
     k_norm: torch.Tensor | None = None  # [D]; [Hkv D]
     qkv_bias: torch.Tensor | None = None
@@ -44,17 +44,20 @@ class LayerWeights:
     down_bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None  # [H]
     experts: Experts | None = None
-    """In place of the MLP, whose weights are empty then."""
+    """The layer's experts, which replace the MLP. The MLP's weights are empty then."""
 
 
 class WeightSource(Protocol):
-    """Where weights come from: a checkpoint, or a random generator."""
+    """The source of a model's weights: a checkpoint, or a random generator."""
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None:
         """Write a piece of the tensor `name` into `into`. Raises UnsupportedCheckpoint if it cannot."""
 
     def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
-        """A quantized weight with the rows of all these tensors, as kernels read it; None: `fill` gives the numbers."""
+        """A quantized weight with the rows of all these tensors, in a kernel's format.
+
+        None if `fill` must give the numbers.
+        """
         return None
 
 
@@ -76,30 +79,31 @@ class Decoder:
     ) -> None:
         """Fill the weights from `source`. With `fp8`, quantize those of LINEAR_FIELDS as each one is loaded.
 
-        `shard` is what this device holds, by default all. `group` is the devices that share its layers, if there are
-        several; they load at the same time.
+        `shard` is the part that this device holds; by default it holds the whole model. `group` is the devices that
+        share its layers, if there are several; they load at the same time.
         """
         names = decoder.names
         shard = shard or Shard(layers=range(decoder.num_layers))
         self._source, self._device, self._dtype = source, device, dtype
         self._bytes = 0
         self._no_norm = self._empty(0)
-        """The weight of a norm that there is not."""
+        """The empty weight that stands for a missing norm."""
         self._tables = (names.embedding, names.positions)
-        """What is read row by row."""
+        """Names of the tensors that are read row by row."""
         self._pairs = decoder.rope.pairs(decoder.head_dim)
         fields = names.fields
         self._paired = (*fields["qkv"][:2], *fields.get("qkv_bias", ())[:2], *fields.get("q_norm", ()))
         self._paired += fields.get("k_norm", ())
         self.decoder = decoder
-        """The whole decoder, of which this may be a shard."""
+        """The spec of the whole decoder, of which this may be a shard."""
         self.shard, self.group = shard, group
         own = shard.own(decoder)
         tokens = vocabulary_piece(decoder, shard)
         self.embedding = self._fused((names.embedding,), (tokens,)) if shard.first else self._none
         pieces = layer_pieces(decoder, shard)
         quantized = LINEAR_FIELDS if fp8 else ()
-        # One buffer for all weights that are quantized. Freeing one for each would fragment memory.
+        # All weights that are quantized pass through one buffer. A buffer for each would fragment memory when it is
+        # freed.
         sizes = (elements_of(tuple(piece.shape for piece in pieces[field])) for field in quantized)
         self._unquantized = self._empty(max(sizes, default=0))
         self.layers = tuple(self._layer(index, pieces, quantized) for index in shard.layers)
@@ -115,7 +119,7 @@ class Decoder:
         self.lm_head = self._lm_head(tokens)
         del self._source
         self._first_token = tokens.own[0].start
-        # A window that no sequence is longer than hides nothing.
+        # A window at least as long as the longest sequence hides nothing.
         self._windows = tuple(
             None if window is None or window >= max_model_len else window
             for window in own.windows or (None,) * own.num_layers
@@ -145,7 +149,7 @@ class Decoder:
 
     @property
     def _none(self) -> torch.Tensor:
-        """The embedding or the LM head of a stage that has none, [0, hidden]."""
+        """An empty tensor [0, hidden]: the embedding or the LM head of a stage that has none."""
         return self._empty(0, self.decoder.hidden_size)
 
     def _final_norm(self) -> torch.Tensor:
@@ -156,7 +160,7 @@ class Decoder:
         return self._norm(parts, (Piece.all_of(self.decoder.hidden_size),) * len(parts))
 
     def _lm_head(self, tokens: Piece) -> torch.Tensor:
-        """The LM head of this device's tokens: the embedding itself where the two are tied and both are here."""
+        """The LM head of this device's tokens. It is the embedding itself if the two are tied and both are here."""
         decoder, names = self.decoder, self.decoder.names
         if not self.shard.last:
             return self._none
@@ -165,7 +169,7 @@ class Decoder:
         return self._fused((names.embedding if decoder.tied else names.lm_head,), (tokens,))
 
     def _layer_ops(self, own: DecoderSpec, max_model_len: int) -> tuple[LayerOps, LayerOps]:
-        """What layers compute with, and what those with a window do, which may have a RoPE of their own."""
+        """The operations of layers without a window and of layers with one, which may have their own RoPE."""
 
         def frequencies(rope: Rope) -> torch.Tensor:
             return rope.inverse_frequencies(own.head_dim, max_model_len).to(self._device)
@@ -206,17 +210,20 @@ class Decoder:
             elif field in quantized:
                 weights[field] = self._quantized(names, parts)
             else:
-                # Rows in an order of their own are read as numbers.
+                # Kernels read the checkpoint's row order; reordered rows are read as plain numbers.
                 as_stored = field in LINEAR_FIELDS and (field != "qkv" or self._pairs is None)
                 packed = self._packed(names, parts) if as_stored else None
                 weights[field] = self._fused(names, parts) if packed is None else packed
         if isinstance(weights["gate_up"], Fp8Weight) and isinstance(weights["down"], torch.Tensor):
-            # Activations between the two are FP8 only if both take them.
+            # Activations between the two layers are FP8 only if both layers take FP8.
             weights["gate_up"] = weights["gate_up"].dequantized(self._dtype)
         return LayerWeights(**weights)
 
     def _norm(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
-        """The weight of a norm. With an offset it stays in float32: 1 + w has fewer digits of w than w has."""
+        """The weight of a norm.
+
+        With an offset it stays in float32, because 1 + w keeps fewer digits of w than w does.
+        """
         if not self.decoder.norm_offset:
             return self._fused(names, pieces)
         whole = torch.empty(pieces[0].shape, device=self._device, dtype=torch.promote_types(self._dtype, torch.float32))
@@ -226,7 +233,7 @@ class Decoder:
         return whole
 
     def _whole(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor that every device holds whole."""
+        """A tensor of which every device holds all."""
         return self._fused((name,), (Piece.all_of(*shape),))
 
     def _fused(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> torch.Tensor:
@@ -234,7 +241,7 @@ class Decoder:
         rows = [piece.shape[0] for piece in pieces]
         shape = (sum(rows), *pieces[0].shape[1:])
         if self._device.type == "cpu" and len(shape) == 2 and names[0] not in self._tables:
-            # Stored by inputs, which MKL computes up to twice as fast for few tokens.
+            # The layout is by inputs: MKL then computes products of few tokens up to twice as fast.
             whole = self._empty(*shape[::-1]).t()
         else:
             whole = self._empty(*shape)
@@ -243,13 +250,19 @@ class Decoder:
         return whole
 
     def _packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Weight | None:
-        """A weight that the checkpoint holds as kernels read it, with the rows of all parts; None if it does not."""
+        """A weight that the checkpoint holds in a kernel's format, with the rows of all parts.
+
+        None for other weights.
+        """
         weight = self._source.packed(names, pieces, self._device)
         self._bytes += 0 if weight is None else weight.nbytes
         return weight
 
     def _quantized(self, names: tuple[str, ...], pieces: tuple[Piece, ...]) -> Fp8Weight:
-        """One FP8 weight with the rows of all parts. Its scales are those of whole rows."""
+        """One FP8 weight with the rows of all parts.
+
+        Each scale covers a whole row, even if devices share its columns.
+        """
         rows, columns = [piece.shape[0] for piece in pieces], pieces[0].shape[1]
         whole = self._unquantized[: sum(rows) * columns].view(-1, columns)
         self._fill(names, pieces, torch.split(whole, rows))
@@ -275,7 +288,7 @@ class Decoder:
         return self.head(rows, step.adapters) if self.shard.last else rows[0]
 
     def hidden(self, step: StepInput) -> torch.Tensor:
-        """The final norm's output [R, hidden]; in a stage before the last its stream [T, hidden]."""
+        """The final norm's output [R, hidden]; in a stage before the last, the stream [T, hidden]."""
         rows = self.body(step)
         return self._ops.computed(self._last(rows, step.adapters)) if self.shard.last else rows[0]
 
@@ -289,10 +302,10 @@ class Decoder:
         return logits
 
     def body(self, step: StepInput) -> tuple[torch.Tensor, ...]:
-        """The residual stream and the last layer's attention output, [R, ...]. Only these rows are needed from here on.
+        """The residual stream and the last layer's attention output, [R, ...]: later work needs only these rows.
 
-        The residual stream is one tensor that every layer adds to in place. A stage before the last gives the stream of
-        all tokens, [T, hidden], and nothing else.
+        The residual stream is one tensor that every layer adds to in place. A stage before the last returns the stream
+        of all tokens, [T, hidden], and nothing else.
         """
         spec, ops = self.decoder, self._ops
         rotations = [ops.rotation(step.positions)]
@@ -326,7 +339,7 @@ class Decoder:
         return stream.index_select(0, step.sample_at), attended.index_select(0, step.sample_at)
 
     def head(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None = None) -> torch.Tensor:
-        """Logits [R, own_vocab_size]: the rest of the last layer, and the LM head."""
+        """Logits [R, own_vocab_size]: computes the rest of the last layer, and the LM head."""
         return self.logits(self._last(rows, adapters))
 
     def _last(self, rows: tuple[torch.Tensor, ...], adapters: StepAdapters | None) -> Normed:
@@ -354,12 +367,12 @@ class Decoder:
         *,
         sampled: bool = False,
     ) -> Normed:
-        """The rest of a layer after attention, added to the stream; returns the stream normed for the next layer.
+        """Add the rest of a layer after attention to the stream, and return the stream normed for the next layer.
 
-        The stream is that of all tokens, or of the `sampled` ones only.
+        The stream has the rows of all tokens, or only of the `sampled` ones.
         """
         ops, layer, spec = self._ops, self.layers[index], self.decoder
-        # The normed stream of a stage before the last is not read, so any norm will do for it.
+        # A stage before the last does not read the normed stream after its last layer, so any norm will do there.
         following = self.norm if index == len(self.layers) - 1 else self.layers[index + 1].input_norm
         if layer.end_norm is not None:
             following = layer.end_norm
@@ -378,7 +391,7 @@ class Decoder:
                 normed = stream.copy_(normed)
             inner, first = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias), nothing
         else:
-            # Where a projection ends in the stream, so does what its adapters add.
+            # A projection that writes to the stream has its adapters write to the stream too.
             stacks, lora = adapters.layers[index], adapters.rows if sampled else adapters.tokens
             first = partial(lora.begin(attended, stacks.o, stream).add, stream)
             normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm, first)

@@ -1,4 +1,4 @@
-"""What the checkpoint of a native decoder says: its sizes and options, and the names and shapes of its tensors."""
+"""The contents of a native decoder's checkpoint: its sizes and options, and its tensors' names and shapes."""
 
 from __future__ import annotations
 
@@ -26,57 +26,57 @@ class DecoderSpec:
     head_dim: int
     max_positions: int
     rms_eps: float
-    """Added under the root of every norm."""
+    """Number added under the root of every norm."""
     rope: Rope
     names: WeightNames
     activation: str = "silu"
     tied: bool = False
-    """The LM head is the embedding."""
+    """Whether the LM head is the embedding."""
     qk_norm: bool = False
-    """Queries and keys are normed within each head."""
+    """Whether queries and keys are normed within each head."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()
-    """By layer, how many positions a query sees, including its own; None or empty: all."""
+    """For each layer, the number of positions that a query sees, including its own. None, or an empty tuple: all."""
     sinks: bool = False
-    """Each head has a logit without a value (GPT-OSS)."""
+    """Whether each head has a logit without a value (GPT-OSS)."""
     experts: ExpertSpec | None = None
-    """The experts of layers that have them in place of an MLP."""
+    """The experts, in layers that have them in place of an MLP."""
     init_std: float = 0.02
-    """Standard deviation of random weights."""
+    """The standard deviation of random weights."""
     norms: tuple[str, ...] = ("input_norm", "post_norm")
     """The norms of a layer, as fields of LayerWeights."""
     final_norm: bool = True
-    """There is a norm before the LM head."""
+    """Whether there is a norm before the LM head."""
     layer_norm: bool = False
-    """Norms are layer norms with a bias, not RMS norms."""
+    """Whether norms are layer norms with a bias. Otherwise they are RMS norms."""
     norm_offset: float = 0.0
-    """Added to the stored weights of all norms."""
+    """Number added to the stored weights of all norms."""
     norms_stream: bool = False
-    """The stream itself is normed after each half of a layer (Transformer, §3.1), not only what the next half reads."""
+    """Whether each half of a layer norms the stream itself (Transformer, §3.1), not only the next half's input."""
     parallel: bool = False
-    """Attention and MLP of a layer read the same stream. Without a post_norm, they read the same norm of it."""
+    """Whether attention and MLP of a layer read the same stream. Without a post_norm, both read the same norm of it."""
     gated: bool = True
-    """The MLP has a gate: activation(gate) * up. Without, it is activation(up)."""
+    """Whether the MLP has a gate: activation(gate) * up. Otherwise it is activation(up)."""
     qk_norm_whole: bool = False
-    """Queries and keys are normed over all heads together, not within each."""
+    """Whether queries and keys are normed over all heads together instead of within each head."""
     embedding_scale: float = 1.0
-    """Factor on embeddings, rounded to their dtype."""
+    """The factor on embeddings, rounded to their dtype."""
     embedding_width: int = 0
-    """Numbers of an embedding, where projections lead to the stream and from it to the LM head; 0: hidden_size."""
+    """Width of an embedding if projections lead from it to the stream and back to the LM head; 0: hidden_size."""
     position_rows: int = 0
-    """Rows of the table of learned positions, which are added to embeddings; 0: none."""
+    """Number of rows in the table of learned positions, which are added to embeddings; 0: no table."""
     position_offset: int = 0
-    """The row of position 0."""
+    """The row of position 0 in that table."""
     local_rope: Rope | None = None
-    """Rotates layers with a window; None: `rope`, as the others."""
+    """The rotation of layers with a window; None: they use `rope`, like all others."""
     softcap: float | None = None
-    """Scores of attention become cap * tanh(score / cap)."""
+    """The cap on attention scores: a score becomes cap * tanh(score / cap)."""
     logit_softcap: float | None = None
-    """The same for logits."""
+    """The cap on logits: a logit becomes cap * tanh(logit / cap)."""
     query_scale: float | None = None
-    """Factor on scores of attention; None: head_dim ** -0.5."""
+    """The factor on attention scores; None: head_dim ** -0.5."""
 
     @property
     def scale(self) -> float:
@@ -84,24 +84,27 @@ class DecoderSpec:
 
     @property
     def embedding_size(self) -> int:
-        """Numbers of an embedding."""
+        """Width of an embedding."""
         return self.embedding_width or self.hidden_size
 
     @property
     def plain_positions(self) -> int:
-        """Positions of the longest sequence where nothing else is asked for: those with one set of frequencies."""
+        """The longest sequence in positions by default.
+
+        LongRoPE ends at its original length, with one set of frequencies.
+        """
         return (
             min(self.max_positions, self.rope.original_length) if self.rope.kind == "longrope" else self.max_positions
         )
 
     @property
     def most_positions(self) -> int:
-        """Positions that max_model_len may ask for. Dynamic scaling goes beyond those of the config."""
+        """The most positions that max_model_len may ask for. Dynamic scaling extends the config's own limit."""
         return int(self.max_positions * self.rope.factor) if self.rope.kind == "dynamic" else self.max_positions
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether a layer is Llama's, for which LoRA adapters and tuning are written."""
+        """Whether the layers are like Llama's, the only ones that LoRA adapters and tuning support."""
         plain = self.norms == ("input_norm", "post_norm") and not (self.layer_norm or self.norm_offset or self.parallel)
         whole = self.rope.kind != "none" and self.rope.share == 1.0 and self.local_rope is None
         unscaled = self.softcap is None and self.logit_softcap is None and self.embedding_scale == 1.0
@@ -110,18 +113,18 @@ class DecoderSpec:
 
 @dataclass(frozen=True)
 class Part:
-    """A weight that a checkpoint stores transposed, or together with others in one tensor."""
+    """A weight that a checkpoint stores transposed, or in one tensor with others."""
 
     name: str
-    """Of the tensor, after the layer's prefix."""
+    """The tensor's name after the layer's prefix."""
     shape: Shape
-    """Of the tensor."""
+    """The tensor's shape."""
     rows: Shape = ()
-    """What its rows are, as dimensions: such as KV heads, heads in each of them, numbers in a head."""
+    """The dimensions that the tensor's rows are split into, such as KV heads, heads per KV head, numbers per head."""
     at: tuple[int, int, int] = (0, 0, 0)
-    """Which of these are the weight's: a dimension of `rows`, start and stop."""
+    """The rows that belong to the weight: a dimension of `rows`, start and stop."""
     transposed: bool = False
-    """The tensor is [inputs, outputs]. Its rows are those of [outputs, inputs]."""
+    """Whether the tensor is stored as [inputs, outputs]. `rows` describes the transposed tensor, [outputs, inputs]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +133,9 @@ class ExpertSpec:
 
     count: int
     intermediate_size: int
-    """Of one expert."""
+    """Width of one expert's MLP."""
     sparse: tuple[bool, ...]
-    """By layer of the whole decoder, whether it has experts."""
+    """For each layer of the whole decoder, whether it has experts."""
     rule: ExpertRule
     biased: bool
     """Whether router and experts have biases."""
@@ -141,10 +144,11 @@ class ExpertSpec:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """The names of a layer's experts after the layer's prefix.
+    """The tensor names of a layer's experts, after the layer's prefix.
 
-    Each expert has tensors of its own, named with {} for its number; or, if `fused`, gate_up is one tensor of all
-    experts [E, hidden, 2 inner], whose columns are gate and up in turns, and down another [E, inner, hidden].
+    By default each expert has its own tensors, and {} in a name stands for its number. If `fused`, gate_up is one
+    tensor of all experts [E, hidden, 2 inner], whose columns alternate between gate and up, and down is another [E,
+    inner, hidden].
     """
 
     router: str
@@ -161,24 +165,24 @@ class WeightNames:
     norm: str
     lm_head: str
     layer: str
-    """The prefix of a layer, with {} for its number."""
+    """The prefix of a layer's tensors, with {} for the layer's number."""
     fields: dict[str, tuple[str, ...]]
-    """By field of LayerWeights, the names after the prefix."""
+    """For each field of LayerWeights, the tensor names after the prefix."""
     ignored: tuple[str, ...] = ()
-    """Endings of tensors that are ignored: old checkpoints saved their rope frequencies."""
+    """Endings of tensor names to ignore. For example, old checkpoints saved their rope frequencies."""
     positions: str = ""
-    """The table of learned positions."""
+    """The name of the table of learned positions."""
     project_in: str = ""
     project_out: str = ""
-    """The projections between embeddings and the stream, where their widths differ."""
+    """The names of the projections between embeddings and the stream, if their widths differ."""
     parts: Mapping[str, Part] = field(default_factory=dict)
-    """By a name that `fields` lists and no tensor has: where that weight is stored."""
+    """The place of each weight in `fields` that is not a tensor of its own."""
     base: str = ""
-    """Where all names but the LM head's begin."""
+    """The beginning of all names but the LM head's."""
     bases: tuple[str, ...] = ("",)
-    """How they begin instead in other checkpoints: those of the bare model, or of one that has it as a part."""
+    """Other beginnings, found in checkpoints of the bare model or of a larger model that contains it."""
     others: tuple[str, ...] = ()
-    """Beginnings of tensors that are not the decoder's: those of a vision tower."""
+    """Beginnings of tensor names that are not the decoder's, such as a vision tower's."""
 
     @property
     def norm_bias(self) -> str:
@@ -187,14 +191,14 @@ class WeightNames:
 
 
 MLP_FIELDS = ("gate_up", "down", "gate_up_bias", "down_bias")
-"""The fields of LayerWeights that a layer with experts has not."""
+"""The fields of LayerWeights that a layer with experts lacks."""
 
 LINEAR_FIELDS = ("qkv", "o", "gate_up", "down")
-"""The fields of LayerWeights that may be FP8: nearly all bytes that a step reads, except the LM head."""
+"""The fields of LayerWeights that may be FP8. They are nearly all bytes that a step reads, except the LM head."""
 
 
 def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
-    """By field of LayerWeights, the shapes of the parts that are fused along their rows."""
+    """For each field of LayerWeights, the shapes of the parts that are fused along their rows."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     norm: tuple[Shape, ...] = ((hidden,), (hidden,)) if spec.layer_norm else ((hidden,),)
@@ -221,7 +225,7 @@ def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[Shape, ...]]:
 
 
 def expert_shapes(spec: DecoderSpec) -> dict[str, Shape]:
-    """By name after the layer's prefix, the shapes of the tensors of a layer's experts."""
+    """The shapes of the tensors of a layer's experts, by name after the layer's prefix."""
     experts, hidden = spec.experts, spec.hidden_size
     if experts is None:
         return {}
@@ -241,7 +245,7 @@ def expert_shapes(spec: DecoderSpec) -> dict[str, Shape]:
 
 
 def layer_elements(spec: DecoderSpec, layer: int) -> int:
-    """Numbers in all tensors of a layer that one token reads."""
+    """Number of weights of a layer that one token reads. A token reads only its chosen experts."""
     shapes, experts = layer_shapes(spec), spec.experts
     if experts is None or not experts.sparse[layer]:
         return sum(map(elements_of, shapes.values()))
@@ -250,5 +254,5 @@ def layer_elements(spec: DecoderSpec, layer: int) -> int:
 
 
 def elements_of(shapes: tuple[Shape, ...]) -> int:
-    """Numbers in all parts of a weight."""
+    """Number of elements in all parts of a weight."""
     return sum(prod(shape) for shape in shapes)

@@ -27,7 +27,7 @@ GPT_OSS = ExpertNames(
 )
 
 MOST_CHOSEN = 32
-"""Most experts of a token. Kernels are unrolled over them."""
+"""The most experts of one token. Kernels unroll their loops over them."""
 
 
 def mixtral_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
@@ -43,7 +43,7 @@ def mixtral_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
 
 
 def qwen3_moe_experts(config: Mapping[str, Any], num_layers: int) -> ExpertSpec:
-    """Experts in every `decoder_sparse_step`-th layer but `mlp_only_layers`; shares may be normalized."""
+    """Experts in every `decoder_sparse_step`-th layer except `mlp_only_layers`; shares may be normalized."""
     step, dense = _size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     rule = ExpertRule(
         top_k=_size(config, "num_experts_per_tok", 8), normalized=bool(config.get("norm_topk_prob", False))
@@ -102,7 +102,7 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 class Source(Protocol):
-    """Where weights come from; see `decoder.WeightSource`."""
+    """The source of a model's weights; see `decoder.WeightSource`."""
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> None: ...
 
@@ -110,9 +110,9 @@ class Source(Protocol):
 def read_experts(
     spec: DecoderSpec, layer: int, shard: Shard, source: Source, *, device: torch.device, dtype: torch.dtype
 ) -> Experts:
-    """The experts of a layer of the whole decoder, or the shard's part of each: its share of their columns.
+    """The experts of one layer of the whole decoder, or the shard's share of each expert's columns.
 
-    The bias of the second product belongs to the shard's first device alone, since the devices' results are added.
+    Only the shard's first device has the bias of the second product, because the devices' results are added.
     """
     experts = spec.experts
     assert experts is not None
@@ -124,7 +124,7 @@ def read_experts(
         return torch.empty(shape, device=device, dtype=dtype)
 
     def filled(name: str, *parts: range) -> torch.Tensor:
-        """The piece of a tensor that these ranges of its last dimensions are."""
+        """The piece of a tensor given by `parts`, the ranges of its last dimensions. Other dimensions are whole."""
         whole = shapes[name]
         piece = Piece(whole, (*map(range, whole[: len(whole) - len(parts)]), *parts))
         into = empty(*piece.shape)

@@ -40,7 +40,7 @@ NAMES = WeightNames(
 def shared(config: Mapping[str, Any], *, partial: bool = False, **defaults: Any) -> dict[str, Any]:
     """The DecoderSpec fields that all families read from the same keys.
 
-    `defaults` are the family's own, those of its config class in Transformers. `partial` is that of `rope_of`.
+    `defaults` are those of the family's config class in Transformers. `partial` is passed to `rope_of`.
     """
     config = defaults | {**config}
     try:
@@ -129,7 +129,7 @@ def qwen3_moe(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 GPT_OSS_ROPE = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
-"""How GPT-OSS stretches its rotation unless its config says otherwise."""
+"""The scaling of GPT-OSS's rotation, unless its config names another."""
 
 
 def gpt_oss(config: Mapping[str, Any]) -> DecoderSpec:
@@ -185,7 +185,7 @@ def phi3(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def olmo2(config: Mapping[str, Any]) -> DecoderSpec:
-    """OLMo 2: norms of what each half adds to the stream, and of queries and keys over all heads together."""
+    """OLMo 2: each half's output is normed before it is added, and queries and keys over all heads together."""
     fields = shared(config, rms_norm_eps=1e-5, max_position_embeddings=2048)
     biased = bool(config.get("attention_bias", False))
     fields["names"] = named(
@@ -203,9 +203,9 @@ GEMMA_NAMES = dict(
 
 
 def gemma(config: Mapping[str, Any], every: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common: norms before and after each half, of weight 1 + w, and scaled embeddings.
+    """The options that Gemma 2 and 3 share: norms before and after each half, of weight 1 + w, and scaled embeddings.
 
-    Every layer has a window but each `every`-th.
+    Every layer has a window except each `every`-th.
     """
     if config.get("use_bidirectional_attention"):
         raise NotNative("use_bidirectional_attention is on, and only causal decoders are served")
@@ -239,7 +239,7 @@ def gemma3(config: Mapping[str, Any]) -> DecoderSpec:
     """Gemma 3's text: five layers of six have a window and a rotation of their own; queries and keys are normed."""
     config = {"max_position_embeddings": 131_072, **config}
     if config.get("attn_logit_softcapping") is not None:
-        # Transformers' Gemma 3 reads this key and does not apply it.
+        # Transformers' Gemma 3 reads this key but does not apply it.
         config = {**config, "attn_logit_softcapping": None}
     given = config.get("rope_parameters") or {}
     nested = {key: {**config, "rope_parameters": given.get(key)} for key in ("full_attention", "sliding_attention")}
@@ -255,13 +255,13 @@ def gemma3(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def gemma3_of_several(config: Mapping[str, Any]) -> DecoderSpec:
-    """The text decoder of Gemma 3's models that also see: images are not taken, and their tower is not read."""
-    told = config.get("text_config")
-    if not isinstance(told, Mapping):
+    """The text decoder of Gemma 3's multimodal models. Images are refused, and the vision tower is not read."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
         raise UnsupportedCheckpoint("config.json has no 'text_config'")
     # Transformers' defaults, which published configs leave out.
     defaults = dict(vocab_size=262_208, num_attention_heads=8, max_position_embeddings=131_072, architectures=None)
-    spec = gemma3({**defaults, **told, "architectures": config["architectures"]})
+    spec = gemma3({**defaults, **text, "architectures": config["architectures"]})
     towers = ("vision_tower.", "multi_modal_projector.")
     others = (*towers, *(f"model.{tower}" for tower in towers))
     bases = ("language_model.model.", "model.language_model.")
@@ -269,7 +269,7 @@ def gemma3_of_several(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def named(**changed: str) -> WeightNames:
-    """Llama's names, some of them changed."""
+    """Llama's tensor names, with some of them changed."""
     return replace(NAMES, fields={**NAMES.fields, **{field: (name,) for field, name in changed.items()}})
 
 
@@ -290,4 +290,4 @@ NATIVE: dict[str, Callable[[Mapping[str, Any]], DecoderSpec]] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
     "GptOssForCausalLM": gpt_oss,
 }
-"""By architecture, the function that reads its config.json."""
+"""For each architecture, the function that reads its config.json."""

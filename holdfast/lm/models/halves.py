@@ -1,9 +1,9 @@
 """The two halves of a decoder layer, attention and MLP, with LoRA: forward and backward over the weights that serve.
 
-A half is x' = x + f(norm(x)). Its forward writes x' and, on the way, what its backward needs: the `Kept` tensors. The
-backward turns the gradient of x' into that of x in place and writes the gradients of the adapter's matrices; base
-weights have none. Kept tensors that were given up are computed again by the same operations from the same x, so the
-results have the same bits.
+A half is x' = x + f(norm(x)). Its forward writes x', and stores the tensors that its backward needs: the `Kept`
+tensors. The backward turns the gradient of x' into that of x in place and writes the gradients of the adapter's
+matrices; base weights have none. Kept tensors that were freed are computed again by the same operations from the same
+x, so the results have the same bits.
 
 LoRA (Hu et al., 2021, §4.1): y = W x + s B (A x). With t = s Bᵀ dy: dB = s dy (A x)ᵀ, dA = t xᵀ, dx = Wᵀ dy + Aᵀ t.
 """
@@ -26,11 +26,13 @@ from holdfast.lm.models.decoder_spec import LINEAR_FIELDS
 from holdfast.lm.models.peft_files import MODULES, DecoderSizes, module_shapes
 
 GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""By fused linear layer (a field of LayerWeights), the modules that read its input."""
+"""For each fused linear layer (a field of LayerWeights), the modules that read its input."""
 
 Kept = dict[str, torch.Tensor]
-"""What the backward of one half needs besides its input, by name. A forward writes into those that are there and adds
-the others."""
+"""The tensors, by name, that a half's backward needs besides its input.
+
+A forward writes into the tensors that are there already, and adds the others.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,20 +41,23 @@ class LoraGroup:
 
     a: torch.Tensor  # [modules * rank, inputs], one below the other
     b: tuple[tuple[str, torch.Tensor], ...]
-    """By module, [outputs, rank]."""
+    """For each module, its name and B [outputs, rank]."""
 
 
 LayerAdapter = Mapping[str, LoraGroup]
-"""An adapter's matrices in one layer, or their gradients, by fused linear layer; those without a module are missing."""
+"""An adapter's matrices in one layer, or their gradients, by fused linear layer.
+
+A layer without a module is missing.
+"""
 
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """How the matrices of one layer lie in a vector: all layers have the same."""
+    """The layout of one layer's matrices in a vector. It is the same for all layers."""
 
     sizes: DecoderSizes
     modules: tuple[str, ...]
-    """Keys of MODULES."""
+    """The modules that the adapter changes, as keys of MODULES."""
     rank: int
 
     def __post_init__(self) -> None:
@@ -64,13 +69,13 @@ class AdapterLayout:
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """By fused linear layer, its modules that the adapter changes."""
+        """For each fused linear layer, the modules of it that the adapter changes."""
         chosen = {field: tuple(name for name in names if name in self.modules) for field, names in GROUPS.items()}
         return {field: names for field, names in chosen.items() if names}
 
     @property
     def elements(self) -> int:
-        """Numbers of one layer."""
+        """Number of elements of one layer's matrices."""
         shapes = module_shapes(self.sizes)
         return sum(self.rank * sum(shapes[module]) for names in self.groups.values() for module in names)
 
@@ -107,7 +112,7 @@ class PackedTokens:
 
 
 class Halves:
-    """The halves of a decoder's layers, and its head. Callers turn gradients off."""
+    """The halves of a decoder's layers, and its head. Callers must turn autograd off."""
 
     def __init__(self, model: Decoder, layout: AdapterLayout, scale: float) -> None:
         """`scale` is LoRA's s. Raises ValueError for a model with FP8 or 4-bit weights."""
@@ -142,17 +147,20 @@ class Halves:
             "gate_up": {"gate": slice(0, inner), "up": slice(inner, 2 * inner)},
             "down": {"down": slice(0, hidden)},
         }
-        """By fused linear layer, where the outputs of its modules are."""
+        """For each fused linear layer, the output columns of its modules."""
 
     def pack(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> PackedTokens:
-        """Token ids [T] int64 on the device, as sequences of these lengths. Positions begin at 0 in each."""
+        """Pack token ids [T] int64 on the device as sequences of these lengths.
+
+        Positions begin at 0 in each sequence.
+        """
         device = ids.device
         positions = sent(torch.cat([torch.arange(length) for length in lengths]), device)
         rotation = self._ops.layers.rotation(positions)
         return PackedTokens(ids, Packing.of(lengths, device), rotation, torch.arange(len(ids), device=device))
 
     def kept_shapes(self, half: str, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """By name, shape and dtype of what `half` ("attention" or "mlp") keeps of so many tokens."""
+        """Shape and dtype, by name, of the tensors that `half` ("attention" or "mlp") keeps for this many tokens."""
         spec, dtype = self._spec, self.model.spec.dtype
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         groups, rank = self.layout.groups, self.layout.rank
@@ -175,7 +183,7 @@ class Halves:
         }
 
     def embed(self, tokens: PackedTokens, out: torch.Tensor) -> None:
-        """Write the embeddings [T, hidden]."""
+        """Write the embeddings [T, hidden] to `out`."""
         torch.index_select(self.model.embedding, 0, tokens.ids, out=out)
 
     def attention_forward(
@@ -206,7 +214,8 @@ class Halves:
     ) -> None:
         """Turn the gradient of `attention_forward`'s result [T, hidden] into that of x, in place.
 
-        Writes the adapter's gradients to `grads`. `kept` is what the forward kept; None: it is computed again.
+        Writes the adapter's gradients to `grads`. `kept` holds the forward's kept tensors; if it is None, they are
+        computed again.
         """
         weights = self.model.layers[layer]
         if kept is None:
@@ -254,9 +263,9 @@ class Halves:
     def head(
         self, stream: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, backward: bool
     ) -> torch.Tensor:
-        """The sum of weighted cross entropies of rows [C, hidden]; with `backward` the rows become their gradient.
+        """The sum of the weighted cross entropies of rows [C, hidden]; with `backward`, the rows become their gradient.
 
-        `targets` [C] int64 and `weights` [C] float32. The result has no dimensions and stays on the device.
+        `targets` is [C] int64, `weights` is [C] float32. The result has no dimensions and stays on the device.
         """
         head, norm = self.model.lm_head, self.model.norm
         logits = self._norm(stream, norm) @ head.t()
@@ -270,7 +279,7 @@ class Halves:
     def _attend(
         self, layer: int, x: torch.Tensor, tokens: PackedTokens, adapter: LayerAdapter, kept: Kept
     ) -> torch.Tensor:
-        """Everything of an attention half up to the output projection, whose input [T, H D] is the result."""
+        """Compute an attention half up to the output projection, and return the projection's input [T, H D]."""
         weights = self.model.layers[layer]
         normed = self._norm(x, weights.input_norm)
         self._shrink(normed, "qkv", adapter, kept)
@@ -286,7 +295,7 @@ class Halves:
         return attended
 
     def _gate(self, layer: int, x: torch.Tensor, adapter: LayerAdapter, kept: Kept) -> torch.Tensor:
-        """Everything of an MLP half up to the down projection, whose input [T, intermediate] is the result."""
+        """Compute an MLP half up to the down projection, and return the projection's input [T, intermediate]."""
         weights = self.model.layers[layer]
         normed = self._norm(x, weights.post_norm)
         self._shrink(normed, "gate_up", adapter, kept)
@@ -305,8 +314,11 @@ class Halves:
     def _rotated(
         self, weights: LayerWeights, qkv: torch.Tensor, tokens: PackedTokens
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [T, H, D], keys and values [T, Hkv, D]: normed, where the model has it, and rotated."""
-        # A cache of one token a block, with each token in its own.
+        """Queries [T, H, D], keys and values [T, Hkv, D].
+
+        Queries and keys are rotated, and normed if the model norms them.
+        """
+        # The operation writes to a cache. Here the cache has blocks of one token, and each token has its own block.
         key, value = (qkv.new_empty(len(qkv), 1, self._spec.num_kv_heads, self._spec.head_dim) for _ in range(2))
         query = self._ops.layers.rotate_and_write(
             qkv, tokens.rotation, weights.q_norm, weights.k_norm, (key, value), tokens.slots
@@ -320,7 +332,7 @@ class Halves:
             kept[name] = torch.mm(x, adapter[field].a.t(), out=kept.get(name))
 
     def _low(self, field: str, adapter: LayerAdapter, kept: Kept) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """By module of a group: x Aᵀ [T, rank] and B [outputs, rank]."""
+        """For each module of a group: x Aᵀ [T, rank] and B [outputs, rank]."""
         if field not in adapter:
             return {}
         parts = torch.split(kept[f"shrunk_{field}"], self.layout.rank, dim=-1)
@@ -336,11 +348,11 @@ class Halves:
         out: torch.Tensor | None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """residual + x weightᵀ + bias + s (x Aᵀ) Bᵀ, [T, N]. `columns` says where each module's outputs are."""
+        """residual + x weightᵀ + bias + s (x Aᵀ) Bᵀ, [T, N]. `columns` are the output columns of each module."""
         out = x.new_empty(len(x), len(weight)) if out is None else out
         start = residual if bias is None else bias if residual is None else torch.add(residual, bias, out=out)
         if columns.keys() <= low.keys():
-            # The small products come first: the large one adds to them as it writes, which takes fewer bytes.
+            # The small products come first: the large one adds to them as it writes, which moves fewer bytes.
             for module, part in columns.items():
                 first, beta = (out[:, part], 0.0) if start is None else (start[..., part], 1.0)
                 small, b = low[module]
@@ -366,7 +378,7 @@ class Halves:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The gradient of a projection's input [T, K] from that of its output [T, N]. Writes dB of the group.
 
-        Also returns t of all its modules, [T, modules * rank], for `_write_grad_of_a`; None if the group has none.
+        Also returns t of all modules, [T, modules * rank], for `_write_grad_of_a`; None if the group has no modules.
         """
         if field not in adapter:
             return gradient @ weight, None
@@ -390,7 +402,7 @@ def _write_grad_of_a(t: torch.Tensor | None, x: torch.Tensor, grads: LayerAdapte
 
 
 def _dense(weight: Weight) -> torch.Tensor:
-    """A weight of 16 or more bits; `Halves` takes no others."""
+    """The weight as a tensor of 16 or more bits, the only kind that `Halves` accepts."""
     assert isinstance(weight, torch.Tensor)
     return weight
 

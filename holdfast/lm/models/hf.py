@@ -1,8 +1,9 @@
 """All other causal decoders: Transformers' own modeling code, with paged attention as its attention function.
 
 Transformers passes every keyword of `model(...)` down to the attention function of each layer, so the step is a keyword
-and there is no global state. Not every architecture does so. Some drop keywords, some never call the function, and some
-use masks that the keywords do not describe. So each model is probed first, and refused with the reason if it fails.
+and there is no global state. Not every architecture does so: some drop keywords, some never call the function, and some
+use masks that the keywords do not describe. Each model is therefore probed first, and refused with the reason if it
+fails.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ HARMLESS = frozenset(
 """Keywords that do not change how attention is computed here."""
 
 PROBE_LENGTH, PROBE_CHUNK, PROBE_BLOCK = 24, 17, 16
+"""The probe's tokens, the tokens of its first chunk, and its block size. The chunk ends within the second block."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""The largest relative difference of the probe's logits. In half precision, rounding may change a token's expert."""
+"""The largest relative difference of the probe's logits, by dtype.
+
+In half precision, rounding may change a token's expert.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +62,12 @@ class Call:
 
 
 class NotPaged(UnsupportedCheckpoint):
-    """Transformers has loaded the module, and its attention cannot be replaced by paged attention."""
+    """Transformers has loaded the module, but its attention cannot be replaced by paged attention."""
 
     def __init__(self, reason: str, module: Any) -> None:
         super().__init__(reason)
         self.module = module
-        """Unchanged but for the name of its attention: `padded.loading` can take it over."""
+        """The module, unchanged but for the name of its attention. `padded.loading` can take it over."""
 
 
 class TransformersModel:
@@ -73,7 +78,7 @@ class TransformersModel:
 
     def __init__(self, module: Any, spec: ModelSpec) -> None:
         self.module, self.spec = module, spec
-        # If the module cannot be told which logits are needed, it computes those of every token.
+        # Some modules cannot be asked for certain logits only. They compute those of every token.
         self._keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
 
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -118,7 +123,7 @@ def paged_attention(
 
 
 def packed(heads: torch.Tensor) -> torch.Tensor:
-    """[1, H, T, D] as [T, H, D]; a view if D is contiguous in memory."""
+    """Heads [1, H, T, D] as [T, H, D]; a view if D is contiguous in memory."""
     tokens = heads[0].transpose(0, 1)
     return tokens if tokens.stride(-1) == 1 else tokens.contiguous()
 
@@ -151,9 +156,9 @@ def load(
     max_model_len: int | None,
     random: bool,
 ) -> Model:
-    """The model of a checkpoint that has no native decoder.
+    """Load the model of a checkpoint that has no native decoder.
 
-    Raises UnsupportedCheckpoint with the reason, NotPaged if only its attention stands against it.
+    Raises UnsupportedCheckpoint with the reason; NotPaged if only its attention is unsupported.
     """
     architecture = config["architectures"][0]
     try:
@@ -177,7 +182,7 @@ def load(
 
 @contextmanager
 def unreported() -> Iterator[None]:
-    """Load without Transformers' progress bar, and without its report of tensors that do not fit."""
+    """Within this context, Transformers shows no progress bar and does not report tensors that do not fit."""
     from transformers.utils import logging as its_logging
 
     def other(record: logging.LogRecord) -> bool:
@@ -203,9 +208,9 @@ def load_module(
     random: bool,
     own_code: bool = False,
 ) -> Any:
-    """Transformers' own module with the checkpoint's weights, and the attention that it chooses itself.
+    """Transformers' own module with the checkpoint's weights and the attention that Transformers chooses.
 
-    With `own_code` the checkpoint's code (auto_map) is run. Raises UnsupportedCheckpoint with the reason.
+    With `own_code`, the checkpoint's code (auto_map) is run. Raises UnsupportedCheckpoint with the reason.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -235,7 +240,7 @@ def load_module(
                 module = auto.from_config(settings, **options)
         else:
             options |= dict(config=settings, use_safetensors=True, local_files_only=True, output_loading_info=True)
-            with unreported():  # tensors of other shapes are refused below, by their names
+            with unreported():  # tensors of other shapes are refused by name below
                 module, report = auto.from_pretrained(directory, **options, ignore_mismatched_sizes=True)
     except Exception as error:  # Transformers raises many kinds for a checkpoint that it cannot read
         raise UnsupportedCheckpoint(f"Transformers cannot load {architecture}: {error}") from error
@@ -261,7 +266,10 @@ def _accepted(
     eos_token_ids: tuple[int, ...],
     max_model_len: int | None,
 ) -> Model:
-    """The module as a Model, after probing that it runs on a paged cache. Raises UnsupportedCheckpoint if not."""
+    """The module as a Model, after a probe that it runs on a paged cache.
+
+    Raises UnsupportedCheckpoint if it does not.
+    """
     config = module.config.get_text_config()
     calls = _record(module, device)
     made_for = getattr(config, "max_position_embeddings", None) or max_model_len
@@ -299,7 +307,7 @@ def _accepted(
 
 
 def _check_rope(config: Any, length: int) -> None:
-    """Refuse frequencies that change with the batch's longest sequence: results would depend on neighbours."""
+    """Refuse frequencies that change with the batch's longest sequence: results would depend on other requests."""
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
         if rope.get("rope_type") == "longrope":
@@ -349,13 +357,13 @@ def _check_calls(calls: list[Call], config: Any, length: int) -> None:
         window = None if kind == "full_attention" else getattr(config, "sliding_window", None)
         if getattr(config, "use_sliding_window", True) is False:
             window = None
-        told = call.keywords.get("sliding_window")
-        if min(window or length, length) != min(told or length, length):
-            raise UnsupportedCheckpoint(f"layer {call.layer} has the window {window} and tells its attention {told}")
+        passed = call.keywords.get("sliding_window")
+        if min(window or length, length) != min(passed or length, length):
+            raise UnsupportedCheckpoint(f"layer {call.layer} has the window {window} and passes {passed} to attention")
 
 
 def _plain_logits(module: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The probe's logits [PROBE_LENGTH, V] by the architecture's own attention."""
+    """The probe's logits [PROBE_LENGTH, V] with the architecture's own attention."""
     module.set_attn_implementation(PLAIN)
     positions = torch.arange(PROBE_LENGTH, device=ids.device)
     output = module(input_ids=ids[None], position_ids=positions[None], use_cache=False)

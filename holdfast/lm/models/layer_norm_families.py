@@ -15,7 +15,7 @@ UNROTATED = Rope(1.0, "none")
 
 
 def sizes(config: Mapping[str, Any], **keys: str) -> dict[str, Any]:
-    """The DecoderSpec fields that these families share. `keys` are the config's own names of some of its keys."""
+    """The DecoderSpec fields that these families share. `keys` maps common keys to this config's names for them."""
 
     def size(key: str) -> int:
         name = keys.get(key, key)
@@ -45,7 +45,7 @@ def sizes(config: Mapping[str, Any], **keys: str) -> dict[str, Any]:
 
 
 def activation_of(config: Mapping[str, Any], key: str, default: str) -> str:
-    """The activation that a key names. Raises NotNative for one that is not in ACTIVATIONS."""
+    """The activation that a key of the config names. Raises NotNative for one that is not in ACTIVATIONS."""
     name = str(config.get(key) or default)
     if name not in ACTIVATIONS:
         raise NotNative(f"{key} {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
@@ -53,7 +53,7 @@ def activation_of(config: Mapping[str, Any], key: str, default: str) -> str:
 
 
 def norm(name: str) -> tuple[str, str]:
-    """The tensors of a layer norm."""
+    """The names of a layer norm's two tensors."""
     return f"{name}.weight", f"{name}.bias"
 
 
@@ -83,7 +83,7 @@ OPT_NORMS_AFTER = {"post_norm": norm("self_attn_layer_norm"), "end_norm": norm("
 
 
 def opt(config: Mapping[str, Any]) -> DecoderSpec:
-    """OPT: learned positions from row 2 on. OPT-350m has its norms after each half, and narrow embeddings."""
+    """OPT: learned positions, starting at row 2. OPT-350m has its norms after each half, and narrow embeddings."""
     fields = sizes({"max_position_embeddings": 2048, **config})
     if not config.get("layer_norm_elementwise_affine", True):
         raise NotNative("layer_norm_elementwise_affine is off, and the native decoder's norms have weights")
@@ -170,7 +170,7 @@ def gpt2(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def falcon(config: Mapping[str, Any]) -> DecoderSpec:
-    """Falcon with rotary positions: attention and MLP side by side, queries, keys and values in one tensor."""
+    """Falcon with rotary positions: attention and MLP in parallel; queries, keys and values in one tensor."""
     if config.get("alibi", False):
         raise NotNative("its attention adds a bias by distance (alibi), which the paged kernels do not compute")
     grouped = bool(config.get("new_decoder_architecture", False))

@@ -36,10 +36,10 @@ from holdfast.lm.models.read_ahead import read_ahead
 from holdfast.lm.models.shard import Piece, shard_of
 
 JSON_LIMIT = 64 << 20
-"""Most bytes of a JSON file. The index of a large mixture of experts has 10 MB."""
+"""The largest JSON file that is read, in bytes. The index of a large mixture of experts has 10 MB."""
 ONE_RANK = Layout()
 ROWS_AT_A_TIME = 1024
-"""Rows of a random weight that are drawn together."""
+"""Number of rows that are read or drawn together, which bounds the memory for them."""
 log = logging.getLogger("holdfast.engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,17 +56,18 @@ def load(
     rank: int = 0,
     group: Group | None = None,
 ) -> Model:
-    """The model of a Hugging Face checkpoint directory, its weights on `device`.
+    """Load a Hugging Face checkpoint directory as a model with its weights on `device`.
 
-    `dtype` auto is the checkpoint's own on CUDA and float32 on a CPU. `max_model_len` shortens the model's own limit.
-    With `load_format` random, only config.json is read, and the weights are drawn on the device (for benchmarks). With
-    `quantization` fp8, the linear layers are rounded to FP8 as they are read, with one scale for each output.
+    With `dtype` auto, the dtype is the checkpoint's own on CUDA and float32 on a CPU. `max_model_len` shortens the
+    model's own limit. With `load_format` random, only config.json is read, and the weights are drawn on the device (for
+    benchmarks). With `quantization` fp8, the linear layers are rounded to FP8 as they are read, with one scale for each
+    output.
 
-    Where several ranks share the model by `layout`, the result is the part of `rank`, and only that part of the weights
-    is read. With tp above 1, `group` is the devices that share its layers.
+    If several ranks share the model by `layout`, the result is the part of `rank`, and only that part of the weights is
+    read. With tp above 1, `group` is the devices that share its layers.
 
-    Raises UnsupportedCheckpoint if the checkpoint is not supported, `hf.NotPaged` if Transformers' module of it could
-    run otherwise. No code of a checkpoint is ever run.
+    Raises UnsupportedCheckpoint if the checkpoint is not supported, or `hf.NotPaged` if Transformers' module could run
+    on the padded executor. No code of a checkpoint is ever run.
     """
     directory, device = Path(directory), torch.device(device)
     config = read_json(directory / "config.json")
@@ -107,14 +108,17 @@ def load(
 
 
 def decoder_spec(directory: str | Path) -> DecoderSpec:
-    """The sizes of a native decoder, from its config.json. Raises UnsupportedCheckpoint for any other model."""
+    """The spec of a native decoder, from its config.json. Raises UnsupportedCheckpoint for any other model."""
     config = read_json(Path(directory) / "config.json")
     understood(config)
     return native_spec(config)
 
 
 def native_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The sizes of a native decoder. Raises NotNative for other architectures and for variants that it has not."""
+    """The spec of a native decoder.
+
+    Raises NotNative for other architectures, and for variants that it does not support.
+    """
     architecture = architecture_of(config)
     if architecture not in NATIVE:
         raise NotNative(f"{architecture} runs by Transformers' code; native decoders are {', '.join(NATIVE)}")
@@ -125,7 +129,7 @@ def native_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises UnsupportedCheckpoint naming the file if there is none."""
+    """A JSON object from a file. Raises UnsupportedCheckpoint naming the file if it does not hold one."""
     try:
         with open_file(path) as file:
             data = file.read(JSON_LIMIT + 1)
@@ -144,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def understood(config: Mapping[str, Any]) -> str:
-    """The architecture's name, once nothing in config.json speaks against serving it on a paged cache."""
+    """The architecture's name, after checking that config.json rules out nothing that a paged cache needs."""
     architecture = architecture_of(config)
     if config.get("is_encoder_decoder"):
         raise UnsupportedCheckpoint(f"{architecture} is an encoder-decoder; only causal decoders are served")
@@ -164,7 +168,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def refuse_quantized(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedCheckpoint for weights that are not plain numbers."""
+    """Raise UnsupportedCheckpoint for weights that are not plain numbers."""
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")
         raise UnsupportedCheckpoint(
@@ -174,7 +178,7 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raises UnsupportedCheckpoint where weights cannot be FP8."""
+    """Raise UnsupportedCheckpoint for a device whose weights cannot be FP8."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         least = ".".join(str(number) for number in FIRST_CAPABILITY)
         raise UnsupportedCheckpoint(
@@ -193,7 +197,7 @@ def own_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a sequence: generation_config.json's, else config.json's, else none."""
+    """The ids of tokens that end a sequence: generation_config.json's, else config.json's, else none."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
     given = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -221,14 +225,14 @@ class Safetensors(WeightSource):
                 self._files[name] = opened
         found = (base for base in (names.base, *names.bases) if self._based(names.embedding, base) in self._files)
         self._base = next(found, names.base)
-        """How names begin in the checkpoint."""
+        """The beginning of tensor names in the checkpoint."""
         layers = [names.layer.format(layer) for layer in range(spec.num_layers)]
         self._parts = {
             layer + name: (layer + part.name, part) for layer in layers for name, part in names.parts.items()
         }
 
     def _based(self, name: str, base: str) -> str:
-        """A name as it is where the decoder's names begin with `base`."""
+        """The name of a tensor in a checkpoint whose names begin with `base`."""
         usual = self._spec.names.base
         return base + name.removeprefix(usual) if name.startswith(usual) else name
 
@@ -242,7 +246,7 @@ class Safetensors(WeightSource):
         shape, expected = tuple(stored.get_shape()), piece.whole if part is None else part.shape
         if shape != expected:
             raise MisfitCheckpoint(f"tensor {stored_name} has shape {shape}; config.json makes it {expected}")
-        # A whole tensor is mapped into memory, a slice is copied.
+        # A whole tensor is memory-mapped; a slice is copied.
         if part is not None:
             tensor = within(file.get_tensor(stored_name), part).reshape(piece.whole)[piece.slices]
         else:
@@ -279,9 +283,9 @@ class Safetensors(WeightSource):
         return found
 
     def with_head(self, spec: DecoderSpec) -> DecoderSpec:
-        """The decoder with a head of its own where config.json ties it to the embedding and the two are stored apart.
+        """The decoder's spec, with a separate head if config.json ties it but the stored tensors differ.
 
-        Transformers ties them only if they are equal, and logs that it does not otherwise.
+        Transformers ties head and embedding only if they are equal, and logs a warning if they are not.
         """
         embedding, head = (self._based(name, self._base) for name in (spec.names.embedding, spec.names.lm_head))
         if not spec.tied or head not in self._files or embedding not in self._files or self._equal(embedding, head):
@@ -295,7 +299,7 @@ class Safetensors(WeightSource):
         return replace(spec, tied=False)
 
     def _equal(self, one: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers; some rows of each are read at a time."""
+        """Whether two tensors hold the same numbers. Some rows of each are read at a time."""
         first, second = (self._files[name].get_slice(name) for name in (one, other))
         shape = tuple(first.get_shape())
         if shape != tuple(second.get_shape()):
@@ -306,9 +310,9 @@ class Safetensors(WeightSource):
         )
 
     def check_names(self) -> None:
-        """Raise MisfitCheckpoint if the checkpoint holds a tensor that the whole decoder has no use for."""
+        """Raise MisfitCheckpoint if the checkpoint holds a tensor that the whole decoder does not use."""
         spec, names = self._spec, self._spec.names
-        used = {names.embedding, names.norm, names.lm_head}  # of a tied head there may be a copy
+        used = {names.embedding, names.norm, names.lm_head}  # a checkpoint may hold a copy of a tied head
         used |= {names.norm_bias, names.positions, names.project_in, names.project_out}
         fields = [name for field in layer_shapes(spec) for name in names.fields[field]]
         attention = [name for field in layer_shapes(spec) if field not in MLP_FIELDS for name in names.fields[field]]
@@ -326,7 +330,7 @@ class Safetensors(WeightSource):
 
 
 def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The rows of a part, as dimensions of their own; a view of the checkpoint's tensor."""
+    """The rows of one part of a stored tensor, with a dimension for each entry of `part.rows`; a view."""
     rows = tensor.t() if part.transposed else tensor
     if not part.rows:
         return rows
@@ -337,7 +341,8 @@ def within(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 class QuantizedSafetensors(Safetensors):
     """The tensors of a quantized checkpoint, by the names and shapes of a plain one.
 
-    Raises UnsupportedCheckpoint for a family that stores several weights in one tensor, or under another beginning.
+    Raises UnsupportedCheckpoint for a family that stores several weights in one tensor, or that uses other beginnings
+    of names.
     """
 
     def __init__(self, directory: Path, spec: DecoderSpec, how: Quantization, device: torch.device) -> None:
@@ -382,7 +387,7 @@ def files_of(directory: Path) -> list[Path]:
 class RandomWeights(WeightSource):
     """Weights drawn on the device: norms 1, biases 0, the rest normal with the config's standard deviation.
 
-    A number depends on its tensor's name and its place there, so it is the same however ranks share the model.
+    A number depends only on its tensor's name and its place in it, so it is the same for any division among ranks.
     """
 
     def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
@@ -401,7 +406,7 @@ class RandomWeights(WeightSource):
             self._draw(name, piece, into)
 
     def _draw(self, name: str, piece: Piece, into: torch.Tensor) -> None:
-        """Draw all columns of the rows that are needed, some rows at a time, each time from a seed of their own."""
+        """Draw all columns of the rows that are needed, a group of rows at a time, with a seed for each group."""
         (total, width), (rows, columns) = piece.whole, piece.own
         seed = zlib.crc32(name.encode()) << 24
         for start in range(rows.start - rows.start % ROWS_AT_A_TIME, rows.stop, ROWS_AT_A_TIME):

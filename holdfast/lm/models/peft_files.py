@@ -1,6 +1,6 @@
-"""LoRA adapters in PEFT's file format: adapter_config.json beside adapter_model.safetensors, read and written.
+"""LoRA adapters in PEFT's file format, read and written: adapter_config.json and adapter_model.safetensors.
 
-LoRA (Hu et al., 2021, §4.1) adds to a linear layer y = W x the product of two thin matrices: y = W x + scale · B A x.
+LoRA (Hu et al., 2021, §4.1) adds to a linear layer y = W x the product of two narrow matrices: y = W x + scale · B A x.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MODULES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-"""The linear layers of a decoder layer that an adapter may change, by a short name, as checkpoints name them."""
+"""The linear layers of a decoder layer that an adapter may change: short name, then name in checkpoints."""
 
 CONFIG_LIMIT = 1 << 20
-"""Most bytes of an adapter_config.json."""
+"""The largest adapter_config.json that is read, in bytes."""
 MAX_RANK = 128
 DTYPES = ("F32", "BF16", "F16")
-"""Types of an adapter's tensors, in safetensors' words."""
+"""The dtypes that an adapter's tensors may have, by safetensors' names."""
 
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,4})\.([a-z_.]+)\.lora_([AB])\.weight")
 _LONG_NAMES = {long: short for short, long in MODULES.items()}
@@ -52,13 +52,13 @@ _WITHOUT_EFFECT = {
     "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
     "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
 }  # fmt: skip
-"""Keys of the config that say how an adapter was made, or what its tensors already show."""
+"""Keys of the config without effect here: they say how an adapter was made, or repeat what its tensors show."""
 _UNDERSTOOD = {
     "alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules",
     "task_type", "use_rslora",
 }  # fmt: skip
 _PLAIN_START = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the base model as it is. The others (PiSSA, OLoRA, …) change its weights."""
+"""Values of init_lora_weights that leave the base model unchanged. The others (PiSSA, OLoRA, …) change its weights."""
 
 
 class UnsupportedAdapter(ValueError):
@@ -66,7 +66,7 @@ class UnsupportedAdapter(ValueError):
 
 
 class DecoderSizes(Protocol):
-    """The sizes of a base model, as `decoder.DecoderSpec` has them."""
+    """The sizes of a base model that adapters depend on; `decoder_spec.DecoderSpec` has them."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -100,16 +100,19 @@ class AdapterWeights:
     """A LoRA adapter of a decoder."""
 
     pairs: Mapping[tuple[int, str], LoraPair]
-    """By layer and module (a key of MODULES). What is missing stays as the base has it."""
+    """The pair of each changed layer, by layer number and module (a key of MODULES).
+
+    Layers without a pair stay unchanged.
+    """
 
     @property
     def rank(self) -> int:
-        """The largest rank."""
+        """The largest rank of any pair."""
         return max(pair.rank for pair in self.pairs.values())
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that it changes in any layer, in the order of MODULES."""
+        """The modules that the adapter changes in any layer, in the order of MODULES."""
         found = {module for _, module in self.pairs}
         return tuple(module for module in MODULES if module in found)
 
@@ -125,13 +128,13 @@ class AdapterWeights:
             digest.update(f"{layer}.{module}.{pair.a.dtype}.{pair.b.dtype}.{tuple(pair.a.shape)};".encode())
             digest.update(struct.pack("<d", pair.scale))
             for tensor in (pair.a, pair.b):
-                # numpy has no bfloat16; bytes are the same for all.
+                # numpy has no bfloat16, so every dtype is hashed as bytes.
                 digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
 def module_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
-    """By module, (outputs, inputs) of its linear layer."""
+    """For each module, (outputs, inputs) of its linear layer."""
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     return {
@@ -146,11 +149,11 @@ def module_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
 
 
 def read_peft(directory: str | Path, base: DecoderSizes, *, max_rank: int = MAX_RANK) -> AdapterWeights:
-    """The adapter of a directory, for a base model of these sizes, on the host and in the file's dtype.
+    """Read the adapter of a directory for a base model of these sizes, to the host and in the file's dtype.
 
-    Nothing is read before names, shapes and ranks are known to fit. Raises UnsupportedAdapter naming what does not:
-    options other than plain LoRA and rsLoRA, other modules than MODULES, shapes of another base model, ranks above
-    `max_rank`, and numbers that are not finite.
+    No tensor is read before names, shapes and ranks are known to fit. Raises UnsupportedAdapter naming the misfit:
+    options other than plain LoRA and rsLoRA, modules that are not in MODULES, shapes of another base model, ranks above
+    `max_rank`, or numbers that are not finite.
     """
     directory = Path(directory)
     config = _read_config(directory)
@@ -167,10 +170,10 @@ def read_peft(directory: str | Path, base: DecoderSizes, *, max_rank: int = MAX_
     _check_targets(config, ranks, base.num_layers)
     pairs = {}
     for (layer, module), rank in ranks.items():
-        told = _patterned(config, "rank_pattern", "r", layer, module)
-        if told is not None and told != rank:
+        listed = _patterned(config, "rank_pattern", "r", layer, module)
+        if listed is not None and listed != rank:
             name = _module_name(layer, module)
-            raise UnsupportedAdapter(f"{name} has rank {rank} in {WEIGHTS_FILE}, and {CONFIG_FILE} gives it {told}")
+            raise UnsupportedAdapter(f"{name} has rank {rank} in {WEIGHTS_FILE}, and {CONFIG_FILE} gives it {listed}")
         a, b = (_finite(file, _tensor_name(layer, module, letter)) for letter in "AB")
         alpha = float(_patterned(config, "alpha_pattern", "lora_alpha", layer, module))
         scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
@@ -179,10 +182,10 @@ def read_peft(directory: str | Path, base: DecoderSizes, *, max_rank: int = MAX_
 
 
 def write_peft(directory: str | Path, weights: AdapterWeights, *, base_model: str) -> None:
-    """Write an adapter so that PEFT and `read_peft` read it. The directory is made if it does not exist.
+    """Write an adapter so that PEFT and `read_peft` can read it. The directory is made if it does not exist.
 
     Each file is replaced as a whole and the config comes last, so an adapter with a config is complete. `base_model` is
-    what the config names as its base.
+    the name that the config gives as its base.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -193,7 +196,7 @@ def write_peft(directory: str | Path, weights: AdapterWeights, *, base_model: st
         name = _module_name(layer, module)
         ranks[name], alphas[name] = pair.rank, pair.scale * pair.rank
     rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-    # PEFT takes the first key that matches the end of a module's name, and in a key a dot matches anything.
+    # PEFT takes the first key that matches the end of a module's name, and in a key a dot matches any character.
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -230,7 +233,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise UnsupportedAdapter(f"{CONFIG_FILE} is larger than {CONFIG_LIMIT} bytes, the limit for such a file")
     try:
         config = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:  # json's, that of the text's bytes, or of an integer's length
+    except (ValueError, RecursionError) as error:  # invalid JSON, bytes that are no UTF-8, or too long an integer
         raise UnsupportedAdapter(f"{CONFIG_FILE} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UnsupportedAdapter(f"{CONFIG_FILE} holds no JSON object")
@@ -238,7 +241,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    """Refuse what would make the adapter more than B A x on the modules that its tensors name."""
+    """Refuse options that would make the adapter more than B A x on the modules that its tensors name."""
     if config.get("peft_type") != "LORA":
         raise UnsupportedAdapter(f"peft_type is {_shown(config.get('peft_type'))}; only LORA is supported")
     if config.get("task_type") not in ("CAUSAL_LM", None):
@@ -278,7 +281,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
 
 
 def _ranks(file: Any, names: list[str], base: DecoderSizes, max_rank: int) -> dict[tuple[int, str], int]:
-    """The rank of every pair, from the shapes in the file's header, each of which fits the base."""
+    """The rank of every pair, from the shapes in the file's header. Refuses shapes that do not fit the base model."""
     shapes: dict[tuple[int, str], dict[str, tuple[int, ...]]] = {}
     for name in names:
         match = _TENSOR.fullmatch(name)
@@ -312,7 +315,7 @@ def _ranks(file: Any, names: list[str], base: DecoderSizes, max_rank: int) -> di
 
 
 def _check_targets(config: Mapping[str, Any], ranks: Mapping[tuple[int, str], int], num_layers: int) -> None:
-    """Refuse a file that lacks modules which the config lists. Patterns are not expanded: the tensors say it all."""
+    """Refuse a file without modules that the config lists. Patterns are not expanded: the tensors list the modules."""
     targets = config.get("target_modules")
     if not isinstance(targets, list) or config.get("layers_to_transform") is not None or config.get("exclude_modules"):
         return
@@ -334,9 +337,9 @@ def _check_targets(config: Mapping[str, Any], ranks: Mapping[tuple[int, str], in
 
 
 def _patterned(config: Mapping[str, Any], patterns: str, default: str, layer: int, module: str) -> Any:
-    """A module's value: that of the first key of `patterns` that its name ends with, else that of `default`, or None.
+    """The value of a module: from the first key of `patterns` that its name ends with, else `default`'s, or None.
 
-    A key that begins with ^ must be the whole name, as PEFT has it.
+    A key that begins with ^ must match the whole name, as in PEFT.
     """
     name = _module_name(layer, module)
     for key, value in (config.get(patterns) or {}).items():
@@ -349,7 +352,7 @@ def _patterned(config: Mapping[str, Any], patterns: str, default: str, layer: in
 def check_effect(weights: AdapterWeights, dtype: torch.dtype) -> None:
     """Raise UnsupportedAdapter if a scale is infinite as float32, or scale · B A may hold numbers infinite in `dtype`.
 
-    What it may hold is bounded by the largest numbers of A's rows and of B's columns.
+    The largest numbers of A's rows and of B's columns give the bound on scale · B A.
     """
     largest, most_scale = torch.finfo(dtype).max, torch.finfo(torch.float32).max
     for (layer, module), pair in weights.pairs.items():
@@ -374,7 +377,7 @@ def _finite(file: Any, name: str) -> torch.Tensor:
 
 
 def _targets(weights: AdapterWeights) -> list[str]:
-    """The modules by their last names if all layers have the same ones, else each by its full name."""
+    """The modules by their last names if all layers have the same ones, else by their full names."""
     by_layer: dict[int, set[str]] = {}
     for layer, module in weights.pairs:
         by_layer.setdefault(layer, set()).add(module)
@@ -393,7 +396,7 @@ def _tensor_name(layer: int, module: str, letter: str) -> str:
 
 @contextmanager
 def _replacing(partial: Path, target: Path) -> Iterator[BufferedWriter]:
-    """A file that takes another's place at the end, so that a reader finds one of them whole, after a crash too."""
+    """A temporary file that replaces `target` at the end. Readers find a whole file at any time, even after a crash."""
     with create_file(partial) as file:
         yield file
         file.flush()
@@ -402,7 +405,7 @@ def _replacing(partial: Path, target: Path) -> Iterator[BufferedWriter]:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number that a float can hold: an integer of JSON may have thousands of digits."""
+    """Whether a float can hold this value. An integer of JSON may have thousands of digits."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
@@ -418,11 +421,11 @@ def _shortest(number: float) -> int | float:
 
 
 def _shown(value: object) -> str:
-    """A value of a file in a message, cut short."""
+    """A value from a file, shortened for a message."""
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
 
 
 def _reason(error: BaseException) -> str:
-    """Why a file could not be read, without its directory."""
+    """The reason why a file could not be read, without its directory."""
     return (error.strerror or type(error).__name__) if isinstance(error, OSError) else _shown(str(error))

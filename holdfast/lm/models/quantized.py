@@ -1,8 +1,8 @@
-"""Quantized checkpoints: AWQ and GPTQ with 4 bits, FP8 as published, and MXFP4, behind the names of plain tensors.
+"""Quantized checkpoints (AWQ and GPTQ with 4 bits, published FP8, MXFP4) under the names of plain tensors.
 
-What a kernel can read stays quantized: linear layers of 4 bits, and of FP8 with one scale for a tensor or a row. The
-rest is dequantized as it is read, rounded once: experts, blockwise FP8 (DeepSeek, Qwen), MXFP4 (GPT-OSS), and linear
-layers whose parts or sizes a kernel does not take.
+Weights in a format that a kernel reads stay quantized: linear layers of 4 bits, and of FP8 with one scale for a tensor
+or a row. All others are dequantized as they are read, rounded once: experts, blockwise FP8 (DeepSeek, Qwen), MXFP4
+(GPT-OSS), and linear layers whose parts or sizes no kernel takes.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from holdfast.lm.models.base import DamagedCheckpoint, UnsupportedCheckpoint, ch
 from holdfast.lm.models.shard import Piece
 
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
-"""Where in a 32-bit word each of eight columns is (AWQ's gemm layout)."""
+"""The bit position of each of eight columns in a 32-bit word (AWQ's gemm layout)."""
 SHIFTS = tuple(range(0, 32, 4))
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of MXFP4 (OCP Microscaling Formats 1.0, §5.3.3)."""
 MXFP4_BLOCK = 32
-"""Numbers of MXFP4 with one scale, a power of two."""
+"""Number of MXFP4 numbers that share one scale, a power of two."""
 
 PARTS = (
     *(".qweight", ".qzeros", ".scales", ".g_idx"),
     *(".weight_scale_inv", ".weight_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale"),
     *("_blocks", "_scales"),
 )
-"""Endings of the tensors that a quantized one is stored in, beside or in place of its own name."""
+"""Endings of the names of tensors that store a quantized tensor, in addition to its own name or in its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a checkpoint says that it is quantized."""
+    """The quantization that a checkpoint's config describes."""
 
     method: str
-    """awq, gptq, fp8 or mxfp4."""
+    """The method: awq, gptq, fp8 or mxfp4."""
     group: int = -1
-    """Inputs of a group of 4-bit weights; -1: all."""
+    """Number of inputs in a group of 4-bit weights; -1: all inputs."""
     zero_offset: int = 0
-    """Added to zeros as stored: 1 for GPTQ's first format."""
+    """The offset to add to stored zeros: 1 for GPTQ's first format."""
     block: tuple[int, int] | None = None
-    """Rows and columns of a block of FP8 weights with one scale; None: a scale for a row or the whole tensor."""
+    """Rows and columns of a block of FP8 weights with one scale; None: one scale for a row or the whole tensor."""
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    """What config.json says; None for plain numbers. Raises UnsupportedCheckpoint for a method that is not known."""
+    """The quantization in config.json; None for plain numbers. Raises UnsupportedCheckpoint for an unknown method."""
     given = config.get("quantization_config")
     if not given:
         return None
@@ -78,7 +78,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def _compressed(given: Mapping[str, Any]) -> Quantization:
-    """FP8 weights as compressed-tensors describes them."""
+    """The quantization of FP8 weights in the format of compressed-tensors."""
     groups = list((given.get("config_groups") or {}).values())
     block: tuple[int, int] | None = None
     for group in groups:
@@ -102,23 +102,29 @@ class Stored(Protocol):
     def has(self, name: str) -> bool: ...
 
     def dtype(self, name: str) -> str:
-        """The type of a tensor in safetensors' words."""
+        """The dtype of a tensor, by safetensors' name."""
 
     def tensor(self, name: str) -> torch.Tensor: ...
 
     def slices(self, name: str, shape: tuple[int, ...], cut: tuple[slice, ...]) -> torch.Tensor:
-        """The slices of a tensor's first dimensions. Raises UnsupportedCheckpoint if it lacks, or has another shape."""
+        """The slices of a tensor's first dimensions.
+
+        Raises UnsupportedCheckpoint if it is missing or has another shape.
+        """
 
 
 class QuantizedReader:
     """Reads the tensors of a quantized checkpoint by the names and shapes of a plain one."""
 
     def __init__(self, stored: Stored, quantization: Quantization, *, native_fp8: bool) -> None:
-        """`native_fp8`: the device multiplies FP8, so weights stay FP8."""
+        """With `native_fp8`, the device multiplies FP8, so weights stay FP8."""
         self._stored, self._how, self._native_fp8 = stored, quantization, native_fp8
 
     def fill(self, name: str, piece: Piece, into: torch.Tensor) -> bool:
-        """Write a piece of a tensor into `into`, dequantized. False, and no effect, if it holds plain numbers."""
+        """Write a dequantized piece of a tensor to `into`.
+
+        If it holds plain numbers, return False and write nothing.
+        """
         kind = self._kind(name)
         if kind is None:
             return False
@@ -134,7 +140,7 @@ class QuantizedReader:
         return True
 
     def packed(self, names: tuple[str, ...], pieces: tuple[Piece, ...], device: torch.device) -> Weight | None:
-        """One weight with the rows of all parts, as a kernel reads it; None if none does."""
+        """One weight with the rows of all parts, in a kernel's format; None if no kernel reads it."""
         kinds = {self._kind(name) for name in names}
         if kinds == {"int4"}:
             return self._packed_int4(names, pieces, device)
@@ -144,7 +150,7 @@ class QuantizedReader:
         return None
 
     def names(self, stored: Iterable[str]) -> Iterable[str]:
-        """The names of plain tensors that stored ones stand for. Biases of zeros, as GPTQ's tools add, are left out."""
+        """The names of the plain tensors that stored ones represent, without the zero biases that GPTQ's tools add."""
         for name in stored:
             ending = next((ending for ending in PARTS if name.endswith(ending)), "")
             stem = name.removesuffix(ending)
@@ -161,7 +167,7 @@ class QuantizedReader:
         return not bool(self._stored.tensor(name).any())
 
     def _kind(self, name: str) -> str | None:
-        """How a tensor is stored: int4, fp8, mxfp4, or None for plain numbers."""
+        """The format of a stored tensor: int4, fp8, mxfp4, or None for plain numbers."""
         if self._stored.has(name):
             return "fp8" if self._stored.dtype(name) == "F8_E4M3" else None
         if self._stored.has(name + "_blocks"):
@@ -178,13 +184,13 @@ class QuantizedReader:
         return pack(torch.cat(numbers), torch.cat(scale), torch.cat(zero), groups[0], half)
 
     def _group(self, whole: int, own: int) -> int:
-        """Inputs of a group, where the device has `own` inputs of a whole row."""
+        """Number of inputs in a group, if the device has `own` inputs of a whole row."""
         return own if self._how.group == -1 else min(self._how.group, whole)
 
     def _int4(
         self, name: str, piece: Piece, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """A piece [N, K] as numbers, scales and zeros, and the size of a group."""
+        """A piece [N, K] as 4-bit numbers, scales and zeros, and the number of inputs in a group."""
         stem = name.removesuffix(".weight")
         outputs, inputs = piece.whole
         group = inputs if self._how.group == -1 else min(self._how.group, inputs)
@@ -219,7 +225,7 @@ class QuantizedReader:
         return numbers, scale, zero, group
 
     def _check_order(self, stem: str, inputs: int, group: int) -> None:
-        """Refuse groups that are not of successive inputs (GPTQ's desc_act)."""
+        """Refuse groups whose inputs are not adjacent (GPTQ's desc_act)."""
         name = f"{stem}.g_idx"
         if self._stored.has(name) and not torch.equal(self._stored.tensor(name).long(), torch.arange(inputs) // group):
             raise UnsupportedCheckpoint(
@@ -273,7 +279,7 @@ class QuantizedReader:
         raise UnsupportedCheckpoint(f"the checkpoint has no {stem}.weight_scale, the scale of tensor {name}")
 
     def _mxfp4(self, name: str, piece: Piece, device: torch.device) -> torch.Tensor:
-        """A piece of a tensor of all experts [E, inputs, outputs], stored by outputs in blocks of inputs."""
+        """A dequantized piece of all experts' tensor [E, inputs, outputs], stored by outputs in blocks of inputs."""
         count, inputs, outputs = piece.whole
         experts, columns, rows = piece.own
         shape = (count, outputs, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2)
@@ -291,6 +297,6 @@ class QuantizedReader:
 
 
 def _columns(words: torch.Tensor, shifts: tuple[int, ...]) -> torch.Tensor:
-    """The 4-bit numbers of words [R, C] int32, eight columns of each: [R, 8 C] uint8."""
+    """Unpack words [R, C] int32 into 4-bit numbers [R, 8 C] uint8, eight columns from each word."""
     by = torch.tensor(shifts, device=words.device, dtype=torch.int32)
     return ((words[..., None] >> by) & 15).to(torch.uint8).flatten(1)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's files ahead, several at a time, so that tensors are found in the page cache."""
+"""Read a checkpoint's files ahead, several at a time, so that later reads find them in the page cache."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from queue import Empty, SimpleQueue
 from holdfast.files.regular import open_file
 
 READERS = 4
-"""Files that are read at a time: one alone does not keep an SSD or a network file system busy."""
+"""Number of files that are read at a time. One alone does not keep an SSD or a network file system busy."""
 BLOCK = 16 << 20
 """Bytes of one read."""
 
 
 @contextmanager
 def read_ahead(paths: Sequence[Path], share: int = 0, shares: int = 1) -> Iterator[None]:
-    """Within, threads read these files from the first on, for the kernel to keep; nothing waits for them.
+    """Within this context, threads read these files into the page cache, from the first on.
 
-    Of `shares` processes on one host that read the same files, each reads its own `share`. Files are left alone that
-    would take more than half of the free memory: they would drive each other out. A file that cannot be read is left
-    to whoever needs it.
+    Nothing waits for the threads.
+
+    If `shares` processes on one host read the same files, each reads its own `share`. Nothing is read ahead if the
+    files would take more than half of the free memory, because they would evict each other. A file that cannot be read
+    is skipped; the loader reports it.
     """
     paths = [path for path in paths if path.exists()]
     total = sum(path.stat().st_size for path in paths)

@@ -14,37 +14,37 @@ from holdfast.lm.models.base import UnsupportedCheckpoint
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions rotate queries and keys (RoFormer, §3.2), and how the angles are scaled to longer contexts."""
+    """The rotation of queries and keys by position (RoFormer, §3.2), and its scaling to longer contexts."""
 
     theta: float
     kind: str = "default"
-    """none, default, linear, dynamic, llama3, yarn or longrope."""
+    """The kind of scaling: none (no rotation), default, linear, dynamic, llama3, yarn or longrope."""
     factor: float = 1.0
     original_length: int = 0
-    """Positions before scaling, for dynamic, llama3, yarn and longrope."""
+    """Number of positions before scaling, for dynamic, llama3, yarn and longrope."""
     low_frequency: float = 1.0
     high_frequency: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     amplitude: float = 1.0
-    """Factor on cosine and sine of what is rotated (yarn, longrope)."""
+    """The factor on cosine and sine of rotated numbers (yarn, longrope)."""
     short_factors: tuple[float, ...] = ()
-    """By pair of numbers, how far its wave is stretched up to the original length (longrope)."""
+    """The factor that stretches each pair's wave, for sequences up to the original length (longrope)."""
     long_factors: tuple[float, ...] = ()
-    """The same beyond the original length."""
+    """The factor that stretches each pair's wave, for sequences beyond the original length (longrope)."""
     share: float = 1.0
-    """How much of each head is rotated, from its first number on."""
+    """The share of each head that is rotated, from its first number on."""
 
     def rotated(self, dim: int) -> int:
-        """Numbers of a head that are rotated."""
+        """Number of a head's elements that are rotated."""
         return int(dim * self.share)
 
     def pairs(self, dim: int) -> torch.Tensor | None:
-        """The order [dim] in which a head's numbers make the pairs i and i + dim / 2; None: as they are stored.
+        """The order [dim] in which a head's numbers make the pairs i and i + dim / 2; None: the stored order.
 
-        Where a share of the head is rotated, its pairs are within that share. Queries and keys in the same new order
-        have the same products.
+        If only a share of the head is rotated, its pairs are within that share. The order does not change the products
+        of queries and keys, because both use it.
         """
         rotated = self.rotated(dim)
         if rotated == dim:
@@ -53,12 +53,14 @@ class Rope:
         return torch.cat((turned[0], still[0], turned[1], still[1]))
 
     def inverse_frequencies(self, dim: int, length: int = 0) -> torch.Tensor:
-        """Radians per position of each pair of a head, [dim / 2] float32. A pair that is not rotated has 0.
+        """The angle per position of each pair of a head, in radians, [dim / 2] float32.
 
-        `length` is that of the longest sequence to be served. It decides where the kind of scaling has one set of
-        frequencies up to the original length and another beyond (dynamic, longrope). Transformers decides by what a
-        batch holds at the moment; here all sequences have the same, so that cached keys stay valid as a sequence
-        grows, and a sequence's tokens do not depend on its neighbours.
+        It is 0 for a pair that is not rotated.
+
+        `length` is that of the longest sequence to be served. It matters for kinds of scaling that have one set of
+        frequencies up to the original length and another beyond it (dynamic, longrope). Transformers chooses between
+        the two by the current batch. Here all sequences use the same set, so cached keys stay valid as a sequence
+        grows, and a sequence's tokens do not depend on other sequences.
         """
         rotated = 0 if self.kind == "none" else self.rotated(dim)
         if rotated % 2 or dim % 2:
@@ -91,7 +93,7 @@ class Rope:
         return plain
 
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
-        """Slow waves are stretched by `factor`, fast ones kept, those between interpolated (Llama 3.1)."""
+        """Stretch slow waves by `factor`, keep fast ones, and interpolate in between (Llama 3.1)."""
         wavelength = 2 * math.pi / plain
         long = self.original_length / self.low_frequency
         short = self.original_length / self.high_frequency
@@ -111,7 +113,7 @@ class Rope:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         if low == high:
-            high += 0.001  # the ramp needs a width
+            high += 0.001  # a ramp of width 0 would divide by zero
         keep = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
         return stretched * (1 - keep) + plain * keep
 
@@ -120,11 +122,12 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def rope_of(config: Mapping[str, Any], *, theta: float = 10000.0, partial: bool = False) -> Rope:
-    """Read `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` of a config.json.
+    """Read `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling`, of a config.json.
 
-    `theta` is the base where the config names none. `partial`: the family rotates the share of each head that
-    partial_rotary_factor names. Transformers' code of the other families ignores that key, and fails if a scaling,
-    whose code is shared, does not. Raises UnsupportedCheckpoint for such a one, and for an unknown kind of scaling.
+    `theta` is the base if the config names none. With `partial`, the family rotates the share of each head that
+    partial_rotary_factor names. Transformers' code of the other families ignores that key, but its scaling code, which
+    all families share, does not, and the two then fail together. Raises UnsupportedCheckpoint for that combination, and
+    for an unknown kind of scaling.
     """
     given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = given.get("rope_type", given.get("type", "default"))
@@ -134,7 +137,7 @@ def rope_of(config: Mapping[str, Any], *, theta: float = 10000.0, partial: bool 
     if not partial and share != 1.0:
         if kind != "default":
             raise UnsupportedCheckpoint(
-                f"partial_rotary_factor is {share:g} beside rope scaling {kind!r}, which Transformers cannot compute "
+                f"partial_rotary_factor is {share:g} with rope scaling {kind!r}, which Transformers cannot compute "
                 "for this family; leave it out"
             )
         share = 1.0
@@ -144,7 +147,7 @@ def rope_of(config: Mapping[str, Any], *, theta: float = 10000.0, partial: bool 
     if kind == "default":
         return plain
     longest = int(config["max_position_embeddings"])
-    # Some configs keep the length that they were first trained for beside the scaling, where it has precedence.
+    # Some configs keep the length of their first training outside the scaling. That length has precedence.
     original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     if kind == "dynamic":  # Transformers counts from the config's length
         original = longest

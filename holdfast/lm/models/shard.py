@@ -1,4 +1,4 @@
-"""Shard: which part of a native decoder one device holds, and which part of each tensor of its checkpoint that is."""
+"""Shard: the part of a native decoder, and of each tensor of its checkpoint, that one device holds."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from holdfast.lm.models.decoder_spec import DecoderSpec, Shape, layer_elements, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The part of a decoder that one device computes: some of its layers, and of each layer the same share.
+    """The part of a decoder that one device computes: some of its layers, and the same share of each.
 
-    Heads, the MLP and the vocabulary are split over the `tp` devices of a stage (Megatron-LM, §3). Norms are whole, but
-    for those of queries and keys over all heads.
+    Heads, the MLP and the vocabulary are split over the `tp` devices of a stage (Megatron-LM, §3). Every device holds
+    all norms, except those of queries and keys over all heads, which are split.
     """
 
     layers: range
-    """Of the whole model's layers, those of this device's stage."""
+    """The layers of this device's stage, by their numbers in the whole model."""
     tp: int = 1
-    """Devices that share each of these layers."""
+    """Number of devices that share each of these layers."""
     index: int = 0
-    """Which of them this is."""
+    """This device's index among them, from 0."""
     first: bool = True
-    """Whether the stage computes the embedding. If not, it receives the stream of the stage before."""
+    """Whether the stage computes the embedding. If not, it receives the previous stage's stream."""
     last: bool = True
-    """Whether the stage computes the LM head. If not, it gives its stream to the next stage."""
+    """Whether the stage computes the LM head. If not, it sends its stream to the next stage."""
 
     def part(self, total: int) -> range:
-        """This device's share of so many heads, or columns of the MLP, which tp divides."""
+        """This device's share of `total` heads or MLP columns, which tp must divide."""
         share = total // self.tp
         return range(self.index * share, (self.index + 1) * share)
 
     def kv_heads(self, total: int) -> range:
-        """This device's share of so many key-value heads: one that several devices have, if there are fewer than tp."""
+        """This device's share of `total` KV heads. If there are fewer than tp, several devices hold the same head."""
         if total >= self.tp:
             return self.part(total)
         head = self.index * total // self.tp
         return range(head, head + 1)
 
     def copies(self, kv_heads: int) -> int:
-        """Devices that have each of so many key-value heads."""
+        """Number of devices that hold each KV head."""
         return max(1, self.tp // kv_heads)
 
     def vocabulary(self, total: int) -> range:
-        """This device's share of so many tokens. The last device may have fewer than the others."""
+        """This device's share of `total` tokens. The last device may have fewer than the others."""
         share = -(-total // self.tp)
         return range(self.index * share, min(total, (self.index + 1) * share))
 
     def own(self, spec: DecoderSpec) -> DecoderSpec:
-        """The sizes of what this device holds of the decoder: its heads, its layers, and its share of the MLP.
+        """The spec of this device's part of the decoder: its heads, its layers, and its share of the MLP.
 
         The vocabulary is still the whole one.
         """
@@ -58,20 +58,20 @@ class Shard:
             num_layers=len(self.layers),
             num_heads=len(self.part(spec.num_heads)),
             num_kv_heads=len(self.kv_heads(spec.num_kv_heads)),
-            # Where all layers have experts, it has no meaning, and tp need not divide it.
+            # If all layers have experts, this size is unused, and tp need not divide it.
             intermediate_size=spec.intermediate_size // self.tp,
             windows=spec.windows[self.layers.start : self.layers.stop],
         )
 
 
 def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
-    """The shard of a rank. Raises ValueError if the decoder cannot be split so, naming the size."""
+    """The shard of a rank. Raises ValueError naming the size if the decoder cannot be split this way."""
     check_tp(spec, layout.tp)
     stage = layout.stage_of(rank)
     stages = split_layers(
         spec.num_layers,
         layout.pp,
-        # Weights that one token reads: steps of few tokens take as long as reading them.
+        # Stages are balanced by the weights that one token reads, because reading them takes most of a small step.
         layer_cost=sum(layer_elements(spec, layer) for layer in range(spec.num_layers)) // spec.num_layers,
         embedding_cost=spec.embedding_size,
         head_cost=spec.vocab_size * spec.embedding_size,
@@ -86,7 +86,7 @@ def shard_of(spec: DecoderSpec, layout: Layout, rank: int) -> Shard:
 
 
 def check_tp(spec: DecoderSpec, tp: int) -> None:
-    """Raises ValueError if the layers cannot be shared by `tp` devices."""
+    """Raise ValueError if `tp` devices cannot share the layers."""
     sizes = [("attention heads", spec.num_heads)]
     if spec.experts is None or not all(spec.experts.sparse):
         sizes.append(("MLP columns", spec.intermediate_size))
@@ -103,16 +103,16 @@ def check_tp(spec: DecoderSpec, tp: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a checkpoint's tensor that a device holds."""
+    """The part of a checkpoint's tensor that one device holds."""
 
     whole: Shape
     """The shape of the checkpoint's tensor."""
     own: tuple[range, ...]
-    """What the device holds of each dimension."""
+    """The range of each dimension that the device holds."""
 
     @classmethod
     def all_of(cls, *shape: int) -> Piece:
-        """A whole tensor of this shape."""
+        """The piece that is a whole tensor of this shape."""
         return cls(shape, tuple(map(range, shape)))
 
     @property
@@ -121,7 +121,7 @@ class Piece:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of the part within the tensor."""
+        """The index of the piece within the tensor."""
         return tuple(slice(each.start, each.stop) for each in self.own)
 
 
@@ -132,9 +132,9 @@ def vocabulary_piece(spec: DecoderSpec, shard: Shard) -> Piece:
 
 
 def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]]:
-    """By field of LayerWeights, the device's pieces of the parts that are fused along their rows.
+    """For each field of LayerWeights, the device's pieces of the parts that are fused along their rows.
 
-    What reads the stream is split by rows, and what adds to the stream by columns.
+    Layers that read the stream are split by rows, and layers that add to the stream by columns.
     """
     heads, kv_heads = shard.part(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
     q, kv = (range(each.start * spec.head_dim, each.stop * spec.head_dim) for each in (heads, kv_heads))

@@ -1,4 +1,4 @@
-"""Find by probing what a model gives the right logits for. What fails is not used."""
+"""Finds by probing which ways to run a model give right logits. The others are not used."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from holdfast.lm.types import Abilities
 TOLERANCE = 1e-4
 """Largest difference of logits in float32, as a share of the largest logit, between a right history and a row alone."""
 NOISY = 2e-2
-"""The same for a model whose own logits differ in float32 between one forward and a prefill with decodes. Wrong
-histories were seen to differ by 5e-2 and more."""
+"""The tolerance for a model whose own logits differ in float32 between one forward and a prefill with decodes. Wrong
+histories were seen to differ by 5e-2 and more.
+"""
 MOST_PROBED = 512
 """Longest probe in tokens. It reaches beyond the largest window, chunk or compression rate of the config, if it can."""
 DECODES = 4
-"""Tokens that are decoded in each history."""
+"""Number of tokens that are decoded in each history."""
 _SIZES = ("window", "chunk", "rate", "conv", "stride")
-"""Parts of the names of config entries that say after how many tokens a layer behaves in another way."""
+"""Parts of config entry names whose value is a number of tokens after which a layer behaves differently."""
 
 
 def probe(driver: Driver, layout: StateLayout) -> Abilities:
     """Run short histories of several rows, and compare their logits with those of each prompt alone.
 
-    Where parameters fit in float32 they are raised to it meanwhile. Otherwise a history counts as right only if it
-    differs by at most four times the noise of a batch of equal lengths. Raises UnsupportedCheckpoint if even a prompt
-    alone gives logits that are not finite, or other logits in one forward than in a prefill and decodes.
+    Parameters that fit in float32 are raised to it meanwhile. Otherwise a history counts as right only if it differs by
+    at most four times the noise of a batch of equal lengths. Raises UnsupportedCheckpoint if even a prompt alone gives
+    logits that are not finite, or other logits in one forward than in a prefill and decodes.
     """
     with torch.inference_mode():
         try:
@@ -44,7 +45,7 @@ def probe(driver: Driver, layout: StateLayout) -> Abilities:
 
 
 def _probed(driver: Driver, layout: StateLayout, *, exact: bool) -> Abilities:
-    """What the model can do, in the precision that it is in."""
+    """The abilities of the model in its present precision."""
     histories = _Histories(driver, layout)
     try:
         alone = histories.alone()
@@ -75,7 +76,7 @@ def _probed(driver: Driver, layout: StateLayout, *, exact: bool) -> Abilities:
 
 
 def _right(history: Callable[[], float], most: float) -> bool:
-    """Whether a history differs by at most so much. What a model's code raises means that it cannot do it."""
+    """Whether a history differs by at most `most`. An error in the model's code counts as wrong."""
     try:
         return history() <= most
     except torch.OutOfMemoryError:
@@ -107,14 +108,17 @@ class _Histories:
         self.text = driver.text(len(self.lengths), max(self.lengths) + DECODES)
         self.device = self.text.device
         self.right: list[torch.Tensor] = []
-        """By prompt: the logits [DECODES, V] after it and after each token decoded but the last."""
+        """By prompt, the logits [DECODES, V] after it and after each decoded token but the last."""
 
     def alone(self) -> float:
-        """Each prompt alone, and its tokens decoded: against one forward over all. What follows compares with these."""
+        """Each prompt alone, with its decoded tokens, against one forward over all.
+
+        The other histories compare with these.
+        """
         worst = 0.0
         for row, length in enumerate(self.lengths):
             whole = torch.stack([self._whole(row, length + column) for column in (0, DECODES - 1)])
-            if self.driver.keyword is None:  # then a longer forward must give the same for what it has in common
+            if self.driver.keyword is None:  # then a longer forward must give the same logits for the common tokens
                 own = self._logits_at(row, length + DECODES, [length - 1, length + DECODES - 2])
                 worst = max(worst, difference(own, whole))
                 continue
@@ -125,7 +129,7 @@ class _Histories:
         return worst
 
     def equal(self) -> float:
-        """Two rows of one length in one forward: no more than the noise of a batch."""
+        """Two rows of one length in one forward: their difference is only the noise of a batch."""
         ids = self.text[:2, : self.lengths[0]]
         logits, _ = self.driver.forward(self.driver.inputs(ids), None)
         return difference(logits, torch.stack([self._whole(row, self.lengths[0]) for row in range(2)]))
@@ -178,7 +182,7 @@ class _Histories:
         return max(worst, some)
 
     def shaped(self) -> float:
-        """A prompt beside a decode in one forward. Then, as the executor does, the junk is cut and the row embedded."""
+        """A prompt and a decode in one forward. Then, as the executor does, the junk is cut and the row embedded."""
         worst = 0.0
         for running, newcomer in ((0, 2), (1, 3)):  # shorter than the newcomer, longer
             layout, has, new = self.layout, self.lengths[running], self.lengths[newcomer]
@@ -199,7 +203,7 @@ class _Histories:
         return worst
 
     def cropped(self) -> float:
-        """A state that is cut to its first positions and goes on."""
+        """A state that is cut to its first positions and then continues."""
         row = 2
         length = self.lengths[row]
         state = self.layout.cut(self._prefill(row)[1], length - 3)
@@ -209,11 +213,11 @@ class _Histories:
         return max(difference(logits[0], self.right[row][0]), self._compared([row], [length], state))
 
     def _whole(self, row: int, length: int) -> torch.Tensor:
-        """Logits [V] after the first tokens of a text, in one forward."""
+        """Logits [V] after the first `length` tokens of a text, in one forward."""
         return self.driver.forward(self.driver.inputs(self.text[row : row + 1, :length]), None)[0][0]
 
     def _logits_at(self, row: int, length: int, columns: Sequence[int]) -> torch.Tensor:
-        """Logits of some columns of one forward."""
+        """Logits of `columns` of one forward."""
         inputs = self.driver.inputs(self.text[row : row + 1, :length])
         at = [torch.tensor([column], device=self.device) for column in columns]
         return torch.cat([self.driver.forward(inputs._replace(columns=column), None)[0] for column in at])
@@ -229,7 +233,7 @@ class _Histories:
         return (torch.arange(width, device=self.device) >= index[:, None]).long()
 
     def _decodes(self, rows: Sequence[int], lengths: list[int], state: State) -> Iterator[tuple[torch.Tensor, State]]:
-        """Logits [B, V] and the state, token by token of the rows' texts. Counts `lengths` up."""
+        """Decode the rows' texts token by token: logits [B, V] and the state after each. Counts `lengths` up."""
         while all(length < self.lengths[row] + DECODES - 1 for row, length in zip(rows, lengths, strict=True)):
             at = torch.tensor(lengths, device=self.device)[:, None]
             ids = self.text[torch.tensor(list(rows), device=self.device)[:, None], at]
@@ -239,12 +243,12 @@ class _Histories:
             yield logits, state
 
     def _decoded(self, rows: Sequence[int], lengths: Sequence[int], state: State) -> list[list[torch.Tensor]]:
-        """By row, the logits after each token decoded."""
+        """Logits after each decoded token, by row."""
         steps = [logits for logits, _ in self._decodes(rows, list(lengths), state)]
         return [[logits[place] for logits in steps] for place in range(len(rows))]
 
     def _compared_some(self, rows: Sequence[int], lengths: list[int], state: State, steps: int) -> tuple[float, State]:
-        """Decode so many tokens: the largest difference, and the state. Counts `lengths` up."""
+        """Decode `steps` tokens. Returns the largest difference and the state. Counts `lengths` up."""
         worst, decodes = 0.0, self._decodes(rows, lengths, state)
         for _ in range(steps):
             logits, state = next(decodes)
@@ -253,13 +257,13 @@ class _Histories:
         return worst, state
 
     def _compared(self, rows: Sequence[int], lengths: Sequence[int], state: State) -> float:
-        """Decode as far as all rows have logits to compare with: the largest difference."""
+        """Decode as long as all rows have logits to compare with. Returns the largest difference."""
         left = min(self.lengths[row] + DECODES - 1 - length for row, length in zip(rows, lengths, strict=True))
         return self._compared_some(rows, list(lengths), state, left)[0]
 
 
 def _sizes(config: Any) -> Iterator[int]:
-    """Numbers of tokens in a config, and in the configs and tables inside it, after which a layer changes its ways."""
+    """Numbers of tokens after which a layer behaves differently, in a config and the configs and tables inside it."""
     entries: dict[str, Any] = config if isinstance(config, dict) else vars(config)
     for name, value in entries.items():
         if hasattr(value, "to_dict") or isinstance(value, dict):

@@ -1,9 +1,8 @@
-"""Measures what forwards of padded rows take, as the points of a `core.cost.PaddedCost`.
+"""Measures the time of forwards of padded rows, as the points of a `core.cost.PaddedCost`.
 
-Plans run through the executor that serves, so captured decodes and copies of states are in what is measured. For each
-width one prompt is computed, and its state is copied to all rows of a batch. Its decode is timed, half of the rows
-leave, and so on. Then one prompt is computed for each length of chunks, and the chunks that end at several contexts are
-timed.
+Plans run through the executor that serves, so captured decodes and copies of states are measured, too. For each width
+one prompt is computed, and its state is copied to all rows of a batch. Its decode is timed, half of the rows leave, and
+so on. Then one prompt is computed for each chunk length, and the chunks that end at several contexts are timed.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from holdfast.lm.types import (
 
 WIDTHS = (64, 256, 1024, 4096, 16384)
 CHUNKS = (16, 64, 256, 1024, 4096)
-"""Widths of rows and lengths of chunks that are measured, as far as the engine has room for them."""
+"""Row widths and chunk lengths to measure, as far as the engine has room for them."""
 FEW_WIDTHS, FEW_CHUNKS = (64, 512), (64, 512)
-"""The same for an estimate."""
+"""Row widths and chunk lengths to measure for an estimate."""
 MOST_ROWS, MOST_ALONE = 64, 4
-"""Most rows of a measured decode, and the same where each row takes a forward of its own. More are extrapolated."""
+"""Most rows of a measured decode, batched and with one forward per row. Times of more rows are extrapolated."""
 REPEATS = 3
-"""Decodes of which the fastest counts. The first copies states and loads kernels, the second may be captured."""
+"""Number of decodes of which the fastest counts. The first copies states and loads kernels, the second may be captured.
+"""
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 TOKEN = 17
-"""What every position holds, in a vocabulary that has it. Time does not depend on it."""
+"""The token at every position, if the vocabulary has it. Time does not depend on it."""
 
 
 def measure_padded_cost(
@@ -42,8 +42,9 @@ def measure_padded_cost(
 ) -> PaddedCost:
     """Measure decodes by rows and width, and chunks by length and context. `device` is its name in words.
 
-    Nothing may be in flight, and no row may have a state; so it is again afterwards. Raises ValueError for an engine of
-    packed tokens or for sequences too short to be measured, and RuntimeError if the device runs out of memory.
+    Nothing may be in flight, and no row may have a state. Afterwards no row has one either. Raises ValueError for an
+    engine of packed tokens or for sequences too short to be measured, and RuntimeError if the device runs out of
+    memory.
     """
     return _measure(executor, shape, max_sequences, device, WIDTHS, CHUNKS)
 
@@ -51,7 +52,7 @@ def measure_padded_cost(
 def estimate_padded_cost(
     executor: LanguageExecutor, shape: EngineShape, *, max_sequences: int, device: str
 ) -> PaddedCost:
-    """As `measure_padded_cost`, at two widths and two lengths of chunks."""
+    """`measure_padded_cost` at two widths and two chunk lengths only."""
     return _measure(executor, shape, max_sequences, device, FEW_WIDTHS, FEW_CHUNKS)
 
 
@@ -106,13 +107,13 @@ def _measure(
 
 
 def _added(by_context: dict[int, float], length: int, context: int) -> float:
-    """Seconds by which a chunk takes longer at `context` than at the start of its prompt; those of the nearest one."""
+    """Extra seconds of a chunk at `context`, or at the nearest measured one, over one at the start of its prompt."""
     nearest = min(by_context, key=lambda at: abs(at - context))
     return max(0.0, by_context[nearest] - by_context[length])
 
 
 def _known(decodes: dict[int, dict[int, float]], width: int, count: int) -> float:
-    """Seconds of a decode, in proportion to the rows where memory had no room for so many."""
+    """Seconds of a decode of `count` rows; in proportion to the rows if memory had no room for that many."""
     by_count = decodes[width]
     if count in by_count:
         return by_count[count]
@@ -124,7 +125,7 @@ class _Steps:
     """Runs plans made for measuring, one at a time."""
 
     def __init__(self, executor: LanguageExecutor, shape: EngineShape, budget: int) -> None:
-        """`budget` is the most tokens of a chunk. Raises ValueError for an engine of packed tokens."""
+        """`budget` is the largest number of tokens in a chunk. Raises ValueError for an engine of packed tokens."""
         if shape.rows is None:
             raise ValueError(f"executor is {shape.executor}; steps of padded rows take the padded one")
         self._executor, self._budget, self._rows = executor, budget, shape.rows
@@ -132,7 +133,7 @@ class _Steps:
         self._number = self._prompts = 0
 
     def decodes(self, width: int, counts: Sequence[int]) -> dict[int, float]:
-        """By number of rows, the seconds of a decode of rows that are `width` long in the first, where they fit."""
+        """Seconds of a decode by number of rows, for each of `counts` that fits. The first has rows `width` long."""
         room = self._rows.memory // (2 * self._rows.bytes.of(width + self._rows.quantum))
         rows = max((count for count in counts if count < room), default=1)
         length = width - 1
@@ -160,9 +161,9 @@ class _Steps:
         return seconds
 
     def chunks(self, length: int, contexts: Sequence[int]) -> dict[int, float]:
-        """By the position where it ends, the seconds of a chunk of this length of one prompt.
+        """Seconds of a chunk of `length` tokens of one prompt, by the position where it ends.
 
-        It ends at `length`, and at those of `contexts` that leave room for it behind the one before.
+        It ends at `length`, and at those of `contexts` that leave room for it after the previous chunk.
         """
         seconds: dict[int, float] = {}
         for _ in range(2):  # the first time loads kernels
@@ -180,7 +181,7 @@ class _Steps:
         return seconds
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """[start, stop) in chunks, or whole where the model takes no chunks."""
+        """[start, stop) in chunks, or whole if the model takes no chunks."""
         size = self._budget if self._rows.abilities.chunks else max(1, stop - start)
         return ((at, min(stop, at + size)) for at in range(start, stop, size))
 
@@ -189,7 +190,7 @@ class _Steps:
         return Segment(name, row, start, stop, (self._token,) * (stop - start), GREEDY if samples else None)
 
     def _drop(self, moves: Sequence[RowMove]) -> None:
-        """Give up what is left, row 0 among it. As a plan has segments, a prompt of one token takes that row."""
+        """Give up all states left, including row 0. A plan needs segments, so a prompt of one token takes that row."""
         self._prompts += 1
         self._run([self._segment(0, 0, 1, True)], Forward(1, apart=True), [*moves, RowMove(1, "drop", 0)])
 

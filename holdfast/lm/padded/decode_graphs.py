@@ -1,10 +1,10 @@
 """DecodeGraphs: decodes of the running batch as captured CUDA graphs, one launch in place of a thousand.
 
 The batch's layers settle in memory that does not move (`growing_layer.FixedLayer`). A decode of it is captured once for
-each (rows, columns): its rows are padded, and each row sees all columns under a mask. What changes from step to step is
-in one small tensor: the column to write, the rows, their lengths. The layers stay what they are, so every verb on the
-batch works on them. What leaves the memory (a batch that outgrew it, a row longer than the others) is brought back by a
-copy before the next decode.
+each (rows, columns): its rows are padded, and each row sees all columns under a mask. The inputs that change from step
+to step are in one small tensor: the column to write, the rows, their lengths. The layers keep their types, so every
+verb on the batch works on them. Parts that leave the memory (a batch that outgrew it, a row longer than the others) are
+copied back before the next decode.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from holdfast.lm.padded.state_layout import Leaf, State, StateLayout
 from holdfast.lm.types import padded_columns, padded_rows
 
 MaskKind = Literal["columns", "by layer", "window"]
-"""How a model is told which columns are tokens: by a mask [rows, columns], as in any forward; by a ready mask for each
-type of layer; or by one ready mask for all layers, which have the same window."""
+"""How a model is shown which columns are tokens: by a mask [rows, columns], as in any forward; by a ready mask for each
+type of layer; or by one ready mask for all layers, which have the same window.
+"""
 ROOM = 64
-"""Columns that a batch should be able to grow by before it has to be copied, where the memory has them."""
+"""Number of columns that a batch should be able to grow by before it must be copied, if the memory has them."""
 MOST_GRAPHS = 160
-"""Graphs that are kept. The one that has not run for longest goes first."""
+"""Number of graphs that are kept. The least recently used one is dropped first."""
 MOST_TOO_LARGE = 2
-"""A batch stays where it is as long as that computes at most so many times the columns of the smallest shape."""
+"""A batch stays in its shape while that computes at most this many times the columns of the smallest shape."""
 _PROBED = (4, 4 * 1024)
-"""Rows and positions of the probe: the longest prompt of it has 512."""
+"""Rows and positions of the memory for probing, whose longest prompt has 512 tokens."""
 
 
 class Shape(NamedTuple):
-    """What a decode is padded to."""
+    """The number of rows and columns that a decode is padded to."""
 
     rows: int
     columns: int
@@ -52,28 +53,28 @@ class _Decode:
     """A decode of one shape."""
 
     work: Callable[[], torch.Tensor]
-    """Launches it; the logits [rows, vocab_size]."""
+    """Launches the decode. Returns the logits [rows, vocab_size]."""
     graph: Any = None
     """The CUDA graph, once it is captured."""
     ran: bool = False
-    """Whether `work` ran before, which loads its kernels."""
+    """Whether `work` has run before. The first run loads its kernels."""
 
 
 FROM_HOST = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
-"""What makes a tensor of numbers."""
+"""Functions that make a tensor from numbers."""
 TO_DEVICE = (torch.Tensor.to, torch.Tensor.cuda)
-"""What copies a tensor to a device."""
+"""Methods that copy a tensor to a device."""
 INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-"""What takes places in a tensor; a list of places is copied to its device."""
+"""Methods that index a tensor. A list of places is copied to the tensor's device."""
 MOST_KEPT = 1 << 16
-"""Most elements of a host's tensor whose copy is kept."""
+"""Largest number of elements of a host tensor whose copy is kept."""
 
 
 class Constants(TorchFunctionMode):
-    """Keeps the tensors that a model makes of the host's numbers, such as ALiBi's slopes, and gives copies of them.
+    """Keeps the tensors that a model makes from the host's numbers, such as ALiBi's slopes, and gives copies of them.
 
-    A capture may copy nothing from the host's memory, so in it they must be there already: from the launch before.
-    These are tensors of numbers, copies of the host's tensors, and lists of places in a tensor (`keys[..., [-1], :]`).
+    A capture may copy nothing from the host's memory, so these tensors must exist before it, from an earlier launch.
+    They are tensors made from numbers, copies of host tensors, and lists of places in a tensor (`keys[..., [-1], :]`).
     """
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class Constants(TorchFunctionMode):
         return self._kept[key]
 
     def _places(self, tensor: torch.Tensor, index: Any) -> Any:
-        """An index into a tensor, with the lists and the host's tensors in it as tensors of its own device."""
+        """An index into a tensor, with its lists and host tensors replaced by tensors on that tensor's device."""
         if isinstance(index, tuple):
             return tuple(self._place(tensor.device, each) for each in index)
         return self._place(tensor.device, index)
@@ -118,7 +119,7 @@ class Constants(TorchFunctionMode):
 
 
 def _leaves_host(args: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Whether `Tensor.to` with these arguments copies a host's tensor to a device."""
+    """Whether `Tensor.to` with these arguments copies a host tensor to a device."""
     for each in (*args[:1], options.get("device"), options.get("other")):
         if isinstance(each, torch.Tensor):
             return each.device.type != "cpu"
@@ -133,7 +134,7 @@ def _on_host(tensor: torch.Tensor) -> bool:
 
 
 def _content(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What tells a host's tensor from others: its type, shape and bytes."""
+    """A key that identifies a host tensor's content: its type, shape and bytes."""
     return (
         tensor.dtype,
         tuple(tensor.shape),
@@ -145,7 +146,7 @@ class DecodeGraphs:
     """Decodes one `RunningRows` over memory of its own, of a size that the caller chooses.
 
     The first decode of a shape is launched kernel by kernel, which loads the kernels. The second is captured. That
-    takes the host as long as one decode without a graph, so it is done within the step and holds nobody up. On a CPU
+    takes the host as long as one decode without a graph, so it is done within the step and delays nobody. On a CPU
     every decode is launched anew.
     """
 
@@ -159,11 +160,11 @@ class DecodeGraphs:
         masks: MaskKind = "columns",
         capture: bool = True,
     ) -> None:
-        """For batches of up to so many rows. `positions` is rows times columns of the largest shape.
+        """`rows` is the largest number of rows in a batch. `positions` is rows times columns of the largest shape.
 
-        They take `position_bytes(layout)` each. `capture` False launches every decode anew, as on a CPU.
+        Each position takes `position_bytes(layout)`. `capture` False launches every decode anew, as on a CPU.
 
-        Raises ValueError for a state that cannot settle, or fewer positions than a row may have to have.
+        Raises ValueError for a state that cannot settle, or if one row may need more positions.
         """
         self._driver, self._layout, self._masks, self._rows = driver, layout, masks, rows
         self._device = driver.model.device
@@ -179,25 +180,29 @@ class DecodeGraphs:
             self._memory = [
                 (_columns_of(layer.keys, positions), _columns_of(layer.values, positions)) for layer in layers
             ]
-            """By layer, where keys and values are."""
+            """Memory of the keys and values of each layer."""
             self._row_parts = [
                 (leaf, _rows_of(part, leaf.batch_axis or 0, padded_rows(rows)))
                 for leaf, part in layout.parts(self._prototype, "row")
                 if isinstance(part, torch.Tensor)
             ]
-            """Parts of the state without positions, of all rows."""
+            """Memory of the parts of the state without positions, for all rows."""
             self._numbers = torch.zeros(1 + 2 * padded_rows(rows), dtype=torch.int64, device=self._device)
-            """The column to write; by place the row of the plans; by place the length. Places that are padding: 0."""
+            """The column to write; then for each place its row in the plans; then for each place its length. Padding is
+            0.
+            """
         self._capture = capture and self._device.type == "cuda"
         self._shape: Shape | None = None
-        """Where the batch has settled."""
+        """The shape in which the batch has settled; None if it has not."""
         self._decodes: OrderedDict[Shape, _Decode] = OrderedDict()
         self._logits: torch.Tensor | None = None
-        """[rows, vocab_size]: where all graphs write. It is not in their pool, so that they can share that."""
+        """Logits [rows, vocab_size] that all graphs write. They are outside the graphs' pool, so the graphs can share
+        it.
+        """
         self._pool: Any = torch.cuda.graph_pool_handle() if self._capture else None
         self._constants = Constants()
         self.refused: dict[Shape, str] = {}
-        """Shapes that could not be captured, and why. They are launched kernel by kernel."""
+        """Shapes that could not be captured, with the reason. They are launched kernel by kernel."""
 
     @property
     def captured(self) -> tuple[Shape, ...]:
@@ -206,7 +211,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Capture a shape that has run without a graph so far; whether there was one. Not while a step is in flight."""
+        """Capture one shape that has run without a graph so far.
+
+        Returns whether there was one. No step may be in flight.
+        """
         for shape, decode in self._decodes.items():
             if self._wants_capture(shape, decode):
                 self._capture_one(shape, decode)
@@ -215,9 +223,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def decode(self, rows: RunningRows) -> torch.Tensor | None:
-        """Decode every row of the batch once: the logits [B, vocab_size], valid until the next decode.
+        """Decode every row of the batch once. Returns the logits [B, vocab_size], valid until the next decode.
 
-        None, and nothing is done, where the batch does not fit into the memory, or has holes.
+        Returns None, and does nothing, if the batch does not fit into the memory or has holes.
         """
         if not rows.compact or not rows.rows or len(rows.rows) > self._rows:
             return None
@@ -233,7 +241,7 @@ class DecodeGraphs:
         return logits[: len(rows.rows)]
 
     def _choose(self, rows: RunningRows) -> tuple[Shape | None, int | None]:
-        """The shape to decode in, or None where none fits; the column to write, if the batch is there already."""
+        """The shape to decode in, None if none fits, and the column to write, None if the batch is not there yet."""
         least, width = padded_rows(len(rows.rows)), rows.width
         if not self._memory:
             return Shape(least, min(QUANTUM, self._most_columns)), 0
@@ -250,7 +258,7 @@ class DecodeGraphs:
         return best if fits else None, None
 
     def _column(self, state: State, shape: Shape) -> int | None:
-        """The column behind the last one, if all layers have settled in this shape and agree on it."""
+        """The column after the last one, if all layers have settled in this shape and agree on it, else None."""
         columns = {
             layer.settled(self._view(keys, layer.keys, shape))
             for layer, (keys, _) in zip(growing(state), self._memory, strict=True)
@@ -258,15 +266,15 @@ class DecodeGraphs:
         return columns.pop() if len(columns) == 1 else None
 
     def _settle(self, rows: RunningRows, shape: Shape) -> int:
-        """Copy the batch into the memory; the column that the decode writes."""
+        """Copy the batch into the memory. Returns the column that the decode writes."""
         free = shape.columns - rows.width
-        column = rows.width + max(0, free - ROOM) // 2  # in front there is room for longer rows that join
+        column = rows.width + max(0, free - ROOM) // 2  # columns in front are room for longer rows that join
         for layer, (keys, values) in zip(growing(rows.state), self._memory, strict=True):
             layer.settle(self._view(keys, layer.keys, shape), self._view(values, layer.values, shape), column)
         return column
 
     def _take_rows_in(self, rows: RunningRows) -> None:
-        """Copy the parts without positions into the memory, those that are not there."""
+        """Copy those parts without positions that are not in the memory into it."""
         parts = self._layout.parts(rows.state, "row")
         for (leaf, part), (_, whole) in zip(parts, self._row_parts, strict=True):
             place = whole.narrow(leaf.batch_axis or 0, 0, len(rows.rows))
@@ -279,13 +287,13 @@ class DecodeGraphs:
         return memory[: torch.Size(sizes).numel()].view(sizes)
 
     def _fill(self, rows: RunningRows, column: int) -> None:
-        """Say what this decode is of. One upload."""
+        """Upload the inputs of this decode to `_numbers`, in one copy."""
         most = padded_rows(self._rows)
         padding = [0] * (most - len(rows.rows))
         self._numbers.copy_(upload([column, *rows.rows, *padding, *rows.lengths, *padding], self._device))
 
     def _run(self, shape: Shape, last_token: torch.Tensor) -> torch.Tensor:
-        """The logits of all rows of the shape, padding too."""
+        """The logits of all rows of the shape, including padding."""
         decode = self._decodes.get(shape)
         if decode is None:
             decode = self._decodes[shape] = _Decode(self._launches(shape, last_token))
@@ -308,7 +316,7 @@ class DecodeGraphs:
         return self._capture and decode.ran and decode.graph is None and shape not in self.refused
 
     def _capture_one(self, shape: Shape, decode: _Decode) -> None:
-        """Capture a decode, or note why it cannot be: what asks the device for a number cannot, for one."""
+        """Capture a decode, or record why it cannot be captured: the model reads a number from the device, say."""
         try:
             graph = torch.cuda.CUDAGraph()
             with capture(graph, self._pool), self._constants:
@@ -316,11 +324,11 @@ class DecodeGraphs:
                 if self._logits is not None:
                     self._logits[: shape.rows].copy_(logits)
             decode.graph = graph
-        except Exception as error:  # without a graph it is computed all the same, or its error comes again
+        except Exception as error:  # the decode still runs without a graph, or its error comes again
             self.refused[shape] = _in_one_line(error)
 
     def _launches(self, shape: Shape, last_token: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """What launches a decode of this shape, with no number of the host's in it."""
+        """A function that launches a decode of this shape, with no host number in it."""
         most, numbers = padded_rows(self._rows), self._numbers
         column, rows, lengths = numbers[:1], numbers[1 : 1 + shape.rows], numbers[1 + most :][: shape.rows]
         state = self._stand_in(shape)
@@ -332,7 +340,9 @@ class DecodeGraphs:
             tokens = (columns <= column) & (columns >= column - lengths[:, None])
             ready = None if self._masks == "columns" else self._ready_masks(tokens, columns, column)
             inputs = Inputs(ids, tokens.long(), lengths[:, None], ready=ready)
-            given = self._layout.twin(state)  # what the model notes in it is not there the next time
+            given = self._layout.twin(
+                state
+            )  # a copy: notes that the model leaves in its state must not reach the next decode
             logits, new = self._driver.forward(inputs, given)
             for (_, part), place in zip(self._layout.parts(new, "row"), places, strict=True):
                 if isinstance(part, torch.Tensor) and part.data_ptr() != place.data_ptr():
@@ -392,7 +402,7 @@ class DecodeGraphs:
 
 
 def position_bytes(layout: StateLayout) -> int:
-    """Bytes of one position of one row in memory that does not move. Windows have all columns there."""
+    """Bytes of one position of one row in memory that does not move. Layers with windows have all columns there."""
     return sum(leaf.bytes for leaf in layout.leaves if leaf.kind == "time")
 
 
@@ -408,10 +418,10 @@ def why_not_settled(layout: StateLayout, state: State) -> str:
 
 
 def probe_graphs(driver: Driver, layout: StateLayout) -> tuple[MaskKind | None, str]:
-    """Which masks a captured decode of this model takes, found by comparing with plain decodes; None, and why not.
+    """The kind of mask for captured decodes of this model, found by comparing with plain ones; or None, and why.
 
-    Rows join and leave meanwhile. In float32, where the parameters fit, the same launches without a graph must give
-    the same logits. On a GPU they are captured too, in the model's own precision.
+    Rows join and leave meanwhile. In float32, if the parameters fit, the same launches without a graph must give the
+    same logits. On a GPU they are captured too, in the model's own precision.
     """
     if reason := why_not_settled(layout, driver.run(1, 2)):
         return None, reason
@@ -450,7 +460,7 @@ def _why_not(driver: Driver, layout: StateLayout, masks: MaskKind) -> str:
 
 
 def _compared(driver: Driver, layout: StateLayout, graphs: DecodeGraphs) -> float:
-    """The largest difference of decodes from plain ones, while rows join and leave."""
+    """The largest difference between these decodes and plain ones, while rows join and leave."""
     plain, settled = (_decoded(driver, layout, each) for each in (None, graphs))
     return max(difference(given, right) for given, right in zip(settled, plain, strict=True))
 
@@ -489,18 +499,18 @@ def _decoded(driver: Driver, layout: StateLayout, graphs: DecodeGraphs | None) -
 
 
 def _columns_of(like: torch.Tensor, positions: int) -> torch.Tensor:
-    """Zeros for so many positions of keys or values [1, heads, columns, size]."""
+    """Zeros for `positions` positions of keys or values [1, heads, columns, size]."""
     return like.new_zeros(positions * (like.numel() // like.shape[-2]))
 
 
 def _rows_of(like: torch.Tensor, axis: int, rows: int) -> torch.Tensor:
-    """Zeros for so many rows of a part of the state of one row."""
+    """Zeros for `rows` rows of a part of the state of one row."""
     sizes = list(like.shape)
     sizes[axis] = rows
     return like.new_zeros(sizes)
 
 
 def _in_one_line(error: Exception) -> str:
-    """What an error says first."""
+    """The first line of an error's text."""
     said = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {said[0]}"

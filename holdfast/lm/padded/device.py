@@ -42,29 +42,31 @@ from holdfast.lm.types import (
 )
 
 CPU_STATE_BYTES = 4_000_000_000
-"""The states of all rows on a CPU, unless the config says otherwise."""
+"""Bytes for the states of all rows on a CPU, unless the config says otherwise."""
 HOST_STATE_BYTES = 32_000_000_000
-"""Most bytes of states on the host unless the config says otherwise: other processes need memory."""
+"""Most bytes for states on the host, unless the config says otherwise: other processes need memory."""
 GRAPH_SHARE = 0.45
-"""Of the memory for states, the most that captured decodes get for the batch. While a row joins, it is in the rest."""
+"""Largest share of the memory for states that captured decodes get for the batch. A row that joins uses the rest."""
 CHUNKED = ("stall-free", "chunked-only")
-"""Schedulers that cut prompts into chunks, where the model can compute them so."""
+"""Schedulers that cut prompts into chunks, if the model can compute them that way."""
 TOGETHER = ("run-to-completion", "request-level", "orca", "padded-batches")
 """Schedulers that put any number of whole prompts into a step."""
 MEASURED_ROWS, MEASURED_WIDTH = 16, 256
-"""Decodes are measured with so many rows, at this width and at twice it. What they take grows linearly in both."""
+"""Number of rows of measured decodes, and their width; decodes are also measured at twice the width. Memory grows
+linearly in both.
+"""
 MEASURED_PROMPT = 4096
-"""A whole prompt is measured up to this length, and at half of it. For a longer one the line is drawn on."""
+"""Longest whole prompt that is measured; half of it is measured, too. Longer ones are extrapolated linearly."""
 
 
 class Probed(NamedTuple):
-    """What a device has found out about its model: the same for every config over it."""
+    """The results of probing a model. They hold for every config."""
 
     driver: Driver
     layout: StateLayout
     abilities: Abilities
     masks: MaskKind | None
-    """How captured decodes are masked; None where decodes are not captured."""
+    """The kind of mask for captured decodes; None if decodes are not captured."""
 
 
 class PaddedDevice(LanguageDevice):
@@ -79,9 +81,9 @@ class PaddedDevice(LanguageDevice):
         stages: Stages | None = None,
         probed: Probed | None = None,
     ) -> None:
-        """`name` is the name under which the model is served. `stages` notes what probing and measuring take.
+        """`name` is the name under which the model is served. `stages` records the time of probing and measuring.
 
-        With `probed`, of another device over the same module, nothing is probed. Raises UnsupportedCheckpoint for a
+        Given `probed`, of another device over the same module, nothing is probed. Raises UnsupportedCheckpoint for a
         model that gives no right logits even alone.
         """
         self.model, self.config, self.name = model, config, name
@@ -92,16 +94,16 @@ class PaddedDevice(LanguageDevice):
                 probed = self._probe()
         self.driver, self.layout, self.abilities, self._masks = probed
         self.probed = probed
-        """For other devices over this module."""
+        """The results of probing, for other devices over this module."""
         if self.driver.model is not model:
             self.driver = copy.copy(self.driver)
             self.driver.model = model
         self._settled = 0
-        """Positions of the memory in which captured decodes have the batch, by `measure`."""
+        """Positions in the memory where captured decodes keep the batch, set by `measure`; 0 without that memory."""
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[self.kind]
 
     def _probe(self) -> Probed:
-        """Find out how the model is called, what its state is, and what it can do."""
+        """Find out how the model is called, which parts its state has, and which ways to run it are right."""
         if self.model.is_encoder_decoder:
             encoder_decoder = EncoderDecoderDriver(self.model)
             return Probed(encoder_decoder, encoder_decoder.layout, encoder_decoder.probe(), None)
@@ -115,7 +117,7 @@ class PaddedDevice(LanguageDevice):
 
     @property
     def kind(self) -> str:
-        """cuda or cpu."""
+        """ "cuda" or "cpu"."""
         return self.model.device.type
 
     @property
@@ -125,7 +127,7 @@ class PaddedDevice(LanguageDevice):
 
     @property
     def precision(self) -> str:
-        """The type of weights, activations and state, for people."""
+        """The type of weights, activations and state, in words."""
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
@@ -135,12 +137,12 @@ class PaddedDevice(LanguageDevice):
 
     @property
     def host(self) -> None:
-        """None: memory for states on the host is locked as it is needed."""
+        """Always None: memory for states on the host is locked when it is needed."""
         return None
 
     @cached_property
     def row_bytes(self) -> RowBytes:
-        """Bytes of the state of one row. Of a model that gives no state out: its tokens, which are kept instead."""
+        """Bytes of the state of one row, or of its tokens, which are kept instead if the model gives no state out."""
         if self.abilities.keeps_state:
             return self.layout.row_bytes()
         return RowBytes(growing=((torch.int64.itemsize, None),))
@@ -151,11 +153,11 @@ class PaddedDevice(LanguageDevice):
         return self.abilities.chunks and self.config.scheduler in CHUNKED
 
     def compile(self) -> None:
-        """Run each kind of forward once: kernels are loaded and compiled when they first run."""
+        """Run each kind of forward once, because kernels are loaded and compiled at their first run."""
         self._decode_bytes(1, 1)
 
     def measure(self) -> MemoryMeasurement:
-        """Measure what the longest prefill and the widest decode take beside weights and states. Sizes in bytes.
+        """Measure the memory of the longest prefill and the widest decode, without weights and states. Sizes in bytes.
 
         `block` is one position (`RowBytes.position`). Raises MemoryError if not even one row would fit.
         """
@@ -165,7 +167,7 @@ class PaddedDevice(LanguageDevice):
         if on_gpu:
             prefill, (fixed, share) = self._prefill_bytes(), self._decode_shares()
             torch.cuda.empty_cache()
-            # What graphs compute with is theirs alone.
+            # Graphs share no working memory with other forwards.
             activations = max(prefill, fixed) + (fixed if self._masks else 0)
         else:
             self._prefill_bytes()
@@ -184,7 +186,7 @@ class PaddedDevice(LanguageDevice):
         )
 
     def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
-        """Make the executor for these sizes, once; the engine as a value, with `rows`. Raises MemoryError."""
+        """Make the executor for these sizes, once. Returns the shape, with `rows`. Raises MemoryError."""
         shape = RowShape(
             memory=sizes.cache,
             bytes=self.row_bytes,
@@ -229,9 +231,10 @@ class PaddedDevice(LanguageDevice):
         return PaddedExecutor(self.driver, self.abilities, rows, host, graphs=graphs)
 
     def _max_step_tokens(self, sizes: MemoryMeasurement) -> int:
-        """Most tokens of one step: above the budget where prompts are computed whole.
+        """Largest number of tokens in one step; above the budget if prompts are computed whole.
 
-        Where many are, their activations may take half of what the states have. Then fewer rows run beside them.
+        Many prompts may use up to half of the memory for states for their activations. Then fewer rows run in that
+        step.
         """
         longest, most = self.model.max_model_len, self.config.max_sequences
         if self.chunked:
@@ -243,13 +246,13 @@ class PaddedDevice(LanguageDevice):
         return max(least, min(longest * most, sizes.cache // 2 // token))
 
     def _row(self, length: int) -> int:
-        """Bytes of a row of the batch of this length."""
+        """Bytes of a row of `length` positions in the batch."""
         return self.row_bytes.of(rounded(length))
 
     def _forward_bytes(self, rows: int, tokens: int, start: int = 0) -> int:
-        """Bytes that a forward of these rows takes for a while, behind `start` positions; 0 on a CPU.
+        """Temporary bytes of a forward of these rows after `start` positions; 0 on a CPU.
 
-        Forwards of one token are those of decodes, whose rows differ in length, so the model looks at a mask.
+        A forward of one token is measured with a mask, because decodes have rows of different lengths.
         """
         ids = self.driver.text(rows, start + tokens)
         on_gpu, device = self.kind == "cuda", self.model.device
@@ -272,7 +275,7 @@ class PaddedDevice(LanguageDevice):
         return max(0, torch.cuda.max_memory_allocated(device) - max(before, kept))
 
     def _prefill_bytes(self) -> int:
-        """Bytes that the longest prefill takes for a while: measured at two lengths, with the line drawn on."""
+        """Temporary bytes of the longest prefill: measured at two lengths and extrapolated linearly."""
         most = self.model.max_model_len
         if self.chunked:
             chunk = max(1, min(self.token_budget, most // 2))
@@ -283,11 +286,11 @@ class PaddedDevice(LanguageDevice):
         return max(first, second + max(0, second - first) * rest // chunk)
 
     def _decode_bytes(self, rows: int, width: int) -> int:
-        """Bytes that a decode of so many rows of this width takes for a while."""
+        """Temporary bytes of a decode of `rows` rows of this width."""
         return self._forward_bytes(rows, 1, width)
 
     def _decode_shares(self) -> tuple[int, float]:
-        """Bytes that a decode of `max_sequences` rows takes at any width, and for each byte of its states."""
+        """Temporary bytes of a decode of `max_sequences` rows at any width, and those per byte of the rows' states."""
         most = self.config.max_sequences
         rows = min(MEASURED_ROWS, most) if self.abilities.batched_decode else 1
         width = max(1, min(MEASURED_WIDTH, self.model.max_model_len // 2 - 1))
@@ -305,7 +308,7 @@ class PaddedDevice(LanguageDevice):
         elif self.kind == "cuda":
             reserved_by_others = total - free
             left = int(total * config.memory_fraction) - reserved_by_others
-            # A prompt of the longest kind may need more than there is. Then fewer rows run beside it.
+            # A prompt of the longest kind may need more than there is. Then fewer rows run at the same time.
             size = int((left - min(activations, max(0, left) // 2)) / (1 + share))
         else:
             size = min(CPU_STATE_BYTES, free // 2)
@@ -316,7 +319,7 @@ class PaddedDevice(LanguageDevice):
         return size
 
     def _graph_bytes(self, cache: int) -> int:
-        """Bytes of the memory in which captured decodes have the batch, out of those for states.
+        """Bytes, out of those for states, of the memory in which captured decodes keep the batch.
 
         States are counted without it: a batch that outgrows it, or is on its way in, is outside.
         """
@@ -344,7 +347,7 @@ class PaddedDevice(LanguageDevice):
             )
 
     def _host_bytes(self) -> int:
-        """Bytes of states on the host. Raises MemoryError for more than the host has."""
+        """Bytes for states on the host. Raises MemoryError for more than the host has."""
         wanted = self.config.host_cache_gb
         free, total = memory_of(torch.device("cpu"))
         if wanted == "auto":

@@ -17,17 +17,21 @@ from holdfast.lm.padded.loading import UnmodifiedModel
 from holdfast.lm.padded.state_layout import State
 
 MaskStyle = Literal["all columns", "this forward's", "none"]
-"""What a model takes for its mask: all columns, those of the forward's own tokens, or no mask."""
+"""The mask that a model takes: one over all columns, one over the forward's own tokens, or none."""
 STYLES: tuple[MaskStyle, ...] = ("all columns", "this forward's", "none")
 KEYWORDS = ("cache", "past_key_values", "cache_params", "state", "past_key_value", "mems")
 """Names that models give their state, as an argument and in their output, tried first and in this order. They change
-between versions of Transformers, and a model's own code may have others."""
+between versions of Transformers, and a model's own code may have others.
+"""
 AGREES, AGREES_IN_HALF = 5e-3, 0.1
 """Largest difference of logits between one forward and a prefill with decodes, as a share of the largest logit. A scan
-in chunks and one in steps sum in different orders; recurrent states carry that on. The second is for half precision."""
+in chunks and one in steps sum in different orders; recurrent states carry that on. The second is for half precision.
+"""
 
 SAME, SAME_IN_HALF = 1e-4, 2e-2
-"""The same between two ways to say that nothing is masked: at most another kernel of attention."""
+"""Largest difference of logits, as a share of the largest, between two ways to say that nothing is masked: another
+attention kernel may run. The second is for half precision.
+"""
 
 
 class Inputs(NamedTuple):
@@ -38,7 +42,7 @@ class Inputs(NamedTuple):
     positions: torch.Tensor  # [B, q] int64: number of unmasked tokens before each; any number where masked
     columns: torch.Tensor | None = None  # [B] int64: the column of `ids` whose logits are needed; None: the last
     padded: bool = True  # whether the mask may have zeros; if it has none, only models that need one get it
-    ready: Any = None  # what the model is given for its mask, where that is not `mask`
+    ready: Any = None  # the mask argument for the model, if that is not `mask`
 
 
 class Driver:
@@ -51,21 +55,21 @@ class Driver:
     def __init__(self, model: UnmodifiedModel, *, growing: bool = True) -> None:
         """`growing` False leaves every layer of the state as the model makes it.
 
-        Raises UnsupportedCheckpoint if the model's logits for a short prompt cannot be had.
+        Raises UnsupportedCheckpoint if the model gives no logits for a short prompt.
         """
         self.model = model
         self.growing = growing
         self.keyword: str | None = None
-        """The argument of `forward` that takes the state; None where the model gives none out."""
+        """The argument of `forward` that takes the state; None if the model gives no state out."""
         self._given_out: str | int = 1
-        """The key of the output that holds the state; an index where the output is a tuple."""
+        """The key of the output that holds the state; an index if the output is a tuple."""
         self.mask_style: MaskStyle = "all columns"
         parameters = inspect.signature(model.module.forward).parameters
         self._names = frozenset(parameters)
         self._keeps: Literal["nothing", "last", "columns"] = "nothing"
-        """Which logits the model can be told to compute alone."""
+        """Whether `forward` can compute only the last column's logits, only those of given columns, or neither."""
         self._needs_mask = True
-        """Whether the model computes something else without a mask although nothing is masked."""
+        """Whether a call without a mask gives other logits although nothing is masked."""
         with torch.inference_mode():
             try:
                 with in_float32(model.module) as exact:
@@ -78,8 +82,8 @@ class Driver:
     def forward(self, inputs: Inputs, state: State | None) -> tuple[torch.Tensor, State | None]:
         """Logits [B, vocab_size] at the columns asked for, and the state afterwards, of width L + q.
 
-        `state` None starts rows at position 0. The state given is consumed. Where `keyword` is None the state stays
-        None, and the rows must be whole each time. Waits for the device only where the model's own code does.
+        `state` None starts rows at position 0. The state given is consumed. If `keyword` is None the state stays None,
+        and each call must give the rows whole. Waits for the device only if the model's own code does.
         """
         with torch.inference_mode():
             rows, tokens = inputs.ids.shape
@@ -97,11 +101,11 @@ class Driver:
             return logits.gather(1, columns[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0], new
 
     def run(self, rows: int, tokens: int) -> State:
-        """The state after one forward of arbitrary tokens: what `StateLayout.discover` takes."""
+        """The state after one forward of arbitrary tokens, for `StateLayout.discover`."""
         return self.forward(self.inputs(self.text(rows, tokens)), None)[1]
 
     def text(self, rows: int, tokens: int) -> torch.Tensor:
-        """Arbitrary tokens [rows, tokens], different ones in each row, without the placeholder."""
+        """Arbitrary tokens [rows, tokens], different in each row, none of them the placeholder."""
         most = self.model.vocab_size - 1
         numbers = torch.arange(rows)[:, None] * 31 + torch.arange(tokens) * 7 + (torch.arange(tokens) ** 2) % 11 + 3
         return (1 + numbers % most).to(self.model.device)
@@ -110,8 +114,8 @@ class Driver:
     def inputs(ids: torch.Tensor, start: int = 0) -> Inputs:
         """Inputs of rows without placeholders: ids [B, q], from position `start`.
 
-        Most models get no mask then. So they neither make one of their own of it nor wait for the device to see whether
-        they need it.
+        Most models then get no mask. So they neither build a mask from it nor wait for the device to see whether they
+        need one.
         """
         rows, tokens = ids.shape
         mask = torch.ones(rows, start + tokens, dtype=torch.int64, device=ids.device)
@@ -120,7 +124,7 @@ class Driver:
         )
 
     def _call(self, inputs: Inputs, state: State | None, **more: Any) -> tuple[torch.Tensor, State | None]:
-        """Logits of all columns, unless `more` says otherwise, and the state."""
+        """Logits and the state. The logits are of all columns, unless `more` asks for fewer."""
         tokens, width = inputs.ids.shape[1], inputs.mask.shape[1]
         given: dict[str, Any] = dict(more)
         if inputs.ready is not None:
@@ -149,7 +153,7 @@ class Driver:
         return logits, let_grow(new) if self.growing and state is None else new
 
     def _find_out(self, *, exact: bool) -> None:
-        """How the model is called. Raises UnsupportedCheckpoint."""
+        """Find out how the model is called. Raises UnsupportedCheckpoint if no way works."""
         self.mask_style = "all columns" if "attention_mask" in self._names else "none"
         self._needs_mask = True
         states = self._find_states()
@@ -159,7 +163,7 @@ class Driver:
         self._find_whether_it_needs_a_mask(SAME if exact else SAME_IN_HALF)
 
     def _find_states(self) -> list[tuple[str, str | int]]:
-        """Run a short prompt, and look for what comes out and can be given in again, as `state_names`."""
+        """Run a short prompt, and find the outputs that can be given in again, as pairs like those of `state_names`."""
         names = self._names
         given: dict[str, Any] = {name: True for name in ("use_cache", "return_dict") if name in names}
         ids = self.text(1, 4)
@@ -179,7 +183,7 @@ class Driver:
         return state_names(names, output)
 
     def _find_what_is_kept(self) -> None:
-        """Whether the model computes the last column's logits alone, or those of given columns."""
+        """Find out whether the model can compute only the last column's logits, or only those of given columns."""
         if "logits_to_keep" not in self._names:
             return
         inputs = self.inputs(self.text(1, 4))
@@ -200,7 +204,10 @@ class Driver:
             self._keeps = kind
 
     def _find_keyword_and_mask_style(self, states: list[tuple[str, str | int]], most: float) -> None:
-        """Decode two prompts by turns with each state in each style. Where none is right, compute rows whole."""
+        """Decode two prompts in turns with each state in each mask style.
+
+        If none gives right logits, compute rows whole.
+        """
         if not states:
             return
         texts = [self.text(2, 12)[row : row + 1, : 9 + 3 * row] for row in range(2)]
@@ -213,12 +220,12 @@ class Driver:
                     return
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # a mask of another shape, or what is no state, may raise anything
+            except Exception:  # a mask of another shape, or an output that is not a state, may raise anything
                 continue
         self.keyword, self.mask_style = None, "all columns" if "attention_mask" in self._names else "none"
 
     def _find_whether_it_needs_a_mask(self, most: float) -> None:
-        """Give a prompt of two rows in two parts and a decode, with a mask and without."""
+        """Compare a prompt of two rows in two parts and a decode with a mask and without one."""
         text, given = self.text(2, 9), list[list[torch.Tensor]]()
         for needed in (True, False):
             self._needs_mask = needed
@@ -229,14 +236,14 @@ class Driver:
                     logits.append(own[:, -1])
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # it may not know rows, or parts; then it gets a mask
+            except Exception:  # it may not support several rows, or parts; then it gets a mask
                 self._needs_mask = True
                 return
             given.append(logits)
         self._needs_mask = max(map(difference, given[1], given[0])) > most
 
     def _by_turns(self, texts: list[torch.Tensor], whole: list[torch.Tensor]) -> float:
-        """The largest difference of two prompts that are decoded by turns from their logits in one forward."""
+        """The largest difference between two prompts that are decoded in turns and their logits in one forward."""
         states, worst, prompt = [], 0.0, 6
         for text, logits in zip(texts, whole, strict=True):
             own, state = self._call(self.inputs(text[:, :prompt]), None)
@@ -251,11 +258,11 @@ class Driver:
 
 
 def state_names(names: Collection[str], output: Any) -> list[tuple[str, str | int]]:
-    """Arguments that may take the state in `output`, with its key there, likeliest first; empty if there is none.
+    """Arguments that may take the state in `output`, with its key there, most likely first; empty if there is none.
 
     `names` are the arguments of `forward`. An output of a newer Transformers may have the state under another name than
-    the argument of older code that gave it out, so known names are paired with each other, too. Reads no key that
-    the output lacks: Transformers answers to deprecated names, with a warning.
+    the argument of older code that gave it out, so known names are paired with each other, too. Reads no key that the
+    output lacks: Transformers answers to deprecated names, with a warning.
     """
     known = [name for name in KEYWORDS if name in names]
     if isinstance(output, tuple):
@@ -269,7 +276,7 @@ def state_names(names: Collection[str], output: Any) -> list[tuple[str, str | in
 
 
 def difference(given: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest difference of logits as a share of the largest logit; infinite where they are not finite."""
+    """The largest difference of logits as a share of the largest logit; infinite if they are not finite."""
     if given.shape != right.shape or not bool(torch.isfinite(given).all()):
         return float("inf")
     return float((given.float() - right.float()).abs().max() / right.float().abs().max().clamp(min=1e-6))
@@ -277,9 +284,9 @@ def difference(given: torch.Tensor, right: torch.Tensor) -> float:
 
 @contextmanager
 def in_float32(module: Any) -> Iterator[bool]:
-    """Raise the tensors of a module that are in half precision to float32 meanwhile, if they fit; whether they are.
+    """Inside the block, raise a module's half-precision tensors to float32 if they fit. Yields whether they are raised.
 
-    Half precision is exact in float32, so each tensor is afterwards what it was.
+    Half precision is exact in float32, so each tensor has its old value afterwards.
     """
     half = [
         (tensor, tensor.dtype)

@@ -1,7 +1,7 @@
 """Encoder-decoders on padded rows: the prompt goes through the encoder, and the decoder answers (the T5 class).
 
-A position of such a row is a token of the prompt, or one that the decoder was given behind its first ones. A state of
-`length` positions has the keys and values of the whole prompt (cross attention) and of the decoder's tokens.
+A position of such a row is a token of the prompt, or a token that the decoder was given after its first ones. A state
+of `length` positions has the keys and values of the whole prompt (cross attention) and of the decoder's tokens.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from holdfast.lm.types import Abilities, RowBytes
 TOLERANCE = 1e-4
 """Largest difference of logits in float32, as a share of the largest logit, between rows together and a row alone."""
 LENGTHS = (5, 9, 3)
-"""Tokens of the prompts that are probed."""
+"""Lengths in tokens of the prompts that are probed."""
 DECODES = 4
 
 
 @dataclass(slots=True)
 class EncodedState:
-    """The state of B rows: what the decoder keeps of the prompts and of its own tokens, both right-aligned."""
+    """The state of B rows: the decoder's keys and values for the prompts and its own tokens, both right-aligned."""
 
     own: State
-    """Self attention: a cache as wide as the most decoder tokens of a row."""
+    """Self attention: a cache as wide as the longest row of decoder tokens."""
     cross: State
     """Cross attention: a cache as wide as the longest prompt."""
     sources: list[int]
-    """Tokens of each row's prompt."""
+    """Number of tokens in each row's prompt."""
     targets: list[int]
-    """Tokens that each row's decoder was given, its first ones included."""
+    """Number of tokens that each row's decoder was given, including its first ones."""
 
 
 class EncodedLayout(StateLayout):
@@ -58,7 +58,7 @@ class EncodedLayout(StateLayout):
 
     @property
     def croppable(self) -> bool:
-        """False: an encoder reads its prompt whole."""
+        """Always False: an encoder reads its prompt whole."""
         return False
 
     def row_bytes(self) -> RowBytes:
@@ -90,8 +90,8 @@ class EncodedLayout(StateLayout):
         return EncodedState(own, cross, sources, targets)
 
     def blank(self, batch: State, width: int, row: int) -> State:
-        """Raises ValueError: no prompt is computed beside decodes."""
-        raise ValueError(f"row {row} is to be computed beside decodes, and an encoder reads its prompt alone")
+        """Raises ValueError: prompts cannot be computed in one forward with decodes."""
+        raise ValueError(f"row {row} is to be computed together with decodes, and an encoder reads its prompt alone")
 
     def filter(self, batch: State, rows: Sequence[int]) -> State:
         sources, targets = ([part(batch)[row] for row in rows] for part in (_sources, _targets))
@@ -138,10 +138,13 @@ def _targets(state: EncodedState) -> list[int]:
 
 
 class EncoderDecoderDriver(Driver):
-    """Calls an encoder-decoder of text. A forward from position 0 is the encoder, and the decoder's first tokens."""
+    """Calls an encoder-decoder of text. A forward from position 0 runs the encoder, and the decoder's first tokens."""
 
     def __init__(self, model: UnmodifiedModel, *, growing: bool = True) -> None:
-        """As `Driver`. Raises UnsupportedCheckpoint for a model that takes anything but text."""
+        """Find out how to call the model, like `Driver`.
+
+        Raises UnsupportedCheckpoint for a model that takes more than text.
+        """
         module, name = model.module, model.architecture
         self.model, self.growing = model, growing
         self.mask_style = "all columns"
@@ -158,7 +161,7 @@ class EncoderDecoderDriver(Driver):
         """Tokens that the decoder is given before it answers."""
         width = module.get_encoder().config.hidden_size
         self._encoded = torch.zeros(1, 1, width, dtype=model.dtype, device=model.device)
-        """In place of the encoder's output, whose keys and values are in the state."""
+        """A placeholder for the encoder's output, whose keys and values are in the state."""
         try:
             self.keyword, self._given_out = self._find_cache()
             own, cross = (
@@ -196,7 +199,7 @@ class EncoderDecoderDriver(Driver):
         return self.forward(self.inputs(self.text(rows, tokens)), None)[1]
 
     def probe(self) -> Abilities:
-        """Compare rows together with each alone. Raises UnsupportedCheckpoint for logits that are not finite."""
+        """Compare rows together with each row alone. Raises UnsupportedCheckpoint for logits that are not finite."""
         with torch.inference_mode(), in_float32(self.model.module) as raised:
             most = TOLERANCE if raised else AGREES_IN_HALF / 2
             text = self.text(len(LENGTHS), max(LENGTHS) + DECODES)
@@ -224,7 +227,7 @@ class EncoderDecoderDriver(Driver):
             )
 
     def _merged(self, text: torch.Tensor, states: list[tuple[State, int]], right: list[torch.Tensor]) -> float:
-        """Rows of different lengths in one batch: merged, embedded, decoded, and one of them left."""
+        """Rows of different lengths in one batch: merged, embedded, decoded, and one of them removed."""
         layout, steps = self.layout, [step for _, step in states]
         lengths = [length + step for length, step in zip(LENGTHS, steps, strict=True)]
         try:
@@ -250,13 +253,13 @@ class EncoderDecoderDriver(Driver):
         return difference(logits, torch.stack([each[0] for each in right]))
 
     def _next(self, ids: torch.Tensor) -> Inputs:
-        """Inputs of a forward behind a state, which says all but the ids."""
+        """Inputs of a forward that continues a state, which gives everything but the ids."""
         return Inputs(ids, ids, ids)
 
     def _decode(
         self, ids: torch.Tensor, state: EncodedState, encoded: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor, EncodedState]:
-        """Run the decoder over ids [B, q]; encoded [B, S, H] with its mask [B, S]."""
+        """Run the decoder over ids [B, q], with the encoder's output `encoded` [B, S, H] and its mask [B, S]."""
         assert self.keyword is not None
         tokens, width = ids.shape[1], max(state.targets)
         if width:
@@ -282,7 +285,10 @@ class EncoderDecoderDriver(Driver):
 
     @torch.inference_mode()
     def _find_cache(self) -> tuple[str, str | int]:
-        """The argument that takes the cache, and its key in the output. Raises UnsupportedCheckpoint for no cache."""
+        """The argument that takes the cache, and its key in the output.
+
+        Raises UnsupportedCheckpoint if there is no cache.
+        """
         module = self.model.module
         output: Any = module(
             input_ids=self.text(1, 4),
@@ -297,7 +303,7 @@ class EncoderDecoderDriver(Driver):
 
     @torch.inference_mode()
     def _sample(self, rows: int, tokens: int, part: str) -> State:
-        """One of the caches after so many tokens of its own kind."""
+        """One of the two caches (`part`) after `tokens` tokens of its own kind."""
         ids = self.text(rows, tokens)
         encoded = self.model.module.get_encoder()(input_ids=ids if part == "cross" else ids[:, :4]).last_hidden_state
         mask = torch.ones(encoded.shape[:2], dtype=torch.int64, device=ids.device)

@@ -41,34 +41,34 @@ from holdfast.lm.types import (
 from holdfast.lm.types.penalties import PenaltyPlan
 
 OUT_OF_CPU_MEMORY = "DefaultCPUAllocator"
-"""What PyTorch says where the host has no memory for a tensor; it has no type of its own for that error."""
+"""Part of PyTorch's message when the host has no memory for a tensor. That error has no type of its own."""
 
 MOST_SOURCES = 1 << 16
-"""Sequences whose prompts' lengths are remembered, where an encoder reads them."""
+"""Number of sequences whose prompt lengths are remembered for an encoder-decoder."""
 
 
 @dataclass(slots=True)
 class _Apart:
-    """A state that is not in the batch: of a prompt, or of a row that came back from a slot."""
+    """A state outside the batch: of a prompt, or of a row that came back from a slot."""
 
     length: int
     state: State | None
-    """None while it is `loading`. The tokens [1, length] of a model that gives no state out."""
+    """None while it is `loading`. For a model that gives no state out, the tokens [1, length]."""
     loading: LoadingState | None = None
     written: Any = None
-    """The CUDA event after the work that wrote the state and the row's last token, where there are two streams."""
+    """The CUDA event after the work that wrote the state and the row's last token, if there are two streams."""
     stream: Any = None
-    """The stream of that work; None: the batch's."""
+    """The stream of that work; None: the batch's stream."""
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """What the forwards of one plan have given so far."""
+    """The results of the forwards of one plan so far."""
 
     drawn: list[tuple[Drawn, Wishes | None]] = field(default_factory=list)
-    """On the host once the step is complete, in plan order."""
+    """Drawn tokens in plan order. They are on the host once the step is complete."""
     counts: list[int] = field(default_factory=list)
-    """For each sampling segment, how many of the tokens are its own."""
+    """Number of tokens that each sampling segment draws."""
     lost: list[str] = field(default_factory=list)
     ends: list[Any] = field(default_factory=list)
     """CUDA events after which all tokens are on the host."""
@@ -114,7 +114,7 @@ class PaddedExecutor:
     may run on a second stream beside those of the batch. On CUDA `submit` returns once the work is launched. On a CPU
     one worker thread runs the steps in order. Sampled tokens feed the next forward on the device (`PENDING`).
 
-    Where the model lacks an ability a forward is run in parts, at worst one row at a time, with the same tokens.
+    If the model lacks an ability, a forward is run in parts, at worst one row at a time, with the same tokens.
 
     Where memory runs out in a forward, the states of that forward are dropped. `RowResult.lost` names its sequences
     and `counts` says that they gave no token. Segments of a lost sequence in later plans compute nothing, until one
@@ -131,39 +131,41 @@ class PaddedExecutor:
         second_stream: bool = True,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        """`second_stream` False runs forwards apart in line with those of the batch, also on a GPU.
+        """`second_stream` False runs all forwards on one stream, also on a GPU.
 
-        `graphs` runs the decodes that fit into its memory. Without it each is launched kernel by kernel.
+        `graphs` runs the decodes that fit into its memory. Without it each decode is launched kernel by kernel.
         """
         self.driver, self.abilities, self.rows, self.host = driver, abilities, rows, host
         self.graphs = graphs
         self._histories: dict[int, tuple[int, ...]] = {}
-        """The known tokens of the rows of the present plan whose draws depend on them."""
+        """Known tokens, by row, of the current plan's rows whose draws depend on them."""
         self._layout, self._device = rows.layout, rows.device
         self._together = abilities.batched_decode and abilities.keeps_state and rows.layout.batches
-        """Whether rows share a state. If not, each has its own in `_apart`, and those in the batch are in `_joined`."""
+        """Whether rows share a state. If not, each has its own in `_apart`, and the rows of the batch are in `_joined`.
+        """
         self._joined: set[int] = set()
         self._apart: dict[int, _Apart] = {}
         self._slots: dict[int, tuple[State, int]] = {}
-        """States kept on the device, with their lengths."""
+        """States kept on the device, with their lengths, by slot."""
         self._names: dict[int, str] = {}
-        """By row with a state, the sequence that computed it."""
+        """Id of the sequence that computed the state of each row."""
         self._lost: dict[int, bool] = {}
         """Rows whose state is gone for lack of memory; whether `RowResult.lost` has said so."""
         self._sources: dict[str, int] | None = {} if driver.model.is_encoder_decoder else None
-        """Of an encoder-decoder, by the id of a sequence, which must be its own for good: the tokens of its prompt. Its
-        first segment from 0 has these alone."""
+        """For an encoder-decoder, the number of prompt tokens by sequence id; None for other models. A sequence's first
+        segment from 0 has exactly its prompt. No two sequences may have one id, also later.
+        """
         self._lost_slots: dict[int, bool] = {}
-        """The same of slots."""
+        """Slots whose state was lost for lack of memory, and whether `StepResult.lost` has reported it."""
         self._in_flight: deque[Future[StepResult] | _CudaFlight] = deque()
         on_cpu = self._device.type == "cpu"
         self._worker = ThreadPoolExecutor(1, "holdfast-step") if on_cpu else None
-        self._beside: Any = torch.cuda.Stream(self._device) if second_stream and not on_cpu else None  # type: ignore[no-untyped-call]
+        self._second: Any = torch.cuda.Stream(self._device) if second_stream and not on_cpu else None  # type: ignore[no-untyped-call]
 
     def submit(self, plan: StepPlan) -> None:
         """Start the step and return without waiting for it. Raises ValueError for a plan that it cannot run.
 
-        A plan has `forwards` if it has segments. Its last `stop` is their number.
+        A plan with segments has `forwards`. The last forward's `stop` is the number of segments.
         """
         self._check(plan)
         if self._worker is not None:
@@ -185,7 +187,7 @@ class PaddedExecutor:
         return result
 
     def prepare(self) -> bool:
-        """Use a pause to capture one more graph. Returns whether it did; not while a step is in flight."""
+        """Use a pause to capture one more graph. Returns whether it did; never while a step is in flight."""
         return self.graphs is not None and not self._in_flight and self.graphs.prepare()
 
     def close(self) -> None:
@@ -199,7 +201,7 @@ class PaddedExecutor:
         self.graphs = None
 
     def clear(self) -> None:
-        """Give up every state, on the device and on the host, as if no plan had been run. Not with a step in flight."""
+        """Give up every state, on the device and on the host, as before the first plan. No step may be in flight."""
         if self.host is not None:
             self.host.close()
         self.rows.clear()
@@ -209,7 +211,7 @@ class PaddedExecutor:
             self._sources.clear()
 
     def _check(self, plan: StepPlan) -> None:
-        """Raise ValueError for forwards that do not cover the segments, or rows that there are not."""
+        """Raise ValueError for forwards that do not cover the segments, or for rows out of range."""
         rows_plan = plan.part(RowPlan)
         stops = [0, *(each.stop for each in rows_plan.forwards)]
         if stops[-1] != len(plan.segments) or any(stop < start for start, stop in pairwise(stops)):
@@ -236,7 +238,7 @@ class PaddedExecutor:
         return _CudaFlight(plan.step, outcome, began)
 
     def _with_copies(self, result: StepResult, *, wait: bool) -> StepResult:
-        """The result with what is known of copies to and from the host."""
+        """The result with the completed copies to and from the host."""
         if self.host is None:
             return result
         return replace(result, copied=self.host.completed(result.step, wait=wait))
@@ -247,7 +249,7 @@ class PaddedExecutor:
         rows_plan = plan.part(RowPlan)
         segments, moves, start = list(plan.segments), deque(rows_plan.moves), 0
         self._histories = {each.row: each.tokens for each in plan.part(PenaltyPlan).histories}
-        began = self._event() if self._beside is not None else None
+        began = self._event() if self._second is not None else None
         for index, forward in enumerate(rows_plan.forwards):
             self._move_all(plan.step, index, moves)
             own, start = segments[start : forward.stop], forward.stop
@@ -267,7 +269,7 @@ class PaddedExecutor:
     # Moves
 
     def _move_all(self, step: int, before: int, moves: deque[RowMove]) -> None:
-        """Do the moves that come before this forward. Drops that follow each other are one."""
+        """Do the moves that come before forward `before`. Consecutive drops are done as one."""
         now = []
         while moves and moves[0].before == before:
             now.append(moves.popleft())
@@ -279,7 +281,7 @@ class PaddedExecutor:
                     self._move(step, move)
 
     def _move(self, step: int, move: RowMove) -> None:
-        """Do a move. Where memory runs out the states that it touches are lost."""
+        """Do a move. If memory runs out, the states that it touches are lost."""
         row, slot = move.row, move.slot
         match move.kind:
             case "embed" if row not in self._lost:
@@ -289,7 +291,7 @@ class PaddedExecutor:
             case "keep" | "store":
                 self._lost_slots.pop(slot, None)
                 if row not in self._lost and not self._fits(lambda: self._keep(step, move)):
-                    if not self._fits(lambda: self._drop([row])):  # the batch is as it was; without the row it is fine
+                    if not self._fits(lambda: self._drop([row])):  # the batch is unchanged; without the row it is right
                         self._lose(self.rows.rows)
                     self._lose([row])
                 if row in self._lost:
@@ -297,7 +299,7 @@ class PaddedExecutor:
                 self._names.pop(row, None)
             case "offload" if slot not in self._lost_slots:
                 state, length = self._slot(slot)
-                if self.abilities.keeps_state:  # tokens alone stay where they are
+                if self.abilities.keeps_state:  # a model without a state has only tokens, which stay where they are
                     del self._slots[slot]
                     self._to_host(slot, state, length, step)
             case "load":
@@ -313,7 +315,7 @@ class PaddedExecutor:
                 self._slots.pop(slot, None)
                 if self.host is not None:
                     self.host.forget(slot)
-            case _:  # of a row or slot whose state is lost
+            case _:  # a row or slot whose state is lost
                 pass
 
     def _embed(self, move: RowMove) -> None:
@@ -334,12 +336,12 @@ class PaddedExecutor:
             self._names.pop(row, None)
             apart = self._apart.pop(row, None)
             if apart is not None:
-                self._enter(apart)  # whoever gets the row or the memory next comes after what still uses it
+                self._enter(apart)  # the next user of the row or memory must come after the work that still uses it
             elif self._lost.pop(row, None) is None and row not in together:
                 raise ValueError(f"row {row} is dropped and has no state")
 
     def _keep(self, step: int, move: RowMove) -> None:
-        """Take a row's state out of the batch, or from apart, and put it into a slot."""
+        """Take a row's state, in the batch or outside it, and put it into a slot."""
         state, length = self._leave(move)
         if move.length < length:
             state = self._cut(state, move.length)
@@ -349,7 +351,7 @@ class PaddedExecutor:
             self._slots[move.slot] = (state, move.length)
 
     def _leave(self, move: RowMove) -> tuple[State, int]:
-        """The state of a row and its length; the row is empty then."""
+        """Take the state of a row, which is then empty. Returns the state and its length."""
         row, place = move.row, self.rows.place(move.row)
         if place is None and row not in self._apart:
             raise ValueError(f"{move}: the row has no state")
@@ -364,7 +366,7 @@ class PaddedExecutor:
         return state, length
 
     def _cut(self, state: State, length: int) -> State:
-        """The first positions of a state of one row."""
+        """The first `length` positions of a state of one row."""
         return self._layout.cut(state, length) if self.abilities.keeps_state else state[:, :length]
 
     def _slot(self, slot: int) -> tuple[State, int]:
@@ -389,13 +391,13 @@ class PaddedExecutor:
         state = self._layout.copy(state) if self.abilities.keeps_state else state
         if move.length < length:
             state = self._cut(state, move.length)
-        written = self._event() if self._beside is not None else None
+        written = self._event() if self._second is not None else None
         self._apart[move.row] = _Apart(move.length, state, written=written)
 
     # Forwards
 
     def _is_present(self, segment: Segment, outcome: _Outcome) -> bool:
-        """Whether the state that a segment follows is there. If it is lost, the result says so, once."""
+        """Whether the state that a segment continues is there. If it is lost, the result reports it once."""
         row = segment.row
         if row in self._lost:
             if segment.start:
@@ -416,7 +418,7 @@ class PaddedExecutor:
         return True
 
     def _source(self, segment: Segment) -> int:
-        """Of an encoder-decoder's segment that computes a prompt and tokens behind it, the length of the prompt; or 0.
+        """Number of prompt tokens in an encoder-decoder's segment that computes a prompt and tokens after it, else 0.
 
         The encoder reads the prompt alone, so such a segment takes two forwards.
         """
@@ -426,7 +428,7 @@ class PaddedExecutor:
         return source if source < segment.length else 0
 
     def _forward(self, forward: Forward, segments: Sequence[Segment], began: Any, outcome: _Outcome) -> None:
-        """Run a forward over those of its segments whose state is there, and note the tokens."""
+        """Run a forward over those of its segments whose state is there, and record the tokens."""
         if forward.apart:
             with self._on_second_stream(began, outcome):
                 outcome.drawn.append(self._compute_apart(segments))
@@ -437,7 +439,7 @@ class PaddedExecutor:
             self._mark_written(segments)
 
     def _compute_batch(self, segments: Sequence[Segment], ended: Sequence[int]) -> tuple[Drawn, Wishes | None]:
-        """Run a forward of the batch; the tokens of its sampling segments."""
+        """Run a forward of the batch. Returns the tokens of its sampling segments."""
         if not self._together:
             alone = [self._compute_alone(segment) for segment in segments]
             self._joined.update(segment.row for segment in segments)
@@ -468,7 +470,7 @@ class PaddedExecutor:
         return self._draw(logits, segments, [rows.place(each.row) for each in segments])
 
     def _decode(self) -> torch.Tensor:
-        """Decode every row of the batch once; the logits [B, vocab_size]."""
+        """Decode every row of the batch once. Returns the logits [B, vocab_size]."""
         rows = self.rows
         if self.graphs is not None and (logits := self.graphs.decode(rows)) is not None:
             return logits
@@ -478,16 +480,19 @@ class PaddedExecutor:
         rows.advance(state)
         return logits
 
-    def _joins(self, joining: Sequence[Segment], beside: bool) -> bool:
-        """Whether one forward can compute these prompts, and decodes beside them if there are any."""
-        if (beside and not self.abilities.shaping) or any(map(self._source, joining)):
+    def _joins(self, joining: Sequence[Segment], decoding: bool) -> bool:
+        """Whether one forward can compute these prompts, together with decodes if `decoding`."""
+        if (decoding and not self.abilities.shaping) or any(map(self._source, joining)):
             return False
         return self.abilities.left_padding or len({each.length for each in joining}) == 1
 
     def _join_in_parts(
         self, segments: Sequence[Segment], running: Sequence[Segment], joining: Sequence[Segment]
     ) -> tuple[Drawn, Wishes | None]:
-        """Decode what runs, compute the prompts apart, and embed them: what shaping gives where a model lacks it."""
+        """Decode the running rows, compute the prompts outside the batch, and embed them.
+
+        Replaces shaping if a model lacks it.
+        """
         by_row: dict[int, torch.Tensor] = {}
         if self.rows.rows:
             logits = self._decode()
@@ -501,7 +506,7 @@ class PaddedExecutor:
         return self._draw(torch.stack([by_row[each.row] for each in segments]), segments)
 
     def _compute_apart(self, segments: Sequence[Segment]) -> tuple[Drawn, Wishes | None]:
-        """Run a forward apart: a chunk of one prompt, or whole prompts; the tokens of its sampling segments."""
+        """Run a forward outside the batch: a chunk of one prompt, or whole prompts. Returns its sampled tokens."""
         if wrong := [
             each.row for each in segments if self.rows.place(each.row) is not None or each.row in self._joined
         ]:
@@ -516,7 +521,7 @@ class PaddedExecutor:
         return self._draw(torch.stack([by_row[each.row] for each in segments]), segments)
 
     def _groups(self, segments: Sequence[Segment]) -> list[list[Segment]]:
-        """Prompts that one forward can compute: all of them, or those of equal length."""
+        """Groups of prompts that one forward can compute: all of them, or those of equal length."""
         parted = [[segment] for segment in segments if self._source(segment)]
         whole = [segment for segment in segments if not self._source(segment)]
         if self.abilities.left_padding:
@@ -527,7 +532,7 @@ class PaddedExecutor:
         return [*by_length.values(), *parted]
 
     def _compute_group(self, segments: Sequence[Segment]) -> torch.Tensor:
-        """Compute whole prompts in one forward, each to a state apart; their logits [n, vocab_size]."""
+        """Compute whole prompts in one forward, each to a state outside the batch. Returns logits [n, vocab_size]."""
         if self._source(segments[0]):
             return self._compute_alone(segments[0])
         logits, state = self.driver.forward(left_padded([each.tokens for each in segments], self._device), None)
@@ -538,7 +543,7 @@ class PaddedExecutor:
         return logits
 
     def _compute_alone(self, segment: Segment) -> torch.Tensor:
-        """Compute one row by itself, from the state apart that it has; its logits [1, vocab_size]."""
+        """Compute one row alone, from its state outside the batch. Returns the logits [1, vocab_size]."""
         ids = self._ids(segment)
         before = self._apart.pop(segment.row, None)
         state = None if before is None else self._enter(before)
@@ -559,7 +564,10 @@ class PaddedExecutor:
         return logits
 
     def _ids(self, segment: Segment) -> torch.Tensor:
-        """The tokens of a segment [1, q] on the device. A first one that is PENDING is what its row sampled last."""
+        """The tokens of a segment [1, q] on the device.
+
+        A first token that is PENDING is the one that its row sampled last.
+        """
         if segment.tokens[0] != PENDING:
             return upload(segment.tokens, self._device)[None]
         last = self.rows.last_token[segment.row : segment.row + 1]
@@ -572,10 +580,10 @@ class PaddedExecutor:
     def _draw(
         self, logits: torch.Tensor | None, segments: Sequence[Segment], at: Sequence[int | None] | None = None
     ) -> tuple[Drawn, Wishes | None]:
-        """Sample after the segments that ask for it; the tokens, which also become the last ones of their rows.
+        """Sample after the segments that ask for it. The tokens also become the last ones of their rows.
 
-        logits [n, vocab_size] has a row for each segment, or the rows `at`. The tokens are on the host once the work
-        on the current stream is done.
+        logits [n, vocab_size] has a row for each segment, or the rows `at`. The tokens are on the host once the work on
+        the current stream is done.
         """
         sampled = [index for index, segment in enumerate(segments) if segment.sampling is not None]
         if logits is None or not sampled:
@@ -592,13 +600,13 @@ class PaddedExecutor:
         if histories:
             last = upload([each.tokens[-1] for each in drawn], self._device)
             last = torch.where(last == PENDING, self.rows.last_token.index_select(0, numbers[0]), last)
-        # A sampler of its own: nothing on the device outlives this draw, which may be on either stream.
+        # A new sampler each time: nothing on the device outlives this draw, which may be on either stream.
         given = Sampler().draw(logits, wishes=wishes, **self._settings(drawn, asked), last=last)
         self.rows.last_token.index_copy_(0, numbers[0], given.tokens)
         return given.on_host(), wishes
 
     def _settings(self, segments: Sequence[Segment], asked: Sequence[Sampling]) -> dict[str, Any]:
-        """How to draw a token after each of these segments, as `Sampler.draw` takes it."""
+        """Keywords of `Sampler.draw` that say how to draw a token after each of these segments."""
         any_random = any(each.temperature > 0 for each in asked)
         if not any_random:
             unread = torch.empty(0)
@@ -622,7 +630,7 @@ class PaddedExecutor:
     # Memory that runs out
 
     def _fits(self, work: Callable[[], None]) -> bool:
-        """Do some work; False if the device or the host had no memory for it."""
+        """Do some work. Returns False if the device or the host had no memory for it."""
         try:
             work()
             return True
@@ -638,7 +646,7 @@ class PaddedExecutor:
     def _lose(self, rows: Sequence[int], outcome: _Outcome | None = None) -> None:
         """Give up the states of these rows, and of the whole batch if one of them is in it.
 
-        With an `outcome` their sequences are named there; otherwise once a segment of theirs is planned.
+        With an `outcome` their sequences are reported there; otherwise once a segment of theirs is planned.
         """
         if any(self.rows.place(row) is not None for row in rows):
             rows = [*rows, *(row for row in self.rows.rows if row not in rows)]
@@ -661,30 +669,30 @@ class PaddedExecutor:
 
     @contextmanager
     def _on_second_stream(self, began: Any, outcome: _Outcome) -> Iterator[None]:
-        """Run what is inside beside the batch, where there is a second stream, after what earlier plans began."""
-        if self._beside is None:
+        """Run the block on the second stream, if there is one, after the work that earlier plans began."""
+        if self._second is None:
             yield
             return
-        self._beside.wait_event(began)
-        with torch.cuda.stream(self._beside):
+        self._second.wait_event(began)
+        with torch.cuda.stream(self._second):
             try:
                 yield
             finally:
                 outcome.ends.append(self._event())
 
     def _mark_written(self, segments: Sequence[Segment]) -> None:
-        """Note that the current stream has just written the states apart of these rows, and their last tokens."""
+        """Record that the current stream just wrote these rows' states outside the batch, and their last tokens."""
         apart = [self._apart[each.row] for each in segments if each.row in self._apart]
-        if self._beside is not None and apart:
+        if self._second is not None and apart:
             written, stream = self._event(), torch.cuda.current_stream()
             for each in apart:
                 each.written, each.stream = written, stream
 
     def _enter(self, apart: _Apart) -> State:
-        """The state, for work on the current stream, which waits for what wrote it."""
+        """The state, for work on the current stream, which then waits for the work that wrote it."""
         if apart.loading is not None:
             return apart.loading.take()
-        if self._beside is not None and apart.written is not None:
+        if self._second is not None and apart.written is not None:
             current = torch.cuda.current_stream()
             if apart.stream != current:
                 current.wait_event(apart.written)
@@ -694,7 +702,7 @@ class PaddedExecutor:
         return apart.state
 
     def _state_apart(self, row: int, length: int) -> _Apart:
-        """The state apart of a row. Raises ValueError if there is none of this length."""
+        """The state of a row outside the batch. Raises ValueError if there is none of this length."""
         apart = self._apart.get(row)
         if apart is None or apart.length != length:
             raise ValueError(f"row {row} is embedded with {length} positions and has {apart.length if apart else 0}")

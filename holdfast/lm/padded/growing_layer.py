@@ -19,33 +19,34 @@ WASTE = 1.25
 
 
 def rounded(positions: int) -> int:
-    """The room that a buffer for so many positions has, in positions."""
+    """The number of positions that a buffer for `positions` positions has room for."""
     return -(-positions // QUANTUM) * QUANTUM
 
 
 class _Buffers:
-    """The memory behind the keys and values of one layer, [rows, heads, positions, size] each."""
+    """The memory of the keys and values of one layer, [rows, heads, positions, size] each."""
 
     __slots__ = ("begin", "end", "keys", "seen", "values")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, rows: int, positions: int, front: int = 0) -> None:
-        """Room for so many rows and positions: `front` columns that are not written, then these keys and values."""
+        """Buffers of `rows` rows and `positions` positions: `front` unwritten columns, then these keys and values."""
         wide = rounded(positions)
         self.keys, self.values = (x.new_empty(rows, *x.shape[1:-2], wide, x.shape[-1]) for x in (keys, values))
         self.begin, self.end = 0, front + keys.shape[-2]
-        """The columns in use."""
+        """The columns in use are [begin, end)."""
         for buffer, given in ((self.keys, keys), (self.values, values)):
             buffer[: given.shape[0]].narrow(-2, front, given.shape[-2]).copy_(given)
         self.seen: torch.Tensor | None = None
-        """The view of the keys that was given out last. Another tensor in its place means that the buffers are old."""
+        """The view of the keys that was given out last. If the layer has another tensor, these buffers are out of date.
+        """
 
     @property
     def size(self) -> int:
-        """Positions of all rows that another buffer could save."""
+        """Positions of all rows that smaller buffers could save."""
         return self.keys.shape[0] * self.keys.shape[-2]
 
     def view(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first rows in the columns in use."""
+        """Keys and values of the first `rows` rows, in the columns in use."""
         width = self.end - self.begin
         keys, values = self.keys.narrow(-2, self.begin, width), self.values.narrow(-2, self.begin, width)
         if rows < keys.shape[0]:
@@ -55,12 +56,12 @@ class _Buffers:
 
 
 class _FixedBuffers(_Buffers):
-    """Buffers whose memory belongs to somebody else and does not move. To leave them saves nothing."""
+    """Buffers whose memory belongs to another owner and does not move. Leaving them saves nothing."""
 
     __slots__ = ()
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, end: int, width: int) -> None:
-        """Over these tensors, the columns in use being the last `width` before `end`."""
+        """Use these tensors. The columns in use are the last `width` before `end`."""
         self.keys, self.values = keys, values
         self.begin, self.end = end - width, end
         self.seen = None
@@ -88,12 +89,12 @@ class _Grows(DynamicLayer):  # type: ignore[misc]
         return not self.is_initialized or self.keys.numel() == 0
 
     def _own(self) -> _Buffers | None:
-        """The buffers, if keys and values are views of them still."""
+        """The buffers, if keys and values are still views of them."""
         own = self._buffers
         return own if own is not None and own.seen is self.keys else None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values behind the others; views of all."""
+        """Write keys and values after the others. Returns views of all."""
         rows, more = keys.shape[0], keys.shape[-2]
         own = self._own()
         if self._is_empty:
@@ -119,8 +120,8 @@ class _Grows(DynamicLayer):  # type: ignore[misc]
     def settle(self, keys: torch.Tensor, values: torch.Tensor, end: int) -> None:
         """Move to these buffers [rows or more, heads, positions, size], so that the columns end at `end`.
 
-        The layer grows there as long as it has room. What else is in the buffers becomes 0. They may share memory with
-        those that the layer is in.
+        The layer grows there as long as it has room. All other columns in the buffers become 0. The buffers may share
+        memory with those that the layer is in.
         """
         rows, width = self.keys.shape[0], self.keys.shape[-2]
         for buffer, given in ((keys, self.keys), (values, self.values)):
@@ -132,14 +133,14 @@ class _Grows(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = own.view(rows)
 
     def settled(self, keys: torch.Tensor) -> int | None:
-        """The column behind the last one in use, if the layer is in these buffers."""
+        """The column after the last one in use if the layer is in these buffers, else None."""
         own = self._own()
         if own is None or own.keys.data_ptr() != keys.data_ptr() or own.keys.shape != keys.shape:
             return None
         return own.end
 
     def take_column(self) -> None:
-        """Take in the next column, which somebody else has written to the buffers that the layer has settled in.
+        """Count the next column as used. The owner of the buffers that the layer has settled in has written it.
 
         A counter of positions is left as it is. Raises RuntimeError if there is no next column.
         """
@@ -150,9 +151,9 @@ class _Grows(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = own.view(self.keys.shape[0])
 
     def reframe(self, rows: int, begin: int, end: int) -> None:
-        """Keep the first `rows` rows and the columns from `begin` to `end`. What is new is 0.
+        """Keep the first `rows` rows and the columns from `begin` to `end`. New rows and columns are 0.
 
-        `begin` may be negative, and `rows` more than there are. Copies only where the buffers have no room.
+        `begin` may be negative, and `rows` more than there are. Copies only if the buffers have no room.
         """
         had, width = self.keys.shape[0], self.keys.shape[-2]
         if (rows, begin, end) == (had, 0, width):
@@ -179,7 +180,7 @@ class GrowingWindowLayer(_Grows, DynamicSlidingWindowLayer):  # type: ignore[mis
     """A `DynamicSlidingWindowLayer` that grows in place.
 
     After a forward it still has all columns that the forward saw, so that the last ones can be cut. The next forward
-    sees the window's, as the mask that Transformers makes expects.
+    sees only the window's columns, as the mask that Transformers makes expects.
     """
 
     def update(
@@ -204,14 +205,14 @@ class GrowingWindowLayer(_Grows, DynamicSlidingWindowLayer):  # type: ignore[mis
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer of one decode over buffers that do not move: [rows, heads, columns, size] each, all of them given out.
+    """A layer of one decode over buffers that do not move: [rows, heads, columns, size] each. Models see all of them.
 
-    The keys and values go to a column that a tensor names, so the same launches serve each decode. Models are told that
-    it is the last column: then causality hides nothing, and the mask alone says which columns are tokens.
+    The keys and values go to a column that a tensor names, so the same launches serve each decode. Models are given it
+    as the last column: then causality hides nothing, and the mask alone says which columns are tokens.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, column: torch.Tensor) -> None:
-        """`column` is int64 [1], on the device."""
+        """`column` is int64 [1] on the device: where this decode writes."""
         super().__init__()
         self.keys, self.values, self._column = keys, values, column
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
@@ -234,7 +235,10 @@ def growing(state: Any) -> list[_Grows]:
 
 
 def let_grow(state: Any) -> Any:
-    """Replace the layers of exactly Transformers' dynamic classes in a state by ones that grow in place. The state."""
+    """Replace the layers of exactly Transformers' dynamic classes in a state by ones that grow in place.
+
+    Returns the state.
+    """
     for cache in (state, getattr(state, "self_attention_cache", None)):
         layers = getattr(cache, "layers", None)
         if not isinstance(cache, Cache) or not isinstance(layers, list):

@@ -26,14 +26,14 @@ class LoadingState:
         self.end.wait()
         state, self.state = self.state, None
         for tensor in self._layout.tensors(state):
-            if tensor.is_cuda:  # it belongs to the copies' stream: its memory must not go back there too soon
+            if tensor.is_cuda:  # it was allocated on the copy stream: its memory must not be reused there too soon
                 tensor.record_stream(torch.cuda.current_stream())
         return state
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A state on the host; None until its copy has run."""
+    """A state on the host. `state` is None until its copy has run."""
 
     length: int
     bytes: int
@@ -49,14 +49,15 @@ class _Copy:
     bytes: int
     end: CopyEvent
     source: State
-    """Held until the copy has read it."""
+    """The state being copied, held until the copy has read it."""
 
 
 class HostRows:
     """Copies states to the host and back on streams of their own; on a CPU a copy is complete at once.
 
-    A store waits for the computation begun so far. A load waits for the store of its slot, and what reads the state
-    afterwards waits for the load (`LoadingState.take`). So a load that begins a plan ahead costs that plan no time.
+    A store waits for the computation begun so far. A load waits for the store of its slot, and work that reads the
+    state afterwards waits for the load (`LoadingState.take`). So a load that begins a plan ahead costs that plan no
+    time.
     """
 
     def __init__(
@@ -68,14 +69,14 @@ class HostRows:
         row_bytes: RowBytes | None = None,
         make_stream: Callable[[], CopyStream] | None = None,
     ) -> None:
-        """`capacity` in bytes. States come from `device` and go back there.
+        """`capacity` is in bytes. States come from `device` and go back there.
 
         `row_bytes` is by default the layout's. `make_stream` makes what copies run on, one for each direction.
         """
         self.layout = layout
         self.capacity = capacity
         self.used = 0
-        """Bytes of the states that are stored."""
+        """Bytes of the stored states."""
         self._device = device
         self._row_bytes = row_bytes or layout.row_bytes()
         make = make_stream or (lambda: stream_for(device))
@@ -92,7 +93,9 @@ class HostRows:
         return self._slots[slot].length
 
     def store(self, slot: int, state: State, length: int, step: int) -> None:
-        """Begin to copy a state of one row to the slot, in plan `step`. Consumes it. What the slot held is lost.
+        """Begin to copy a state of one row to the slot, in plan `step`.
+
+        Consumes the state and replaces the slot's old one.
 
         Raises MemoryError beyond the capacity, which the scheduler counts too.
         """
@@ -138,13 +141,13 @@ class HostRows:
             self.used -= stored.bytes
 
     def completed(self, step: int, *, wait: bool) -> TierCopied:
-        """Copies that have completed, of plans up to `step`. With `wait`, block until all begun so far have."""
+        """Copies of plans up to `step` that have completed. With `wait`, block until all begun so far have."""
         copies: list[CopyTime] = []
         out = self._passed(self._going_out, step, wait, copies)
         return TierCopied(out, self._passed(self._coming_in, step, wait, copies), tuple(copies))
 
     def close(self) -> None:
-        """Wait for the copies under way and give back the memory."""
+        """Wait for the copies under way and free the memory."""
         for copy in (*self._going_out, *self._coming_in):
             copy.end.finish()
         self._going_out.clear()
@@ -153,7 +156,7 @@ class HostRows:
         self.used = 0
 
     def _passed(self, queue: deque[_Copy], step: int, wait: bool, copies: list[CopyTime]) -> int:
-        """Move complete copies of plans up to `step` to `copies`; the last plan with all its copies complete."""
+        """Move complete copies of plans up to `step` to `copies`. Returns the last plan whose copies are complete."""
         while queue and queue[0].step <= step:
             copy = queue[0]
             if wait:

@@ -1,4 +1,4 @@
-"""Load a checkpoint as Transformers' own module, as it is: for the padded executor."""
+"""Loads a checkpoint as Transformers' own module, unmodified: for the padded executor."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from holdfast.lm.models.loader import (
 log = logging.getLogger("holdfast.engine")
 
 WITHOUT_LIMIT = 8192
-"""Longest sequence of a model whose config names none, such as a recurrent one; max_model_len may say so."""
+"""Longest sequence of a model whose config names none, such as a recurrent one. `max_model_len` may set another."""
 LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "context_length", "n_ctx")
-"""Where configs say what a model was made for, in tokens."""
+"""Config entries that give the longest sequence a model was made for, in tokens."""
 CANNOT_GENERATE = {
     "XLNetLMHeadModel": "it predicts tokens in any order, and Transformers cannot generate with it",
     "ReformerModelWithLMHead": "its config does not say is_decoder, so it does not predict the next token",
 }
-"""Architectures that Transformers lists among causal decoders. Reformer is one with `is_decoder`."""
+"""Architectures that Transformers lists among causal decoders but that cannot generate, with the reason. Reformer can
+with `is_decoder`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnmodifiedModel:
-    """A module of Transformers, or of a checkpoint's own code, with its weights on the device. In eval mode."""
+    """A module of Transformers, or of a checkpoint's own code, with its weights on the device, in eval mode."""
 
     module: Any
-    """The `PreTrainedModel`. Nothing of it is replaced, neither its parameters nor its attention."""
+    """The `PreTrainedModel`. No part of it is replaced, neither its parameters nor its attention."""
     architecture: str
     vocab_size: int
     max_model_len: int
@@ -51,9 +53,9 @@ class UnmodifiedModel:
     weight_bytes: int
     is_encoder_decoder: bool = False
     pad_token_id: int = 0
-    """The id of placeholders. They are masked, so any id of the vocabulary is right."""
+    """The id of placeholders. They are masked, so any id of the vocabulary works."""
     shortened: str = ""
-    """Why sequences are shorter than the model was made for, if they are and nobody has asked for it."""
+    """The reason why sequences are shorter than the model was made for, if nobody asked for that; else empty."""
 
 
 def load_unmodified(
@@ -88,7 +90,7 @@ def load_unmodified(
             files_of(directory)  # Transformers would follow an index to files outside
         module = hf.load_module(directory, config, device, kind, random=load_format == "random", own_code=remote)
     else:
-        # Probing for the paged cache has left another attention: back to the one that it chooses itself.
+        # Probing for the paged cache set another attention: go back to the model's own choice.
         module.set_attn_implementation(module.get_correct_attn_implementation(None))
     return as_unmodified(
         module, architecture=architecture, max_model_len=max_model_len, eos_token_ids=eos_token_ids(directory, config)
@@ -102,9 +104,9 @@ def as_unmodified(
     max_model_len: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
 ) -> UnmodifiedModel:
-    """A module in eval mode with what the executor must know about it.
+    """Wrap a module in eval mode, with the facts that the executor needs.
 
-    Raises ValueError if `max_model_len` is longer than what the model was made for.
+    Raises ValueError if `max_model_len` is longer than the model was made for.
     """
     config = module.config.get_text_config()
     named = [getattr(config, name, None) for name in LIMITS]
@@ -136,8 +138,8 @@ def as_unmodified(
 def switches_at(config: Any) -> int | None:
     """The length in tokens beyond which a model has other rotary frequencies for all of its positions; None: none.
 
-    That is longrope (LongRoPE, arXiv 2402.13753), as in Phi-3: keys that were computed before a sequence became longer
-    are of no use then, so a prompt is right in one forward only, and Transformers' `generate` computes the sequence
+    That is longrope (LongRoPE, arXiv 2402.13753), as in Phi-3. Keys that were computed before a sequence became longer
+    are then useless. So a prompt is right in one forward only, and Transformers' `generate` computes the sequence
     again. Frequencies of the type dynamic change beyond `max_position_embeddings`, which no sequence exceeds.
     """
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

@@ -12,7 +12,7 @@ from holdfast.lm.padded.driver import Inputs
 from holdfast.lm.padded.state_layout import State, StateLayout
 
 Newcomers = Sequence[tuple[int, Sequence[int]]]
-"""Rows of the plans that join by shaping, each with its whole prompt."""
+"""Rows that join by shaping: the row's index in the plans, and its whole prompt."""
 
 
 class RunningRows:
@@ -21,7 +21,7 @@ class RunningRows:
     The rows of a plan (`Segment.row`) name sequences; their places in the batch change as others leave. A place is an
     index into `rows` and `lengths`, and into the batch axis of the state. Invariants, which `check` asserts:
 
-    1. The mask of a place is 0 up to `width - length` and 1 behind: no holes. `compact` False gives this up.
+    1. The mask of a place is 0 up to `width - length` and 1 after it: no holes. `compact` False gives this up.
     2. Each time leaf is finite, also under the mask.
     3. `width` is the longest length: some row has no placeholders. With `compact` False this holds for the columns in
        front of each row's first token, and only after `release`.
@@ -38,29 +38,29 @@ class RunningRows:
         self.device = device
         self.compact = compact
         self.rows: list[int] = []
-        """By place, the row of the plans."""
+        """Row in the plans of each place."""
         self.lengths: list[int] = []
-        """By place, the number of tokens in the state."""
+        """Number of tokens in the state of each place."""
         self.width = 0
-        """Columns of the state: placeholders and tokens."""
+        """Number of columns of the state: placeholders and tokens."""
         self.state: State | None = None
-        """None while the batch is empty."""
+        """The state of the batch; None while it is empty."""
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
-        """By row of the plans, in the batch or not: the token that it sampled last."""
+        """The token that each row of the plans sampled last, in the batch or not."""
         self._places: dict[int, int] = {}
         self._starts: list[int] = []
-        """By place, the columns in front of its first token: the paper's index. Not compact only."""
+        """Number of columns before the first token of each place: the paper's index. Only if not compact."""
         self._mask = torch.zeros(0, 0, dtype=torch.int64, device=device)
-        """[places, width]. Not compact only."""
+        """The mask [places, width]. Only if not compact."""
         self._next_mask = self._mask
-        """What the mask becomes by `advance`. Not compact only."""
+        """The mask after the next `advance`. Only if not compact."""
 
     def place(self, row: int) -> int | None:
-        """The place of a row in the batch."""
+        """The place of a row in the batch; None if it is not there."""
         return self._places.get(row)
 
     def embed(self, row: int, state: State, length: int) -> None:
-        """Let a state of one row join the batch (BA-B). Consumes the state. Raises ValueError for a row that is in."""
+        """Add a state of one row to the batch (BA-B). Consumes the state. Raises ValueError for a row that is in."""
         if row in self._places:
             raise ValueError(f"row {row} is in the batch already, at place {self._places[row]}")
         self.release()
@@ -77,7 +77,7 @@ class RunningRows:
         self._append(row, length, self.width - length)
 
     def drop(self, *rows: int) -> None:
-        """Let rows leave; the last rows take their places. Raises ValueError for a row that is not in the batch."""
+        """Remove rows; the last rows take their places. Raises ValueError for a row that is not in the batch."""
         if missing := [row for row in rows if row not in self._places]:
             raise ValueError(f"rows {missing} are not in the batch, which has the rows {self.rows}")
         order = list(range(len(self.rows)))
@@ -103,7 +103,7 @@ class RunningRows:
         self._mask = self._next_mask = self._mask.new_zeros(0, 0)
 
     def extract(self, row: int) -> State:
-        """The state of one row alone; the row stays. With `compact` False, not of a row that has holes."""
+        """The state of one row alone; the row stays. With `compact` False, the row must have no holes."""
         place = self._places[row]
         length = self.lengths[place]
         if not self.compact and self.width - self._starts[place] != length:
@@ -123,18 +123,20 @@ class RunningRows:
                 self._mask = self._mask[:, free:]
 
     def set_last(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Set the last tokens of rows, where the host knows them."""
+        """Set the last tokens of rows, if the host knows them."""
         pair = upload([*rows, *tokens], self.device)
         self.last_token.index_copy_(0, pair[: len(rows)], pair[len(rows) :])
 
     def decode_inputs(self) -> Inputs:
-        """One token for each place: ids [B, 1] from `last_token`, mask [B, width + 1], positions [B, 1]."""
+        """Inputs of one token for each place: ids [B, 1] from `last_token`, mask [B, width + 1], positions [B, 1]."""
         inputs = decode_inputs(*self._on_device())
         self._next_mask = inputs.mask
         return inputs
 
     def shaped_inputs(self, newcomers: Newcomers) -> Inputs:
-        """One token for each place, and whole prompts of `newcomers` (row, tokens) beside them (BA-A). Releases first.
+        """Inputs of one token for each place, together with whole prompts of `newcomers` (row, tokens) (BA-A).
+
+        Releases first.
 
         In an empty batch this is a left-padded prefill. `columns` is 0 for running rows and the last for newcomers.
         `advance` must follow: the state has the newcomers' rows from now on.
@@ -199,7 +201,7 @@ class RunningRows:
                 raise RuntimeError(f"a leaf of shape {tuple(tensor.shape)} is not finite")
 
     def _append(self, row: int, length: int, start: int) -> None:
-        """Note that a row has the next place."""
+        """Give a row the next place."""
         self._places[row] = len(self.rows)
         self.rows.append(row)
         self.lengths.append(length)
@@ -207,7 +209,7 @@ class RunningRows:
             self._starts.append(start)
 
     def _on_device(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """By place: the last tokens [B], the mask [B, width], the lengths [B]. One upload."""
+        """The last tokens [B], the mask [B, width] and the lengths [B], by place, in one upload."""
         rows, lengths = upload([*self.rows, *self.lengths], self.device).view(2, -1)
         mask = right_aligned(lengths, self.width) if self.compact else self._mask
         return self.last_token.index_select(0, rows), mask, lengths

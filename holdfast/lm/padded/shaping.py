@@ -1,4 +1,4 @@
-"""Vector shaping: the tensors with which whole prompts are computed beside running rows (Baton §4.1)."""
+"""Vector shaping: the tensors of a forward that computes whole prompts together with running rows (Baton §4.1)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from holdfast.lm.kernels.upload import upload
 from holdfast.lm.padded.driver import Inputs
 
 PLACEHOLDER = 0
-"""The id of placeholders. They are masked, so any id of the vocabulary is right."""
+"""The id of placeholders. They are masked, so any id of the vocabulary works."""
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> Inputs:
     """The first forward of n whole prompts, placeholders in front: all [n, l] for the longest of l tokens (BA-1).
 
-    The logits needed are those of the last column.
+    The caller needs the logits of the last column.
     """
     longest = max(map(len, prompts))
     both = np.zeros((2, len(prompts), longest), np.int64)
@@ -35,12 +35,13 @@ def shaped_inputs(
     """One forward of all B rows, in which whole prompts take the slots that `newcomers` names (BA-4 to BA-6).
 
     last [B] int64: the latest token of each row. mask [B, L] int64: 1 where a column of the state is a token. lengths
-    [B] int64: the number of those. What they say of the newcomers' slots is not read. With l the longest prompt:
+    [B] int64: the number of tokens. Their values at the newcomers' slots are not read. With l the longest prompt:
 
-    - ids [B, l]: of a running row its token, then placeholders; of a newcomer its prompt, behind placeholders if it is
+    - ids [B, l]: a running row has its token, then placeholders. A newcomer has its prompt, after placeholders if it is
       not the longest.
-    - mask [B, L + l]: of a running row its own, a 1, then zeros; of a newcomer zeros for the old state, then its own.
-    - positions [B, l]: of a running row its length throughout; of a newcomer from 0.
+    - mask [B, L + l]: a running row has its own mask, a 1, then zeros. A newcomer has zeros for the old state, then its
+      own mask.
+    - positions [B, l]: a running row has its length throughout. A newcomer counts from 0.
     - columns [B]: 0 for a running row, l - 1 for a newcomer.
     """
     device, (rows, width) = mask.device, mask.shape

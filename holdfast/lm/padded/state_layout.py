@@ -21,7 +21,7 @@ LeafKind = Literal["time", "row", "counter", "rows", "constant", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor or number inside a state, by how its shape follows the number of rows and of tokens.
+    """One tensor or number inside a state, classified by how its shape follows the number of rows and of tokens.
 
     - time: has an axis for rows and one for positions (keys, values, latents).
     - row: has an axis for rows and none for positions (convolution and recurrent states).
@@ -37,18 +37,18 @@ class Leaf:
     batch_axis: int | None = None
     time_axis: int | None = None
     window: int | None = None
-    """Most positions that a time leaf keeps; None: all."""
+    """Largest number of positions that a time leaf keeps; None: all."""
     bytes: int = 0
-    """Of one position for a time leaf, of one row for a row leaf."""
+    """Bytes of one position for a time leaf, of one row for a row leaf, else 0."""
 
 
 Path = tuple[Any, ...]
-"""Attributes, keys and indices."""
+"""Attributes, keys and indices that lead from a state to one of its parts."""
 _OPAQUE = (
     str, bytes, bool, float, complex, type, FunctionType, MethodType,
     torch.dtype, torch.device, torch.Generator, torch.nn.Module, PreTrainedConfig,
 )  # fmt: skip
-"""What may stand in a state and holds nothing of it."""
+"""Types that may occur in a state and hold none of its tensors or numbers."""
 
 
 def _children(holder: Any) -> Iterator[tuple[Any, Any]]:
@@ -62,7 +62,7 @@ def _children(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _leaves(state: State) -> dict[Path, torch.Tensor | int]:
-    """Tensors and numbers of a state. What is reached by two paths stands under both; loops are cut."""
+    """Tensors and numbers of a state by path. A part that two paths reach is listed under both; loops are cut."""
     found: dict[Path, torch.Tensor | int] = {}
 
     def visit(path: Path, part: Any, above: tuple[int, ...]) -> None:
@@ -77,14 +77,14 @@ def _leaves(state: State) -> dict[Path, torch.Tensor | int]:
 
 
 def _part(state: State, path: Path) -> Any:
-    """What stands at a path."""
+    """The part of a state at a path."""
     for name in path:
         state = state[name] if isinstance(state, (dict, list, tuple)) else getattr(state, str(name))
     return state
 
 
 def _put(state: State, path: Path, value: Any) -> State:
-    """Write to a path. The state, which is another one if it is a tuple."""
+    """Write to a path. Returns the state, which is a new one if it is a tuple."""
     if not path:
         return value
     name, rest = path[0], path[1:]
@@ -100,7 +100,7 @@ def _put(state: State, path: Path, value: Any) -> State:
 
 
 def _twin(state: State) -> State:
-    """A state of its own containers that shares the tensors."""
+    """A copy of the state's containers that shares the tensors."""
     made: dict[int, Any] = {}
 
     def twin(part: Any) -> Any:
@@ -140,7 +140,7 @@ class StateLayout:
         self._time, self._row, self._counters = kinds["time"], kinds["row"], kinds["counter"]
         self._other = next((leaf for leaf in self.leaves if leaf.kind == "other"), None)
         self._holders: dict[Path, list[Leaf]] = {}
-        """Time leaves by the path of what holds them: a layer frames its keys and values together."""
+        """Time leaves by the path of the object that holds them: a layer frames its keys and values together."""
         for leaf in self._time:
             self._holders.setdefault(leaf.path[:-1], []).append(leaf)
 
@@ -179,7 +179,7 @@ class StateLayout:
         )
 
     def width(self, state: State) -> int:
-        """Positions that the state stands for: of its counter or its widest time leaf, without slack; 0 if neither."""
+        """Number of positions of the state, by its counter or widest time leaf, without slack; 0 if it has neither."""
         for leaf in self._counters:
             if isinstance(count := _part(state, leaf.path), int):
                 return count
@@ -238,9 +238,9 @@ class StateLayout:
 
     @torch.inference_mode()
     def filter(self, batch: State, rows: Sequence[int]) -> State:
-        """The batch with these rows alone, in this order; the width stays.
+        """The batch with only these rows, in this order; the width stays.
 
-        Where rows leave and others from the end take their places, only these are copied.
+        If rows leave and others from the end take their places, only the latter are copied.
         """
         had, kept = self._rows(batch), len(rows)
         if not rows or not all(0 <= row < had for row in rows):
@@ -279,9 +279,10 @@ class StateLayout:
 
     @torch.inference_mode()
     def cut(self, state: State, width: int) -> State:
-        """The state without the positions behind the first `width`. Raises ValueError where row leaves make that wrong.
+        """The state without the positions after the first `width`.
 
-        Also where a window has gone on, so that positions which it would show are no longer there.
+        Raises ValueError if row leaves make that wrong, or if a window has moved on, so that positions that it would
+        show are gone.
         """
         self._check()
         behind = self.width(state) - width
@@ -299,13 +300,13 @@ class StateLayout:
 
     @torch.inference_mode()
     def release(self, batch: State, width: int) -> State:
-        """The batch with its last `width` positions alone: placeholders in front of all rows go (Baton §4.1.3)."""
+        """The batch with only its last `width` positions: common placeholders in front are removed (Baton §4.1.3)."""
         self._check()
         return self._frame(batch, width, count=True)
 
     @torch.inference_mode()
     def to(self, state: State, device: torch.device, *, pinned: bool = False) -> State:
-        """A copy on a device, without waiting for it; `pinned` for one in locked host memory. `state` stays valid."""
+        """A copy on a device, without waiting for it; `pinned` for locked host memory. `state` stays valid."""
         locked = pinned and torch.cuda.is_available()
         return self._copied(
             state,
@@ -316,21 +317,21 @@ class StateLayout:
 
     @torch.inference_mode()
     def copy(self, state: State) -> State:
-        """A state that shares no memory with this one, which stays valid."""
+        """A copy that shares no memory with this state, which stays valid."""
         return self._copied(state, lambda part: part.clone(memory_format=torch.contiguous_format))
 
     def parts(self, state: State, kind: LeafKind) -> list[tuple[Leaf, torch.Tensor | int]]:
-        """The leaves of a kind, and what stands there."""
+        """The leaves of a kind, each with its value."""
         return [(leaf, _part(state, leaf.path)) for leaf in self.leaves if leaf.kind == kind]
 
     def put(self, state: State, parts: Sequence[tuple[Leaf, torch.Tensor | int]]) -> State:
-        """The state with other tensors or numbers at some leaves. Consumes it."""
+        """The state with new tensors or numbers at some leaves. Consumes it."""
         for leaf, part in parts:
             state = _put(state, leaf.path, part)
         return state
 
     def twin(self, state: State) -> State:
-        """A state of its own containers that shares the tensors."""
+        """A copy of the state's containers that shares the tensors."""
         return _twin(state)
 
     def tensors(self, state: State) -> list[torch.Tensor]:
@@ -345,7 +346,7 @@ class StateLayout:
             )
 
     def _rows(self, state: State) -> int:
-        """Rows of a state. Raises ValueError for a layout with unknown leaves."""
+        """Number of rows of a state. Raises ValueError for a layout with unknown leaves."""
         self._check()
         leaf = next(iter((*self._time, *self._row)), None)
         if leaf is None:
@@ -354,7 +355,7 @@ class StateLayout:
         return rows
 
     def _place(self, batch: State, row: int) -> int:
-        """The batch's number of rows, once `row` is one of them or the next."""
+        """Number of rows in the batch once `row` is one of them or the next."""
         rows = self._rows(batch)
         if not 0 <= row <= rows:
             raise ValueError(f"row is {row}; the batch has rows 0 to {rows - 1}, and the next is {rows}")
@@ -367,7 +368,10 @@ class StateLayout:
     def _frame(
         self, state: State, width: int, *, rows: int | None = None, behind: int = 0, count: bool = False
     ) -> State:
-        """Give every time leaf the width and the rows: placeholders in front, or fewer columns in front and behind."""
+        """Give every time leaf the width and the rows, with placeholders in front or fewer columns at either end.
+
+        `behind` is the number of columns to remove at the end.
+        """
         for path, leaves in self._holders.items():
             holder = _part(state, path)
             for leaf in leaves:
@@ -383,10 +387,10 @@ class StateLayout:
         return self._count(state, width, rows) if count else state
 
     def _write_time(self, batch: State, width: int, row: int, newcomer: State, length: int) -> None:
-        """Write the newcomer's positions to the end of a row, zeros before them."""
+        """Write the newcomer's positions to the end of a row, and zeros before them."""
         for leaf in self._time:
             axis, time = leaf.batch_axis or 0, leaf.time_axis or 0
-            time -= time > axis  # of what `select` leaves
+            time -= time > axis  # `select` removes the row axis
             place, new = _part(batch, leaf.path).select(axis, row), _part(newcomer, leaf.path).select(axis, 0)
             wide, have = capped(width, leaf.window), new.shape[time]
             kept = min(have, capped(length, leaf.window))
@@ -395,7 +399,7 @@ class StateLayout:
                 place.narrow(time, 0, wide - kept).zero_()
 
     def _count(self, state: State, width: int | None, rows: int | None, *, fresh: bool = False) -> State:
-        """Set the counters, those that are tensors too. `fresh` for a state that shares them with another."""
+        """Set the counters, including tensors. `fresh` replaces tensors, for a state that shares them with another."""
         for leaf in self.leaves:
             value = {"counter": width, "rows": rows}.get(leaf.kind)
             if value is None:
@@ -418,11 +422,11 @@ class StateLayout:
 
 
 _RUNS = ((1, 5), (2, 5), (1, 6), (1, 21))
-"""Rows and tokens of the runs that tell the axes."""
+"""Rows and tokens of the runs that identify the axes."""
 
 
 def capped(length: int, window: int | None) -> int:
-    """Positions that a leaf keeps of so many."""
+    """Number of positions that a leaf keeps of `length`."""
     return length if window is None else min(length, window)
 
 
@@ -441,7 +445,7 @@ def _framed(part: torch.Tensor, leaf: Leaf, rows: int, begin: int, end: int) -> 
 
 
 def _met_twice(leaves: dict[Path, torch.Tensor | int]) -> set[Path]:
-    """Paths of tensors that stand under several: written to under one of them, they would fall apart."""
+    """Paths of tensors that have several paths. Writing a new tensor to one path would separate it from the others."""
     by_id: dict[int, list[Path]] = {}
     for path, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
@@ -450,12 +454,12 @@ def _met_twice(leaves: dict[Path, torch.Tensor | int]) -> set[Path]:
 
 
 def _moves(leaf: Leaf) -> bool:
-    """Whether verbs write a leaf."""
+    """Whether verbs write to a leaf."""
     return leaf.kind != "constant"
 
 
 def _window(state: State, path: Path) -> int | None:
-    """Most positions that Transformers' sliding layers keep of keys or values: longer than a probe, so it is read."""
+    """Most positions of keys or values that a sliding layer of Transformers keeps. Probes are too short to find it."""
     if path[-1:] not in (("keys",), ("values",)):
         return None
     window = getattr(_part(state, path[:-1]), "sliding_window", None)
@@ -463,7 +467,7 @@ def _window(state: State, path: Path) -> int | None:
 
 
 def _leaf(path: Path, parts: Sequence[torch.Tensor | int | None], window: int | None) -> Leaf:
-    """Tell the kind of a leaf from what it is after each of `_RUNS`; None where it is missing."""
+    """Classify a leaf by its values after each of `_RUNS`; None where it is missing."""
     if any(part is None or isinstance(part, int) != isinstance(parts[0], int) for part in parts):
         return Leaf(path, "other")
     first, two_rows, longer, longest = parts

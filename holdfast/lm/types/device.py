@@ -85,7 +85,7 @@ class EngineShape:
     num_blocks: int
     """Blocks of the KV cache on the device; positions of padded rows (`RowShape.positions`)."""
     num_host_blocks: int = 0
-    """Blocks of the host tier."""
+    """Number of blocks in the host tier."""
     host_blocks_ready: int | None = None
     """Those that can be used from the start; None: all."""
     block_bytes: int = 0
@@ -109,9 +109,9 @@ class EngineShape:
     attention_balance: int = 16384
     """Position at which a token's attention costs as much as all its other work. Used where no cost was measured."""
     adapter_slots: int = 0
-    """Adapters that the device holds at a time; 0: none are served."""
+    """Number of adapters that the device holds at a time; 0 if none are served."""
     gives_hidden: bool = False
-    """Whether hidden states can be had: for log probabilities of prompts, and for embeddings."""
+    """Whether the engine can give hidden states: for log probabilities of prompts, and for embeddings."""
     executor: ExecutorName = "paged"
     rows: RowShape | None = None
     """Of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""
@@ -163,7 +163,7 @@ class LanguageDevice(Device[MemoryMeasurement, EngineShape], Protocol):
 
     @property
     def kind(self) -> str:
-        """cuda or cpu."""
+        """ "cuda" or "cpu"."""
         ...
 
     @property

@@ -56,7 +56,7 @@ class DatesReference:
 
     @torch.no_grad()
     def run(self, text: str) -> tuple[list[str], Tensor]:
-        """The date, and h of each step of the decoder, with that which gives <eos>."""
+        """The date, and h of each step of the decoder, including the step that outputs <eos>."""
         state = None
         for character in text.strip().lower():
             embedding = self.weights["encoder.embedding"][dates.CHARACTERS.index(character)]
@@ -111,7 +111,7 @@ class ListOpsReference:
 
 
 def returning_h(cell: Cell) -> Cell:
-    """The cell, but h is returned, too."""
+    """The cell, with h returned as well."""
     return replace(cell, outputs={**cell.outputs, "h": replace(cell.outputs["h"], returned=True)})
 
 

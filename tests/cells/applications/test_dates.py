@@ -18,7 +18,7 @@ from tests.cells.applications.references import DatesReference, returning_h, tex
 
 @cache
 def cases() -> list[cell_data.Case]:
-    """What the application is held to."""
+    """The cases that the application must solve."""
     return cell_data.cases_of_test("dates", 1000)
 
 
@@ -91,7 +91,7 @@ def test_the_decoder_goes_before_the_encoder_and_both_are_one_chain() -> None:
         ("märz 3", "character 2 is 'ä'; letters from a to z, digits, spaces and , . / - are allowed"),
     ],
 )
-def test_a_text_that_is_no_good_is_refused_with_the_reason(text: str, reason: str) -> None:
+def test_an_unusable_text_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError) as caught:
         dates.load().unfold(text_of(text))
     assert str(caught.value) == reason

@@ -20,7 +20,7 @@ from tests.cells.applications.references import ListOpsReference, returning_h, t
 
 @cache
 def cases() -> list[cell_data.Case]:
-    """What the application is held to."""
+    """The cases that the application must solve."""
     return cell_data.cases_of_test("listops", 1000)
 
 
@@ -125,15 +125,15 @@ def test_blanks_do_not_matter() -> None:
         ("[AVG 1 2 ]", "operator is 'AVG'; it must be one of MAX, MIN, MED, SM"),
         ("[ 1 2 ]", "operator is '1'; it must be one of MAX, MIN, MED, SM"),
         ("[MAX 1 12 ]", "12 is not a digit; values are 0 to 9"),
-        ("[MAX 1 -2 ]", "'-' is no token; there are digits, ], and [ with one of MAX, MIN, MED, SM"),
-        ("[MAX ٣ 2 ]", "'٣' is no token; there are digits, ], and [ with one of MAX, MIN, MED, SM"),
+        ("[MAX 1 -2 ]", "'-' is not a token; there are digits, ], and [ with one of MAX, MIN, MED, SM"),
+        ("[MAX ٣ 2 ]", "'٣' is not a token; there are digits, ], and [ with one of MAX, MIN, MED, SM"),
         ("[MAX 1 ]", "the list that ends at token 3 has 1 values; 2 to 5 are allowed"),
         ("[MAX 1 2 3 4 5 6 ]", "the list that ends at token 8 has 6 values; 2 to 5 are allowed"),
         ("[MAX 1 " * 9 + "2" + " ]" * 9, "lists are nested 9 deep; at most 8 are allowed"),
         ("[SM " + "[SM 1 2 3 4 5 ] " * 29 + "]", "the expression has 205 tokens; at most 200 are allowed"),
     ],
 )
-def test_an_expression_that_is_no_good_is_refused_with_the_reason(text: str, reason: str) -> None:
+def test_an_invalid_expression_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError) as caught:
         listops.load().unfold(text_of(text))
     assert str(caught.value) == reason

@@ -1,4 +1,4 @@
-"""The tagger: words of held-out sentences, as plain PyTorch reads them, by what came before each."""
+"""The tagger: each word of held-out sentences is tagged as in plain PyTorch, by the words before it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.cells.applications.references import TaggerReference, returning_h, te
 
 @cache
 def cases() -> list[cell_data.Case]:
-    """What the application is held to."""
+    """The cases that the application must solve."""
     return cell_data.cases_of_test("tagger", 1000)
 
 
 def tags_of(text: str) -> dict[str, str]:
-    """The tag of each word; a word that comes twice has its last."""
+    """The tag of each word. A word that occurs twice has its last tag."""
     application = tagger.load()
     outputs = application.finish(run_together(application, [application.unfold(text_of(text))])[0])
     return dict(zip(outputs["word"].tolist(), outputs["tag"].tolist(), strict=True))
@@ -127,7 +127,7 @@ def test_unknown_words_and_digits_have_a_shape(word: str, shape: str) -> None:
         ("bad \x00 text", r"character 5 is '\x00'; only what can be printed is allowed"),
     ],
 )
-def test_a_text_that_is_no_good_is_refused_with_the_reason(text: str, reason: str) -> None:
+def test_an_unusable_text_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError) as caught:
         tagger.load().unfold(text_of(text))
     assert str(caught.value) == reason

@@ -1,4 +1,4 @@
-"""Training: it repeats, it learns, and what it writes is what an application reads."""
+"""Training: it is repeatable, it learns, and an application reads the files that it writes."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_file_that_says_not_to_sample_means_greedy(directory):
         ('{"max_new_tokens": 0}', "max_tokens is 0"),
     ],
 )
-def test_what_cannot_be_taken_is_refused_by_its_name(directory, overrides, reason):
+def test_an_invalid_field_is_refused_by_its_name(directory, overrides, reason):
     with pytest.raises(ValueError, match=reason):
         find_generation(directory, overrides=overrides)
 
@@ -125,7 +125,7 @@ def test_the_forced_first_token_of_an_encoder_decoder_is_applied_and_not_named(d
     assert "num_beams = 4" in said and "forced_bos" not in said
 
 
-def test_a_long_value_is_cut_and_an_ignored_file_is_not_complained_of(directory, caplog):
+def test_a_long_value_is_cut_and_an_ignored_file_gives_no_warning(directory, caplog):
     (directory / "generation_config.json").write_text(json.dumps({"suppress_tokens": [*range(1000)]}))
     find_generation(directory, "none")
     assert not caplog.records

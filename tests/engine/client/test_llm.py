@@ -188,7 +188,7 @@ def test_tuning_serves_an_adapter_and_goes_on_after_an_interrupt(checkpoint, tmp
         with pytest.raises(TuningError, match="taken"):
             llm.tune(examples, tmp_path / "another", **chosen)
     steps = sum("loss" in each for each in told)
-    assert 5 < steps <= 120  # those that were told after the interrupt are not shown
+    assert 5 < steps <= 120  # steps reported before the interrupt are not shown again
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["before the loop is asked", "before it is waited for"])
@@ -220,7 +220,7 @@ def test_an_interrupt_at_the_beginning_of_a_call_leaves_nothing_running(monkeypa
 @pytest.mark.parametrize(
     ("option", "hint"), [("max_modl_len", "did you mean max_model_len?"), ("xyzzy", "EngineConfig has them all")]
 )
-def test_an_option_that_there_is_not_is_refused_by_name(option: str, hint: str) -> None:
+def test_an_unknown_option_is_refused_by_name(option: str, hint: str) -> None:
     with pytest.raises(TypeError) as refused:
         LLM(**{option: 5})
     assert str(refused.value).startswith(f"LLM has no option {option}; ") and hint in str(refused.value)

@@ -16,7 +16,7 @@ from tests.tokenizers_made import byte_level, metaspace, word_piece
 
 ROLES = "{% for m in messages %}<s>{{ m.role }} {{ m.content | trim }}</s>{% endfor %}<s>"
 BEGIN, END = "\x01", "\x02"
-"""What the oracle calls <s> and </s>."""
+"""The oracle's names for <s> and </s>."""
 
 
 def always_prepended():
@@ -27,7 +27,7 @@ def always_prepended():
 
 
 def prepending():
-    """The older form of the same, with a normalizer."""
+    """The older form of `Metaspace`, with a normalizer."""
     tokenizer = metaspace()
     tokenizer.pre_tokenizer = None
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -40,7 +40,7 @@ def stripping():
 
 
 def normalized():
-    """Special tokens that are looked for after normalization."""
+    """Special tokens that are found after normalization."""
     return changed(metaspace(), normalized=True)
 
 
@@ -62,7 +62,7 @@ def changed(tokenizer, **flags):
 
 
 class Oracle:
-    """Tokenizes a chat with a tokenizer that takes no special token from text, and knows its own by other names."""
+    """Tokenizes a chat with a tokenizer that takes no special token from text, and has other names for its own."""
 
     def __init__(self, make):
         plain, self.tokenizer = make(), make()
@@ -81,7 +81,7 @@ class Oracle:
 
 @cache
 def text_of(make):
-    """One for all examples: each has a process that renders its template."""
+    """One tokenizer for all examples: each has a process that renders its template."""
     return Text(make(), ROLES)
 
 

@@ -39,7 +39,7 @@ GREETING = [{"role": "system", "content": "Be kind."}, {"role": "user", "content
 
 
 def in_chunks(tokens, random_source):
-    """The same tokens in pushes of random sizes, including empty ones."""
+    """These tokens in pushes of random sizes, including empty ones."""
     at = 0
     while at < len(tokens):
         size = random_source.randrange(0, 6)
@@ -178,7 +178,7 @@ def test_text_that_cannot_be_tokenized_is_refused():
         BYTES.encode("ab\ud800")
 
 
-def test_a_text_whose_tokens_begin_at_the_border_needs_nothing_of_the_text_before():
+def test_a_text_whose_tokens_begin_at_the_border_needs_no_text_before_it():
     assert BYTES.encode_after("before", " text") == BYTES.encode(" text", add_special_tokens=False)
 
 

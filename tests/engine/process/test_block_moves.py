@@ -31,8 +31,8 @@ class MovingHistory(History):
         self.loans = []
         self.rooms = []
 
-    def more_settings(self):
-        return dict(parts=[MovePart()])
+    def more_parts(self):
+        return [MovePart()]
 
     def check_books(self):
         check_scheduler(self.scheduler, [block for room, _ in self.rooms for block in room._places])

@@ -1,4 +1,4 @@
-"""Pages and plots: self-contained, and the same for the same runs."""
+"""Pages and plots are self-contained, and equal for equal runs."""
 
 import re
 from html.parser import HTMLParser

@@ -1,4 +1,4 @@
-"""Shared by tests of the simulator: a small invented device, and a run on it."""
+"""Helpers for tests of the simulator: a small invented device, and a run on it."""
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel

@@ -1,4 +1,4 @@
-"""Replicas over one virtual time: the same as one engine where there is one, and what routing and moving change."""
+"""Replicas over one virtual time: one replica equals one engine, and the effects of routing and moving state."""
 
 from dataclasses import replace
 
@@ -63,14 +63,14 @@ def test_every_request_is_served_by_each_policy_and_the_same_in_every_run(policy
     assert all(0 <= reusable < tokens for tokens, reusable in outcome.prompts)
 
 
-def test_round_robin_computes_again_what_the_priced_router_finds():
+def test_round_robin_computes_again_the_state_that_the_priced_router_finds():
     work = chats(25)
     priced, blind = run(work), run(work, policy="round-robin")
     assert priced.reusable_tokens == blind.reusable_tokens > 3_000
     assert priced.found > 0.97 and blind.found < 0.75
 
 
-def test_router_finds_the_same_by_its_own_map_as_if_told():
+def test_the_router_finds_as_much_by_its_own_map_as_by_asking():
     assert run(chats(40)).found > 0.95 < run(chats(40), asks=True).found
 
 
@@ -186,6 +186,6 @@ def test_a_cpu_without_cores_is_refused():
         ({"events": [ClusterEvent(0.1, "fail", n) for n in range(3)]}, "none of 0 replicas is ready"),
     ],
 )
-def test_what_cannot_be_simulated_is_named(options, message):
+def test_a_setting_that_cannot_be_simulated_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         run(chats(20), **options)

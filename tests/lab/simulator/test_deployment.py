@@ -1,4 +1,4 @@
-"""Deployments: profiles and stages by name; derived cost models are close to what was measured where something was."""
+"""Deployments: profiles and stages by name; derived cost models are close to measurements, if there are some."""
 
 from dataclasses import replace
 from importlib.resources import files
@@ -251,7 +251,7 @@ def test_two_devices_halve_the_work_and_add_all_reduces():
 
 @pytest.mark.parametrize(("model", "reductions"), [("llama-2-70b", 2), ("falcon-180b", 1)])
 def test_each_layer_ends_in_an_all_reduce_after_attention_and_after_the_mlp_unless_they_are_parallel(model, reductions):
-    """A ring of 4 devices sends 6 messages for each: all but their latency is the same on both links."""
+    """A ring of 4 devices sends 6 messages for each: apart from latency they cost the same on both links."""
     shape = MODELS[model]
     near, far = (derive(shape, A100, tp=4, link=Link("wire", 1e11, latency)) for latency in (0.0, 1e-5))
     for tokens in (1, 1024):

@@ -1,4 +1,4 @@
-"""Brute-force attention in float64, and random batches to try the backends on."""
+"""Brute-force attention in float64, and random batches for testing the backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.lm.kernels.attention.protocol import Segments
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's attention: what `write` and `attend` take, with the whole context known to the oracle."""
+    """One step's attention: the arguments of `write` and `attend`, and the whole context for the oracle."""
 
     segments: Segments
     query: torch.Tensor  # [T, Hq, D]
@@ -39,7 +39,7 @@ def make_batch(
 ) -> Batch:
     """A batch of (row, start, stop) segments over blocks that lie in random order in the second layer of a cache.
 
-    With a `cache_dtype` the step's own keys and values are still of `dtype`; the oracle gets them as they are stored.
+    With a `cache_dtype`, the step's own keys and values are still of `dtype`. The oracle gets them as they are stored.
     """
     random = np.random.default_rng(seed)
     noise = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Where the Triton kernels run: compiled on a GPU when there is one, else under Triton's interpreter."""
+"""The device of the Triton kernels: a GPU if there is one, else a CPU under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 @pytest.fixture
 def device() -> str:
-    """The device whose tensors the Triton kernels take."""
+    """The device whose tensors the Triton kernels accept."""
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,7 +19,7 @@ from tests.lm.kernels.linear.test_layers import drawn, oracle, shape_of
 HALF_STEP = 2.0**-4
 """The largest relative error of rounding to 3 bits of fraction."""
 LEAST_STEP = 2.0**-9
-"""Between two numbers next to zero."""
+"""The distance between two numbers next to zero."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def bound_of_sums(device: str, rows: int) -> float:
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
-    """Every column within `bound` of its own size, as outputs differ in theirs."""
+    """Assert that every column is within `bound`, relative to its own size, because outputs differ in size."""
     error = (found.double() - expected).norm(dim=0) / expected.norm(dim=0)
     assert error.max() < bound
 
@@ -98,7 +98,7 @@ def test_two_fp8_numbers_hold_a_bfloat16_number(width: int, device: str) -> None
 
 
 def multiply(x: torch.Tensor, weight: Fp8Weight, bias: Any, out: torch.Tensor, launch: Any, **fused: bool) -> None:
-    """x, whose numbers have no more bits than bfloat16, times weight, by the kernel for so many rows."""
+    """Multiply x, whose numbers have no more bits than bfloat16, by the weight, by the kernel for this many rows."""
     if len(x) == 1:
         skinny_gemm(x, weight, bias, out, launch, **fused)
     else:
@@ -283,4 +283,4 @@ def test_captured_fp8_gemms_of_a_layer_equal_float64(tokens: int, bound: float, 
     first = found.clone()
     stream.copy_(start)
     graph.replay()
-    assert torch.equal(found, first)  # no sum depends on who comes first
+    assert torch.equal(found, first)  # no sum depends on the order in which programs end

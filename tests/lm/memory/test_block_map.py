@@ -1,4 +1,4 @@
-"""The block map: it tells where each conversation's blocks lie, a bit at a time, and changes nothing."""
+"""The block map: it reports where each conversation's blocks lie, a few at a time, and changes nothing."""
 
 import random
 
@@ -12,7 +12,7 @@ from tests.scheduling import answer, create_requests, create_scheduler
 
 
 class Watched:
-    """A scheduler whose block map meets each request that is planned, and the rows as they were last told."""
+    """A scheduler whose block map meets each request that is planned, and the rows as last reported."""
 
     def __init__(self, **options):
         self.scheduler = create_scheduler(block_size=4, max_model_len=256, **options)
@@ -30,7 +30,7 @@ class Watched:
         self.scheduler.update(plan, answer(plan), now)
 
     def run(self, name, prompt, now, max_tokens=1):
-        """A request from start to end, alone; its conversation afterwards."""
+        """Run a request from start to end, alone. Returns its conversation afterwards."""
         (request,) = create_requests(prompt, max_tokens=max_tokens)
         self.scheduler.add(type(request)(name, request.prompt, request.params))
         while self.scheduler.has_work():
@@ -94,7 +94,7 @@ def test_a_running_request_shows_what_is_still_to_be_computed():
     assert (row.state, letters(row)) == ("running", "uu-----u")
 
 
-def test_what_was_idle_before_is_grouped_by_its_last_use():
+def test_blocks_that_were_idle_before_are_grouped_by_their_last_use():
     watched = Watched(blocks=32, host_blocks=32)
     watched.run("a", tuple(range(20)), 1.0)
     watched.run("b", tuple(range(500, 512)), 2.0)
@@ -108,7 +108,7 @@ def test_what_was_idle_before_is_grouped_by_its_last_use():
     assert again.number == 1, "its tail is known"
 
 
-def test_a_conversation_without_blocks_is_told_for_a_while_and_then_forgotten():
+def test_a_conversation_without_blocks_is_reported_for_a_while_and_then_forgotten():
     watched = Watched(blocks=8)
     watched.run("a", tuple(range(20)), 0.0)
     watched.run("b", tuple(range(1000, 1030)), 50.0)
@@ -146,7 +146,7 @@ def open_talks(watched):
     return {name.partition("/")[0] for name in watched.scheduler.entries}
 
 
-def test_in_random_histories_each_block_of_the_device_is_told_where_it_is():
+def test_in_random_histories_each_block_of_the_device_is_reported_where_it_is():
     draw = random.Random(5)
     watched = Watched(blocks=24, host_blocks=16, max_sequences=4)
     watched.look(0.0)
@@ -200,7 +200,7 @@ def test_conversations_that_only_the_disk_has_are_found_by_the_time_of_their_las
     assert all(row.state == "idle" and row.cost > 0 for row in rows.values())
 
 
-def test_a_block_is_told_of_in_the_fastest_tier_that_has_it():
+def test_a_block_is_reported_in_the_fastest_tier_that_has_it():
     pool, lower = stored((1.0, digests(1, 2, 3)))
     blocks = BlockMap(pool, lower)
     blocks.everything({}, 5.0)
@@ -221,7 +221,7 @@ def test_the_front_that_only_the_disk_has_belongs_to_the_conversation_whose_rest
     assert sorted(map(letters, rows)) == ["k", "kkhh"]
 
 
-def test_a_large_disk_is_looked_through_beside_the_rounds_of_what_is_known():
+def test_a_large_disk_is_searched_during_the_rounds_of_known_conversations():
     groups = [(float(number), digests(*range(4 * number, 4 * number + 4))) for number in range(8)]
     blocks = BlockMap(*stored(*groups))
     looks = [len(blocks.advance({}, 9.0, 8)) for _ in range(80)]

@@ -141,7 +141,7 @@ def test_different_identities_have_different_roots():
 
 
 class PoolLife(RuleBasedStateMachine):
-    """The pool beside a model that keeps plain lists and searches them."""
+    """The pool, compared with a model that keeps plain lists and searches them."""
 
     def __init__(self):
         super().__init__()

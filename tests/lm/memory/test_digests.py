@@ -12,7 +12,7 @@ ROOT, SIZE = b"r" * 32, 4
 
 @pytest.fixture
 def hashed(monkeypatch):
-    """How many blocks were hashed one by one."""
+    """Number of blocks that were hashed one by one."""
     counted, inner = [], module._chain
 
     def counting(parent, data, width):

@@ -1,4 +1,4 @@
-"""Two tiers: when blocks are copied to the host, what is pinned meanwhile, and who makes room for whom there."""
+"""Two tiers: when blocks are copied to the host, which are pinned meanwhile, and which make room for others there."""
 
 import pytest
 from hypothesis import settings
@@ -27,7 +27,7 @@ def find(pool, digest):
 
 
 def idle(pool, *numbers, now=0.0):
-    """One conversation's blocks, whose contents have these numbers, let go at `now`."""
+    """Blocks of one conversation whose contents have these numbers, freed at `now`."""
     blocks = pool.allocate(len(numbers), now)
     for index, (block, number) in enumerate(zip(blocks, numbers, strict=True)):
         pool.cache_block(block, digest(number), index)
@@ -36,7 +36,7 @@ def idle(pool, *numbers, now=0.0):
 
 
 def found(pool, *numbers):
-    """Where each of these contents is: on the device, on the host, on both, or nowhere."""
+    """The tier of each of these contents: the device, the host, both, or none."""
     where = {(True, True): "both", (True, False): "device", (False, True): "host", (False, False): "nowhere"}
     return [
         where[find(pool, digest(number)) is not None, pool.find_on_host(digest(number)) is not None]
@@ -244,7 +244,7 @@ def test_blocks_that_another_engine_has_go_first_unless_other_state_has_used_the
         pool.finish_swap_out(step)
     assert found(pool, 5, 6, 0, 1, 2, 3) == ["both", "both", "both", "nowhere", "nowhere", "nowhere"]
     pool.share(shared[:1])
-    pool.give_way([digest(0), digest(9)])  # neither what is in use nor what is not here
+    pool.give_way([digest(0), digest(9)])  # neither blocks in use nor blocks that are not here
     check_pool(pool, [shared[:1]])
 
 
@@ -353,7 +353,7 @@ def test_a_held_block_is_not_evicted_and_after_its_release_it_is_again():
     assert host.reserve(1e9, host.victims(10.0)) == (block, [digest(1)])
 
 
-def test_blocks_held_together_are_afterwards_what_they_were():
+def test_blocks_held_together_have_their_old_state_afterwards():
     host = HostPool(3, RULE)
     for number, use in ((1, None), (2, (0.0, 1)), (3, (0.0, 2))):
         block, _ = host.reserve(1e9, host.victims(0.0))
@@ -366,7 +366,7 @@ def test_blocks_held_together_are_afterwards_what_they_were():
     check_host(host, ())
 
 
-def test_holding_what_is_not_there_and_releasing_what_nobody_holds():
+def test_holding_a_missing_block_gives_none_and_releasing_one_that_is_not_held_raises():
     host = host_of(2, 1)
     assert host.hold(digest(9)) is None
     with pytest.raises(RuntimeError, match="nobody holds it"):
@@ -383,7 +383,7 @@ def test_a_held_block_keeps_its_age_and_a_touch_renews_it():
     assert lost == [[digest(1)], [digest(3)], [digest(2)]]
 
 
-def test_a_held_block_is_afterwards_what_its_device_block_has_become_meanwhile():
+def test_a_released_block_takes_the_state_that_its_device_block_has_meanwhile():
     host = host_of(3, 1, 2, 3)
     blocks = [host.hold(digest(number)) for number in (1, 2)]
     host.mark_in_use([digest(1), digest(2), digest(3)])
@@ -443,7 +443,7 @@ def test_state_that_arrives_during_its_swap_out_is_kept_once():
     check_pool(pool, [])
 
 
-def test_state_that_arrives_evicts_nothing_of_a_conversation_that_is_as_active():
+def test_state_that_arrives_evicts_no_block_of_a_conversation_that_is_as_active():
     pool = pool_of(4, 2)
     for number in (1, 2):
         pool.cache_on_host([(pool.reserve_on_host(5, 1.0), digest(number), 5)], 1.0)
@@ -618,7 +618,7 @@ def test_a_block_that_arrives_during_its_swap_out_is_as_idle_as_the_one_on_the_d
     pool.touch([], [digest(0)], 3.0)
 
 
-def test_a_full_host_takes_nothing_that_is_wanted():
+def test_a_full_host_takes_no_wanted_block():
     pool = pool_of(4, 1, low_water=0.01)
     pool.cache_on_host([(pool.reserve_on_host(5, 1.0), digest(7), 5)], 1.0)
     idle(pool, 0, now=1.0)

@@ -1,4 +1,4 @@
-"""KeptRows: what a prompt finds, against a search through everything, and which state goes first."""
+"""KeptRows: the state that a prompt finds, against a search through everything, and which state goes first."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_without_costs_the_least_recently_used_goes_first():
     assert kept.victims(9.0, on_host=False) == [0] and kept.victims(9.0, on_host=True) == [1]
 
 
-def test_mistakes_of_the_caller_are_told():
+def test_mistakes_of_the_caller_are_refused():
     kept = kept_rows()
     kept.add(0, ROOT, [1], 0.0)
     with pytest.raises(RuntimeError, match="slot 0 keeps a state already"):
@@ -131,7 +131,7 @@ def common(one, two):
 
 
 @pytest.mark.parametrize("croppable", [True, False])
-def test_long_histories_find_what_a_search_through_all_kept_states_finds(croppable):
+def test_long_histories_find_the_state_that_a_search_through_all_kept_states_finds(croppable):
     choose = random.Random(7)
     kept, held, now = kept_rows(croppable=croppable), {}, 0.0
     texts = [[choose.randint(0, 1) for _ in range(choose.randint(1, 100))] for _ in range(12)]

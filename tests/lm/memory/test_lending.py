@@ -1,4 +1,4 @@
-"""Blocks lent to training: a random life against a plain model of what every block holds, and each rule by hand."""
+"""Blocks lent to training: random histories against a plain model of every block's contents, and each rule by hand."""
 
 import random
 
@@ -79,7 +79,7 @@ def test_idle_state_of_the_lowest_value_makes_room_and_the_rest_moves():
     assert [place is not None for place in pool.find_all(names)] == [False, False, True, True, True, True]
     assert {*pool.find_all(names[2:])} == {0, 1, 2, 3}
     check_pool(pool, [])
-    pool.allocate(2, 11.0)  # what was moved has kept its age
+    pool.allocate(2, 11.0)  # the moved block has kept its age
     assert [place is not None for place in pool.find_all(names)] == [False] * 4 + [True] * 2
 
 
@@ -110,7 +110,7 @@ def test_a_block_that_is_being_swapped_in_is_not_lent_nor_are_those_below_it():
 
 
 class Life:
-    """Random sequences over a pool, and what their blocks hold: the tokens up to each block's end."""
+    """Random sequences over a pool, and the contents of their blocks: the tokens up to each block's end."""
 
     def __init__(self, seed):
         self.choose = choose = random.Random(seed)
@@ -207,7 +207,7 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_is_lent_every_block_table_leads_to_what_its_sequence_computed(seed):
+def test_every_block_table_leads_to_its_sequences_state_whatever_is_lent(seed):
     life = Life(seed)
     for _ in range(200):
         life.act()

@@ -1,4 +1,4 @@
-"""PrefixIndex: blocks by digest, and what moving or removing one leaves behind."""
+"""PrefixIndex: blocks by digest, and the entries that remain after one moves or is removed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def test_a_block_that_moves_takes_its_digest_and_its_place_along() -> None:
     index = PrefixIndex(4)
     index.add(0, b"first", 0)
     index.add(1, b"sixth", 5)
-    index.indices[3] = 9  # of what the target held before
+    index.indices[3] = 9  # the target's old entry
     index.move(1, 3)
     assert index.blocks == {b"first": 0, b"sixth": 3}
     assert (index.digests, index.indices[0], index.indices[3]) == ([b"first", None, None, b"sixth"], 0, 5)

@@ -1,4 +1,4 @@
-"""Bringing blocks back against computing them again."""
+"""Copying blocks back, compared with computing them again."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from holdfast.lm.memory.prices import LARGE, Link, Prices
 
 
 def prices(cost=lambda position: position / 1000):
-    """A block of 10 tokens takes 10 ms to compute for each 10 positions before it."""
+    """A block of 10 tokens takes 10 ms to compute for every 10 positions before it."""
     return Prices(cost, block_size=10, block_bytes=1000)
 
 
@@ -15,7 +15,7 @@ def test_blocks_are_brought_where_that_is_faster_and_those_are_the_last_ones():
     assert found and found == list(range(found[0], 64)) and found[0] > 0
 
 
-def test_nothing_is_brought_if_what_waits_before_it_takes_longer_than_all_that_it_saves():
+def test_nothing_is_brought_if_the_bytes_ahead_take_longer_than_all_that_it_saves():
     link = Link(latency=0.0, rate=1e6)
     assert prices().worth(range(10), link)
     assert not prices().worth(range(10), link, ahead=10_000_000)

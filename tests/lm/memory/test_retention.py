@@ -98,7 +98,7 @@ def test_removed_blocks_are_not_evicted_and_late_blocks_are_evicted_in_order():
 
 
 def test_adding_a_late_block_does_not_walk_past_younger_blocks():
-    """Each block that lands on the host was idle for longer than all that was put to rest there meanwhile."""
+    """Each block that completes its copy to the host was idle for longer than all blocks freed meanwhile."""
     retention, count = Retention(rule("lru")), 4000
     for block in range(count):
         add(retention, block, 0, 1000.0 + block, block)

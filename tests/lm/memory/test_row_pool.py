@@ -1,4 +1,4 @@
-"""RowPool: rows × longest by hand, what fits, where states go, and what a lost step changes."""
+"""RowPool: rows × longest by hand, which rows fit, where states go, and the effects of a lost step."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def pool_of(memory=1000, threshold=1.0, **options):
 
 
 def running(pool, row, length, place="batch"):
-    """A state of `length` computed positions, in the batch or apart."""
+    """A state of `length` computed positions, in the batch or outside it."""
     state = RowState(pool)
     state.allocate(FoundRow(), length, 0.0)
     state.occupy(row)
@@ -45,7 +45,7 @@ def test_width_is_rounded_up_to_the_quantum_of_the_buffers():
     assert pool.used == 3 * 128
 
 
-def test_windows_and_recurrent_states_are_counted_as_they_are():
+def test_windows_and_recurrent_states_are_counted_by_their_own_sizes():
     pool = pool_of(10_000, size=RowBytes(fixed=100, growing=((8, None), (4, 10))))
     running(pool, 0, 29)
     running(pool, 1, 5)
@@ -79,7 +79,7 @@ def test_rows_may_not_grow_past_the_threshold():
     assert not pool.can_decode([first, second]), "two rows of 46 are more than 90"
 
 
-def test_preempting_the_longest_frees_what_it_makes_the_others_hold():
+def test_preempting_the_longest_frees_the_padding_of_the_others():
     pool = pool_of()
     longest, middle, short = running(pool, 0, 99), running(pool, 1, 49), running(pool, 2, 9)
     assert pool.freed_by(short, []) == 100
@@ -179,7 +179,7 @@ ROOT = b"r" * 32
 
 
 def kept_state(pool, row, tokens, known=None):
-    """A sequence of these tokens ends, and its state stays; the state."""
+    """End a sequence of these tokens, and keep its state. Returns the state."""
     state = RowState(pool, ROOT)
     state.allocate(FoundRow(), len(tokens), 0.0)
     state.occupy(row)
@@ -264,7 +264,7 @@ def test_without_chunks_a_state_serves_only_where_little_is_left_to_compute():
 
 
 def decode(pool, states):
-    """Plan a forward of the batch, which these rows are in afterwards."""
+    """Plan a forward of the batch that has these rows afterwards."""
     assert pool.can_decode(states)
     for state in states:
         state.claim(state.planned + 1)
@@ -277,7 +277,7 @@ def decode(pool, states):
     return moves
 
 
-def test_a_batch_in_the_memory_of_captured_decodes_takes_nothing_of_the_other():
+def test_a_batch_in_the_memory_of_captured_decodes_takes_none_of_the_other_memory():
     pool = pool_of(1000, settled=4 * 64, quantum=16)
     states = [running(pool, row, 20, place="apart") for row in range(3)]
     assert pool.in_use == 3 * 32, "on their way in they count in full"
@@ -325,7 +325,7 @@ def test_recurrent_rows_settle_however_many_there_are():
 
 
 class Device:
-    """What the states take on a device, by the moves and forwards that it is given."""
+    """The memory of states on a device, counted from the moves and forwards that it is given."""
 
     def __init__(self, shape):
         self.shape, self.settled = shape, False

@@ -1,4 +1,4 @@
-"""SequenceCache: what is missing, what is found in the cache, when a block may be shared."""
+"""SequenceCache: which positions are missing, which blocks are found in the cache, and when a block may be shared."""
 
 import pytest
 
@@ -135,7 +135,7 @@ def test_holes_around_cached_blocks_are_missing_and_filled_in_ascending_order():
     check_pool(pool, [first.blocks, cache.blocks])
 
 
-def test_a_freed_sequence_forgets_what_it_had_behind_a_hole():
+def test_a_freed_sequence_forgets_its_blocks_after_a_hole():
     pool = BlockPool(9, 4)
     first = computed(pool, list(range(24)))
     cache = SequenceCache(pool, ROOT)

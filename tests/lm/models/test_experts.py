@@ -1,4 +1,4 @@
-"""Mixtures of experts: what each family makes of its config.json, and logits equal to those of Transformers."""
+"""Mixtures of experts: each family's spec from its config.json, and logits equal to those of Transformers."""
 
 from __future__ import annotations
 

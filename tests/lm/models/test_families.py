@@ -1,4 +1,4 @@
-"""What each native family makes of its config.json."""
+"""The spec that each native family reads from its config.json."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def spec_of(**differences: Any) -> DecoderSpec:
 
 
 class Reference:
-    """The same halves in plain PyTorch, one sequence at a time, for autograd."""
+    """The halves in plain PyTorch, one sequence at a time, for autograd."""
 
     def __init__(self, model: Decoder, scale: float) -> None:
         self.model, self.spec, self.scale = model, model.decoder, scale
@@ -118,7 +118,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def by_module(views: Any, rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The matrices of a layer by module, as the reference takes them."""
+    """The matrices of a layer by module, in the form that the reference accepts."""
     return {
         module: (group.a[index * rank : (index + 1) * rank], b)
         for group in views.values()
@@ -152,7 +152,7 @@ def backward_of_both(
     wanted = reference.attention(1, x, lengths, given) if half == "attention" else reference.mlp(1, x, given)
     parts = torch.autograd.grad(wanted, (x, vector), back, allow_unused=True, materialize_grads=True)
     touched = {"attention": ("qkv", "o"), "mlp": ("gate_up", "down")}[half]
-    # What the other half owns is not written.
+    # The gradients of the other half's matrices are not written.
     found, expected = (
         [layout.views(vector_of)[field] for field in touched if field in views] for vector_of in (grads, parts[1])
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint must be, and how each refusal says why."""
+"""The checkpoints that are loaded, and the reason in each refusal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def rewrite(directory: Path, **changes: Any) -> None:
-    """Change keys of config.json; None takes a key away."""
+    """Change keys of config.json. None removes a key."""
     path = directory / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
@@ -154,9 +154,9 @@ def test_partial_rotary_factor_counts_where_transformers_heeds_it(tmp_path: Path
     assert shares == (0.5 if family == "Phi3" else 1.0)
 
 
-def test_a_share_beside_a_scaling_is_refused_where_transformers_fails(llama: Path) -> None:
+def test_a_share_with_a_scaling_is_refused_if_transformers_fails(llama: Path) -> None:
     rewrite(llama, partial_rotary_factor=0.5, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
-    assert "partial_rotary_factor is 0.5 beside rope scaling 'linear'" in refusal(llama)
+    assert "partial_rotary_factor is 0.5 with rope scaling 'linear'" in refusal(llama)
 
 
 def test_a_native_model_without_a_length_has_that_of_its_class(llama: Path) -> None:

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: what PEFT writes is read, what is written PEFT reads, and the rest is refused by name."""
+"""Adapters in PEFT's format: PEFT and Holdfast read each other's files, and anything else is refused by name."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_written_adapter_changes_peft_s_model_as_its_product_says(tmp_path: Pa
             r=4,
             lora_alpha=6,
             target_modules="all-linear",
-            # Of these PEFT takes only the whole name, and the second for the other layer; the first key that fits wins.
+            # A key with ^ must match the whole name: the first never does, the second does in layer 1.
             alpha_pattern={
                 "^self_attn.q_proj": 99,
                 "^model.layers.1.self_attn.q_proj": 3,
@@ -243,7 +243,7 @@ EFFECTS: dict[str, Callable[[float], tuple[dict[str, Any], float]]] = {
     "lora_alpha and use_rslora": lambda most: ({"lora_alpha": 2 * most, "use_rslora": True}, 1.0),
     "a tensor": lambda most: ({"lora_alpha": 4}, most),
 }
-"""By what makes an adapter's numbers large: a config with rank 4, and a number of B, whose scaled size is `most`."""
+"""Ways to make an adapter's numbers large. Each returns a config with rank 4 and a number of B, scaled to `most`."""
 
 
 @pytest.mark.parametrize("what", EFFECTS)

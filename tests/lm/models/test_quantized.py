@@ -35,7 +35,7 @@ def words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> to
 
 
 def four_bits(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers [N, K], zeros and scales [N, K / group] of a weight [N, K], and the weight that they stand for."""
+    """Numbers [N, K], zeros and scales [N, K / group] of a weight [N, K], and the weight that they represent."""
     grouped = weight.view(len(weight), -1, weight.shape[1] if group == -1 else group)
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     scale = ((high - low) / 15).half().clamp(min=1e-4)
@@ -103,7 +103,7 @@ METHODS: dict[str, tuple[dict[str, Any], Quantize]] = {
 
 
 def quantized(directory: Path, family: str, method: str, **differences: Any) -> Any:
-    """Write a checkpoint and quantize its layers; gives Transformers' module of the dequantized one."""
+    """Write a checkpoint and quantize its layers. Returns Transformers' module of the dequantized checkpoint."""
     make(directory / "plain", family, **differences)
     given, quantize = METHODS[method]
     tensors = load_file(directory / "plain" / "model.safetensors")
@@ -114,7 +114,7 @@ def quantized(directory: Path, family: str, method: str, **differences: Any) -> 
             stored |= parts
         else:
             stored[name] = tensor
-    # A bias of the model's own is not one of zeros that a tool added.
+    # The model's own bias must not be taken for a zero bias that a tool added.
     stored |= {name: tensor for name, tensor in tensors.items() if name.endswith(".bias")}
     save_file(tensors, directory / "plain" / "model.safetensors")
     save_file(stored, directory / "model.safetensors")
@@ -197,7 +197,7 @@ def test_weights_that_stay_plain_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 class Kept:
-    """The tensors of a checkpoint in memory, as `quantized.Stored`."""
+    """The tensors of a checkpoint in memory, with the interface of `quantized.Stored`."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors

@@ -1,4 +1,4 @@
-"""Files are read ahead side by side, each once, and not where they would not fit."""
+"""Files are read ahead in parallel, each once, unless they would not fit into memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.lm.models.read_ahead import read_ahead
 
 
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of files that are opened from here on."""
+    """The names of files that are opened after this call."""
     names: list[str] = []
     before = module.open_file
 

@@ -1,4 +1,4 @@
-"""Frequencies equal those of Transformers, bit for bit where it computes in the same order."""
+"""Frequencies equal those of Transformers, bit for bit if both compute in the same order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of a decoder: every number of a checkpoint has its device, and no device has more than its share."""
+"""Shards of a decoder: every number of a checkpoint has a device, and no device has more than its share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_query_heads_lie_with_their_kv_heads(tp: int) -> None:
         whole = spec(num_kv_heads=kv_heads)
         for shard in shards(whole, Layout(tp=tp)):
             queries, keys = shard.part(8), shard.kv_heads(kv_heads)
-            # The query heads of one device share its KV heads evenly, in order: what attention computes.
+            # The query heads of one device share its KV heads evenly and in order, as attention computes them.
             assert [head * kv_heads // 8 for head in queries] == [
                 keys[place * len(keys) // len(queries)] for place in range(len(queries))
             ]

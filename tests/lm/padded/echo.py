@@ -49,7 +49,7 @@ def keys_of(state: Any) -> list[list[int]]:
 
 
 def shape(echo: Echo, batch: RunningRows, *newcomers: tuple[int, Sequence[int]]) -> Inputs:
-    """Compute whole prompts beside the rows of the batch; the inputs of the forward."""
+    """Compute whole prompts together with the rows of the batch. Returns the inputs of the forward."""
     inputs = batch.shaped_inputs(newcomers)
     _, state = echo.forward(inputs, batch.state)
     batch.advance(state, newcomers)
@@ -57,7 +57,7 @@ def shape(echo: Echo, batch: RunningRows, *newcomers: tuple[int, Sequence[int]])
 
 
 def decode(echo: Echo, batch: RunningRows) -> Inputs:
-    """Decode every row once; the inputs of the forward."""
+    """Decode every row once. Returns the inputs of the forward."""
     inputs = batch.decode_inputs()
     _, state = echo.forward(inputs, batch.state)
     batch.advance(state)

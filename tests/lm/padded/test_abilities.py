@@ -1,4 +1,4 @@
-"""What a model is found to be able to do is what it does right, and what it does wrong is found."""
+"""Probing finds the abilities that a model has, and no others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = {"chunks", "left_padding", "batched_decode", "shaping", "croppable", "keep
 
 
 def able(module, *, growing=True, **differences):
-    """What the module can do, by name."""
+    """The abilities of the module, by name."""
     driver = Driver(as_unmodified(module, **differences), growing=growing)
     layout = StateLayout.discover(driver.run) if driver.keyword else StateLayout([])
     abilities = probe(driver, layout)
@@ -47,11 +47,11 @@ def able(module, *, growing=True, **differences):
         ("openai-gpt", ALL),
     ],
 )
-def test_a_family_can_do_what_its_mathematics_allows(family, lacks):
+def test_a_family_has_the_abilities_that_its_mathematics_allows(family, lacks):
     assert able(tiny(family)) == ALL - lacks
 
 
-def test_a_window_that_forgets_what_shaping_covers_is_found():
+def test_a_window_that_forgets_columns_under_shaping_is_found():
     assert able(tiny("gemma3"), growing=False) == ALL - {"croppable", "shaping"}
 
 
@@ -62,14 +62,14 @@ def test_half_precision_changes_no_verdict(family, dtype):
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba", "rwkv"])
-def test_half_precision_that_cannot_be_raised_leaves_out_what_is_wrong(family, monkeypatch):
+def test_half_precision_that_cannot_be_raised_leaves_out_wrong_ways(family, monkeypatch):
     monkeypatch.setattr(driver_module, "_free_bytes", lambda device: 0)
     found, exact = able(tiny(family, dtype=torch.bfloat16)), able(tiny(family))
     assert found <= exact
     assert "keeps_state" in found and (family != "llama" or "batched_decode" in found)
 
 
-def test_code_that_cannot_run_in_float32_is_probed_as_it_is():
+def test_code_that_cannot_run_in_float32_is_probed_in_its_own_precision():
     module = tiny("llama", dtype=torch.bfloat16)
     embed = module.model.embed_tokens
 
@@ -106,7 +106,7 @@ def test_a_model_whose_positions_count_columns_is_not_given_unequal_rows(monkeyp
     monkeypatch.setattr(LlamaModel, "columns", columns, raising=False)
     module = tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     found = able(module)
-    # Rotary positions are relative: a row may start anywhere, but one that another overtakes is not where it was.
+    # Rotary positions are relative: a row may start anywhere, but a row that another overtakes has moved.
     assert {"chunks", "croppable", "keeps_state"} <= found
     assert "shaping" not in found
 
@@ -128,7 +128,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_e
 
 
 def phi3():
-    """A tiny Phi-3 whose frequencies are others in sequences of more than 64 tokens."""
+    """A tiny Phi-3 with other frequencies in sequences of more than 64 tokens."""
     sizes = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
     return tiny("phi3", rope_parameters=LONGROPE, **sizes)
 
@@ -169,15 +169,15 @@ def test_frequencies_of_the_type_dynamic_stay_up_to_the_longest_sequence():
     assert difference(logits, whole) < 1e-4
 
 
-def test_a_model_that_sees_what_comes_is_refused():
+def test_a_model_that_attends_to_later_tokens_is_refused():
     module = tiny("openai-gpt")
     for block in module.transformer.h:
-        block.attn.bias.fill_(1)  # its causal mask
+        block.attn.bias.fill_(1)  # switch its causal mask off
     with pytest.raises(UnsupportedCheckpoint, match="it is no causal decoder"):
         able(module)
 
 
-def test_memory_that_runs_out_is_no_lack_of_ability(monkeypatch):
+def test_running_out_of_memory_is_not_counted_as_a_missing_ability(monkeypatch):
     driver = Driver(as_unmodified(tiny("llama")))
     layout = StateLayout.discover(driver.run)
 

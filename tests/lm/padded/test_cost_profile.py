@@ -1,4 +1,4 @@
-"""The measured cost of padded rows predicts what the device took."""
+"""The measured cost of padded rows predicts the time that the device took."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def simulated(profile=PROFILE):
     return times, SimulatedExecutor(times, VirtualClock()), engine_shape(CONFIG, profile)
 
 
-def test_predicted_decodes_and_chunks_are_what_the_device_took():
+def test_predicted_decodes_and_chunks_equal_the_times_of_the_device():
     times, executor, shape = simulated()
     cost = measure_padded_cost(executor, shape, max_sequences=8, device="d")
     true = PaddedCost.of(COST)

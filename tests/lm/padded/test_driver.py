@@ -1,4 +1,4 @@
-"""A driver calls a model as its own `generate` would, and says of each model how."""
+"""A driver calls a model as its own `generate` would, and finds out how for each model."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_code_of_a_checkpoint_may_give_tuples_and_take_no_mask():
 
 
 class Output(dict):
-    """An output with names."""
+    """A model output with named entries."""
 
     @property
     def logits(self):
@@ -227,7 +227,7 @@ class Output(dict):
 
 
 class Renamed(OwnCode):
-    """A model whose state has a name of its own. It also gives out and takes in what is no state."""
+    """A model whose state has an unusual name. It also gives out and takes in values that are not a state."""
 
     def forward(self, input_ids, router_cache=None, memory=None, use_cache=False):
         logits, kept = super().forward(input_ids, memory, use_cache)
@@ -243,7 +243,7 @@ class OfOlderCode(OwnCode):
 
 
 @pytest.mark.parametrize(("made", "keyword"), [(Renamed, "memory"), (OfOlderCode, "past_key_values")])
-def test_a_state_is_found_under_any_name_by_what_comes_out_and_goes_in(made, keyword):
+def test_a_state_is_found_under_any_name_among_outputs_that_go_in_again(made, keyword):
     driver = Driver(own_code(made()))
     assert driver.keyword == keyword
     ids = driver.text(2, 5)

@@ -1,4 +1,7 @@
-"""docs/families.md says what models can do, and how they were compared. `make families` measures that and writes it."""
+"""docs/families.md lists the abilities of models, and how they were compared.
+
+`make families` measures that and writes it.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ from tests.lm.padded.parity import GENERATED, LONGEST_PROMPT, Case, device_of, s
 PAGE = Path(__file__).parents[3] / "docs/families.md"
 COLUMNS = ("chunks", "left_padding", "batched_decode", "shaping", "croppable")
 RUNS, REQUESTS, HISTORIES = 8, 10, 12
-"""What `make families` runs of each way: so many times so many requests, or so many histories."""
+"""For each way in `make families`: number of runs, of requests in a run, and of histories."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compute requests: options of the engine, which abilities it needs, and what must happen in it.
+    """A way to compute requests: options of the engine, the abilities it needs, and the events that must happen in it.
 
     Without options the plans are drawn by `histories.History`: no scheduler both shapes and computes chunks.
     """
@@ -41,7 +44,7 @@ class Way:
     shows: tuple[str, ...]
 
     def possible(self, abilities: Abilities) -> bool:
-        """Whether a model can be served so."""
+        """Whether a model can be served in this way."""
         return all(getattr(abilities, need) for need in self.needs)
 
 
@@ -62,7 +65,7 @@ def device(family: str) -> PaddedDevice:
 
 @cache
 def drawn(family: str, requests: int, seed: int) -> Case:
-    """Random requests for a family, and what it generates for each alone."""
+    """Random requests for a family, and the tokens that it generates for each alone."""
     return Case(device(family), requests=requests, seed=seed)
 
 
@@ -88,9 +91,9 @@ def found(family: str) -> str:
 
 
 def compare(family: str, way: Way, runs: int, requests: int, histories: int) -> Counter[str]:
-    """Compare requests served in a way with each alone: `token` and `step` say how many there were, and `request`.
+    """Compare requests served in a way with each alone. `token`, `step` and `request` count what was compared.
 
-    Raises AssertionError for a token that differs, and if what the way is for did not happen.
+    Raises AssertionError for a token that differs, and if the event that the way tests did not happen.
     """
     seen, probed = Counter[str](), device(family)
     if way.options:
@@ -125,7 +128,7 @@ def test_both_tables_have_a_row_for_each_family() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_tables_say_of_a_family_what_it_can_do_and_all_ways_that_it_was_compared_in(family: str) -> None:
+def test_the_tables_list_the_abilities_of_a_family_and_all_ways_of_its_comparison(family: str) -> None:
     cells = [cell.strip() for cell in found(family).split("|")[2:-1]]
     abilities, compared = (table[family] for table in tables())
     # Versions of Transformers differ in the classes of layers without a state.

@@ -1,7 +1,7 @@
 """Vector shaping gives the tensors of Baton's Figure 4: three queries, query 2 ends, and query 3 of 2 tokens joins.
 
 The paper prints them for a batch that has generated for a while. Here query 0 has 4 tokens in the state, query 1 has 3
-behind one placeholder, and query 2, which ends, has 2 behind two.
+after one placeholder, and query 2, which ends, has 2 after two.
 """
 
 import pytest
@@ -17,7 +17,7 @@ QUERY3 = (3, (40, 41))
 
 
 def batch_of_figure_4(*, compact):
-    """The batch when query 2 has ended: all have decoded once, and know one more token."""
+    """The batch after query 2 has ended: all have decoded once, and know one more token."""
     echo, batch = echo_rows(compact=compact)
     shape(echo, batch, *QUERIES)
     for number in range(2):

@@ -1,4 +1,4 @@
-"""Layers that grow in place give models what Transformers' own layers give them."""
+"""Layers that grow in place give models the same keys and values as Transformers' own layers."""
 
 import copy
 
@@ -14,7 +14,7 @@ HEADS, SIZE = 2, 4
 
 
 def states(rows, positions):
-    """Keys and values of so many positions."""
+    """Random keys and values of `positions` positions."""
     return torch.randn(rows, HEADS, positions, SIZE), torch.randn(rows, HEADS, positions, SIZE + 1)
 
 
@@ -32,7 +32,7 @@ def states(rows, positions):
         ),
     ],
 )
-def test_a_layer_gives_what_transformers_layer_gives(growing, own):
+def test_a_layer_gives_the_same_as_the_layer_of_transformers(growing, own):
     torch.manual_seed(0)
     ours, theirs = growing(), own()
     for positions in (5, 1, 1, 13, 1, 260, 1, 1, 7, *[1] * 20):
@@ -72,7 +72,7 @@ def test_a_buffer_shrinks_with_the_next_position_once_much_of_it_is_released():
     assert layer.keys.untyped_storage().nbytes() == 2 * HEADS * QUANTUM * SIZE * 4
 
 
-def test_columns_in_front_come_from_what_was_released_and_are_zero():
+def test_columns_in_front_come_from_released_ones_and_are_zero():
     layer = GrowingLayer()
     keys, values = states(2, 20)
     layer.update(keys, values)
@@ -148,7 +148,7 @@ def buffers(rows, positions):
 
 
 @pytest.mark.parametrize("make", [GrowingLayer, lambda: GrowingWindowLayer(sliding_window=4)])
-def test_a_settled_layer_takes_in_what_a_fixed_layer_writes(make):
+def test_a_settled_layer_takes_in_the_column_that_a_fixed_layer_writes(make):
     torch.manual_seed(0)
     settled, plain, (keys, values) = make(), make(), buffers(4, 32)
     first, column = states(3, 5), torch.tensor([20])

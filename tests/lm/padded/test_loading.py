@@ -1,4 +1,4 @@
-"""Checkpoints are loaded as they are, once, or refused by name."""
+"""Checkpoints are loaded unmodified, once, or refused by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_module_that_the_paged_cache_refused_is_taken_over_with_its_own_attent
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mamba"])
-def test_a_checkpoint_is_loaded_as_it_is(tmp_path, family):
+def test_a_checkpoint_is_loaded_unmodified(tmp_path, family):
     module = write(tmp_path, family, dtype=torch.bfloat16)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     model = load_unmodified(tmp_path, device=CPU, dtype="bfloat16")
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_loaded_as_it_is(tmp_path, family):
     assert load_unmodified(tmp_path, device=CPU).dtype == torch.float32, "on a CPU, unless told otherwise"
 
 
-def test_the_longest_sequence_is_what_the_model_was_made_for_or_less():
+def test_the_longest_sequence_is_the_models_own_or_less():
     assert as_unmodified(tiny("llama")).max_model_len == TINY_LONGEST
     assert as_unmodified(tiny("gpt2"), max_model_len=50).max_model_len == 50
     assert as_unmodified(tiny("mpt", max_position_embeddings=None)).max_model_len == 128
@@ -65,7 +65,7 @@ def test_the_longest_sequence_is_what_the_model_was_made_for_or_less():
         as_unmodified(tiny("llama"), max_model_len=200)
 
 
-def test_a_model_without_a_limit_gets_one_unless_told():
+def test_a_model_without_a_limit_gets_one_unless_it_is_given():
     module = tiny("mamba", max_position_embeddings=None)
     assert as_unmodified(module).max_model_len == WITHOUT_LIMIT
     assert as_unmodified(module, max_model_len=100_000).max_model_len == 100_000
@@ -107,7 +107,7 @@ def test_weights_come_from_safetensors_alone(tmp_path):
         ({"architectures": ["NewForCausalLM"], "is_encoder_decoder": True}, "is no encoder-decoder that Transformers"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(tmp_path, entries, message):
+def test_an_architecture_that_cannot_be_served_is_refused_by_name(tmp_path, entries, message):
     write(tmp_path, "bloom")
     change(tmp_path, **entries)
     with pytest.raises(UnsupportedCheckpoint, match=message):

@@ -1,4 +1,4 @@
-"""The running batch: rows join and leave, its width stays bounded, and what is masked has no influence."""
+"""The running batch: rows join and leave, its width stays bounded, and masked columns have no influence."""
 
 import random
 
@@ -74,7 +74,7 @@ def test_a_row_with_holes_cannot_be_taken_out():
 
 
 @pytest.mark.parametrize("prompt", [(60,), (60, 61, 62), (60, 61, 62, 63, 64, 65)])
-def test_a_prompt_computed_beside_others_leaves_no_junk_behind_their_tokens(prompt):
+def test_a_prompt_computed_with_others_leaves_no_junk_after_their_tokens(prompt):
     echo, batch = embedded(2, 3)
     batch.set_last([0, 1], [12, 23])
     shape(echo, batch, (5, prompt))

@@ -19,7 +19,7 @@ from holdfast.lm.types import RowBytes
 from tests.checkpoints import tiny
 
 WINDOW = 4
-"""Positions that the windowed leaves of the states below keep."""
+"""Number of positions that the windowed leaves of the states below keep."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,7 +96,7 @@ class Layer:
 
 
 class Custom:
-    """A state of a class of its own: tuples in a list, an axis for time before that for rows, and a counter."""
+    """A state of an unusual class: tuples in a list, the time axis before the row axis, and a counter."""
 
     def __init__(self, numbers):
         rows, positions = numbers.shape
@@ -123,7 +123,7 @@ class Custom:
 
 
 class Recurrent:
-    """A state that has a part without positions beside one with: the sum of what a row has seen, written in place."""
+    """A state with a part without positions and one with them: the sum of all tokens of a row, written in place."""
 
     def __init__(self, numbers):
         self.parts = {"sum": numbers.sum(1)[:, None].repeat(1, 3), "keys": numbers[..., None].clone()}
@@ -197,7 +197,7 @@ def check(kind, state, own, rows):
 @pytest.mark.parametrize("kind", MAKES)
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_order_of_verbs_leaves_each_row_what_it_has_seen(kind, data):
+def test_after_any_order_of_verbs_each_row_has_the_tokens_it_has_seen(kind, data):
     own, batch, rows = layout(kind), None, []
     aside: list[tuple[Any, list[float]]] = []  # states alone, and what they hold
     numbers = iter(range(1, 10_000))
@@ -285,7 +285,7 @@ def test_a_state_without_parts_of_no_position_is_cut_to_its_first_positions(kind
     check(kind, own.cut(state, 3), own, [[1, 2, 3]])
 
 
-def test_a_window_that_has_gone_on_cannot_be_cut_unless_its_layer_still_has_the_positions():
+def test_a_window_that_has_moved_on_cannot_be_cut_unless_its_layer_still_has_the_positions():
     kept = layout("growing")
     state = MAKES["growing"].append(made("growing", [[1.0, 2, 3]]), torch.tensor([[4.0, 5, 6, 7]]))
     check("growing", kept.cut(state, 4), kept, [[1, 2, 3, 4]])
@@ -312,14 +312,14 @@ def test_a_recurrent_state_cannot_be_cut():
         (lambda own, batch: own.merge([batch], [1, 2]), "1 states have 2 lengths"),
     ],
 )
-def test_what_a_batch_does_not_have_is_refused_with_its_number(verb, message):
+def test_a_row_or_width_that_a_batch_lacks_is_refused_with_its_number(verb, message):
     own = layout("custom")
     with pytest.raises(ValueError, match=message):
         verb(own, made("custom", [[1.0, 2], [3, 4]]))
 
 
 @pytest.mark.parametrize("kind", MAKES)
-def test_a_state_comes_back_from_another_place_as_it_was(kind):
+def test_a_state_comes_back_unchanged_from_another_device(kind):
     own = layout(kind)
     state = made(kind, [[1.0, 2, 3, 4, 5]])
     away = own.to(state, torch.device("cpu"), pinned=True)
@@ -329,7 +329,7 @@ def test_a_state_comes_back_from_another_place_as_it_was(kind):
     check(kind, own.embed(made(kind, [[6.0]]), 1, 1, away, 5), own, [[6], [1, 2, 3, 4, 5]])
 
 
-def test_a_tensor_that_stands_in_two_places_makes_a_state_that_is_not_batched():
+def test_a_state_with_one_tensor_in_two_places_is_not_batched():
     def run(rows, tokens):
         keys = torch.zeros(rows, tokens)
         return {"keys": keys, "again": keys}
@@ -337,7 +337,7 @@ def test_a_tensor_that_stands_in_two_places_makes_a_state_that_is_not_batched():
     assert not StateLayout.discover(run).batches
 
 
-def test_a_part_that_comes_only_after_some_tokens_makes_a_state_that_is_not_batched():
+def test_a_state_with_a_part_that_comes_only_after_some_tokens_is_not_batched():
     own = StateLayout.discover(
         lambda rows, tokens: [torch.zeros(rows, tokens), torch.zeros(rows) if tokens > 6 else None]
     )

@@ -137,11 +137,10 @@ class History:
         self.stages = stages
         self.parts = []
         policy = self.policy(name)
-        more = self.more_settings()
         self.scheduler = create_scheduler(
             stages=stages,
             policy=policy,
-            parts=[*more.pop("parts", ()), *self.parts],
+            parts=[*self.parts, *self.more_parts()],
             order=self.order,
             blocks=self.blocks,
             block_size=self.block_size,
@@ -155,7 +154,7 @@ class History:
             eviction=choose.choice(("retention",) * 4 + tuple(EVICTIONS)),
             chunk_blocks=choose.choice((1, 2)),
             low_water=choose.choice((0.05, 0.25, 0.6)),
-            **more,
+            **self.more_settings(),
         )
         self.talkative = choose.choice((0.3, 0.8))
         self.device = FakeDevice(self.blocks, self.block_size, self.host_blocks, choose)
@@ -176,6 +175,10 @@ class History:
     def more_settings(self):
         """Of the scheduler, for histories with more in them."""
         return {}
+
+    def more_parts(self):
+        """Parts of the scheduler, for histories with more in them."""
+        return []
 
     def policy(self, name):
         """The policy of that name; `budget` becomes the most tokens of its steps."""

@@ -138,7 +138,7 @@ def test_chunks_are_seen_to_go_to_the_host_to_be_dropped_in_front_and_to_come_ba
 
 
 def test_a_waiting_request_has_its_reason(page: Any, serving: Serving) -> None:
-    streams = begin(*((serving.url, f"Wait {number}", 40) for number in range(40)))
+    streams = begin(*((serving.url, f"Wait {number}", 120) for number in range(40)))
     until(page, "document.querySelectorAll('.e-queues tbody')[0].rows.length > 0")
     waiting = page.locator(".e-queues tbody").first.inner_text().splitlines()
     reasons = {line.split("\t")[1].partition(":")[0] for line in waiting}

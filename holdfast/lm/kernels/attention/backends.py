@@ -13,7 +13,7 @@ from holdfast.lm.kernels.attention.torch_attention import TorchAttention
 from holdfast.lm.kernels.fp8 import FP8
 
 FP8_CAPABILITY = (8, 9)
-"""GPUs from here on convert to and from e4m3. For others Triton compiles no kernel that uses it."""
+"""The least compute capability of GPUs that convert to and from e4m3. Triton compiles no such kernel for older ones."""
 MAX_HEAD_DIM = 256
 """The largest head that fits the tiles of the GPU kernels."""
 
@@ -43,11 +43,11 @@ def attention_for(
     backend: AttentionBackendName = "auto",
     cache_dtype: torch.dtype | None = None,
 ) -> Attention[Any]:
-    """The attention backend for these heads on `device`. `auto` takes our kernels on CUDA, and PyTorch on a CPU.
+    """The attention backend for these heads on `device`. `auto` selects our kernels on CUDA, and PyTorch on a CPU.
 
-    `cache_dtype` is given if the cache's dtype is not the model's: FP8.
-    Raises ValueError for heads that do not group, sizes out of range, a device without a backend, or a backend that
-    is not installed or does not support the device.
+    `cache_dtype` is given only if the cache's dtype differs from the model's; it is then FP8. Raises ValueError for
+    heads that do not group, sizes out of range, a device without a backend, or a backend that is not installed or does
+    not support the device.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide among {num_kv_heads} KV heads; give a multiple")

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from holdfast.lm.kernels.attention.segment_kernels import begin_rows, capped, put_rows, weigh
-from holdfast.lm.kernels.fp8_conversion import query_beside, values_as
+from holdfast.lm.kernels.fp8_conversion import query_for_keys, values_as
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 
 
@@ -24,8 +24,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute one record of `tiles.TileList.work` for one KV head. Program (KV head, record).
 
-    Programs that run together read the same slots, since the heads of a slot are adjacent. All loads of the only loop
-    are masked: a second loop for the last keys would have to fill its pipeline again.
+    Programs that run together read the same slots, because the heads of a slot are adjacent. All loads of the only loop
+    are masked. A second loop for the last keys would have to fill its pipeline again.
     """
     launch_dependents(DEPENDENT)
     kv_head = tl.program_id(0)
@@ -61,7 +61,7 @@ def decode_kernel(
 
     wait_for_previous(DEPENDENT)
     query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
-    tile = query_beside(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
+    tile = query_for_keys(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
     top, total = begin_rows(sinks, head, row, rows, first_key, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in tl.range(begin, stop_key, BLOCK_N, num_stages=STAGES):

@@ -33,7 +33,7 @@ def vllm_kernels(device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class FlashMetadata:
-    """A batch of at most S segments. Unused entries have no queries and no keys."""
+    """The metadata of a batch of at most S segments. Unused entries have no queries and no keys."""
 
     query_start: torch.Tensor  # [S + 1] int32
     context_stop: torch.Tensor  # [S] int32

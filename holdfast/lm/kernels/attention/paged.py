@@ -16,12 +16,12 @@ from holdfast.lm.kernels.attention.tiles import DeviceTiles, DeviceTilesBuilder
 from holdfast.lm.kernels.launch import SideStream, dependent_launch_options
 
 FEW_TOKENS = 4
-"""Up to this many tokens, a merge program has a processor to itself."""
+"""The most tokens of a step for which each merge program has a processor to itself."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch settings of the tiles of one height."""
+    """Launch settings for tiles of one height."""
 
     block_n: int
     num_warps: int
@@ -31,12 +31,13 @@ class Launch:
 class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
     """`Attention` in Triton: tiles packed over grouped heads, split over the context when queries are few.
 
-    A batch has two kinds of tiles, each with its own launch: narrow ones for decodes, which are bound by reading keys,
-    and wide ones for longer segments, which are bound by arithmetic. On Hopper, `prefill_kernel` computes the wide
-    tiles of tensors that it supports. Records of zeros do nothing, so a captured launch of fixed size serves smaller
-    batches.
+    A batch has two kinds of tiles, each with its own launch. Narrow tiles are for decodes, which are bound by reading
+    keys; wide tiles are for longer segments, which are bound by arithmetic. On Hopper, `prefill_kernel` computes the
+    wide tiles of tensors that it supports. Records of zeros do nothing, so a captured launch of fixed size serves
+    smaller batches.
 
-    float32 is computed exactly (no TF32), beside float16 and bfloat16. A negative slot in `write` is padding.
+    float16, bfloat16 and float32 are supported; float32 is computed exactly (no TF32). A negative slot in `write` is
+    padding.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class PagedAttention(CapturableAttention[tuple[DeviceTiles, ...]]):
         self.block_size = block_size
         self.fp8_cache = fp8_cache
         self.num_processors = num_processors
-        # Its tensor cores read keys and values where the copy engine puts them. FP8 must become float16 on the way.
+        # The tensor cores of `prefill_kernel` read keys and values where the copy engine puts them. FP8 must become
+        # float16 before that.
         self.on_hopper = not fp8_cache and prefill_kernel.supports(device, head_dim=head_dim, block_size=block_size)
         self.narrow_m = max(16, triton.next_power_of_2(self.group_size))
         wide_m = prefill_kernel.BLOCK_M if self.on_hopper else 256 if self.block_d <= 128 else 128

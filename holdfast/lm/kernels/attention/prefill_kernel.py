@@ -1,8 +1,8 @@
 """The prefill kernel for Hopper: paged attention of long segments, in Gluon, with specialised warps.
 
-After FlashAttention-3 (Shah et al., 2024, sections 3.1 and 3.2). One warp directs the copy engine, which puts each
-block of keys and values where the tensor cores read it. Two warpgroups take turns at the tensor cores, so that the
-softmax of one overlaps the products of the other. The grid is persistent, with one program per processor.
+The design follows FlashAttention-3 (Shah et al., 2024, sections 3.1 and 3.2). One warp directs the copy engine, which
+puts each block of keys and values where the tensor cores read it. Two warpgroups take turns at the tensor cores, so
+that the softmax of one overlaps the products of the other. The grid is persistent, with one program per processor.
 
 Gluon has no interpreter. The tests of `paged` run this kernel on a GPU, and `attend_kernel` in its place on a CPU.
 """
@@ -192,7 +192,7 @@ def _attend(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
-    # 16 bytes per thread, whole rows side by side
+    # 16 bytes per thread, whole rows next to each other
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     BOX: gl.constexpr = value_boxes.shape[1]
     PANEL: gl.constexpr = value_boxes.shape[2]
@@ -233,7 +233,7 @@ def _attend(
                 total = gl.where(top == float("-inf"), 0.0, 1.0)
                 acc = gl.zeros([64, HEAD_DIM], gl.float32, RESULT)
 
-                # The first step has no previous step whose result to compute beside it.
+                # The first step has no previous step, so there is no result to compute at the same time.
                 stage = done % STAGES
                 mbarrier.wait(key_full.index(stage), (done // STAGES) & 1)
                 zeros = gl.zeros([64, BLOCK_N], gl.float32, LAYOUT)
@@ -271,7 +271,7 @@ def _attend(
                 mbarrier.wait(value_full.index(stage), ((done - 1) // STAGES) & 1)
                 slack = stop_key % BLOCK_SIZE
                 if slack > 0:
-                    # Slots behind the last key may never have been written. A weight of zero would keep their NaN.
+                    # Slots after the last key may never have been written. A weight of zero would keep their NaN.
                     box = (stop_key - 1 - begin) % BLOCK_N // BOX
                     last = (stop_key - 1) % BOX
                     slot = gl.arange(0, BOX, layout=gl.SliceLayout(1, BOX_ROWS))

@@ -28,12 +28,12 @@ class Segments:
 
     @property
     def query_length(self) -> npt.NDArray[np.int32]:
-        """Query tokens of each segment, [S]."""
+        """Number of query tokens of each segment, [S]."""
         return np.diff(self.query_start)
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of the batch."""
+        """Number of query tokens of the batch."""
         return int(self.query_start[-1])
 
 
@@ -47,7 +47,7 @@ class Attention(ABC, Generic[Metadata]):
 
     @abstractmethod
     def make_metadata(self, segments: Segments) -> Metadata:
-        """Host work for a batch, done once per step. Every layer of the step uses the result."""
+        """Prepare a batch on the host, once per step. Every layer of the step uses the result."""
 
     @abstractmethod
     def write(
@@ -60,7 +60,7 @@ class Attention(ABC, Generic[Metadata]):
     ) -> None:
         """Write new keys and values [T, Hkv, D] to their slots of the caches [num_blocks, block_size, Hkv, D].
 
-        The caches have the same dtype, or `fp8.FP8`, to which the numbers are then rounded.
+        The caches have the dtype of the new keys and values, or `fp8.FP8`, to which the numbers are then rounded.
         slot_mapping is [T] int64; a slot is block * block_size + offset. No slot may occur twice.
         """
 
@@ -94,10 +94,13 @@ class CapturableAttention(Attention[Metadata]):
     def reserve(self, segments: int, tokens: int | None = None) -> Metadata:
         """Empty metadata with room for any batch of at most `segments` tokens, in segments of a few tokens each.
 
-        With `tokens`: for batches of up to `tokens` tokens in up to `segments` segments. Not every such batch fits,
-        since many segments of a few tokens take more room.
+        With `tokens`, the room is for batches of up to `tokens` tokens in up to `segments` segments. Not every batch of
+        that size fits, because many segments of a few tokens take more room.
         """
 
     @abstractmethod
     def refill(self, metadata: Metadata, segments: Segments) -> bool:
-        """Write a batch into metadata from `reserve`, for later launches. If it has no room: False, nothing written."""
+        """Write a batch into metadata from `reserve`, for later launches.
+
+        Without room, return False and write nothing.
+        """

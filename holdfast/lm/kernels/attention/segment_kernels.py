@@ -1,6 +1,6 @@
 """Triton kernels of paged attention: long segments on any GPU, the merge of partial results, and the cache write.
 
-Their online softmax also serves `decode_kernel`.
+`decode_kernel` uses their online softmax too.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from holdfast.lm.kernels.fp8_conversion import query_beside, to_cache_dtype
+from holdfast.lm.kernels.fp8_conversion import query_for_keys, to_cache_dtype
 from holdfast.lm.kernels.launch import launch_dependents, wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -65,7 +65,7 @@ def put_rows(
 ):  # fmt: skip
     """Store the tile's result in `out`, or as partial result `partial` - 1 with the logarithm of its sum.
 
-    The grid has the KV heads on its axis HEADS_AXIS.
+    HEADS_AXIS is the axis of the grid that counts the KV heads.
     """
     dim = tl.arange(0, BLOCK_D)
     held = real[:, None] & (dim < HEAD_DIM)[None, :]
@@ -160,7 +160,7 @@ def attend_kernel(
     position = start + token
     batch_token = (first_token + token).to(tl.int64)
     query_at = query + (batch_token * query_stride_token + head * query_stride_head)[:, None] + dim[None, :]
-    tile = query_beside(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
+    tile = query_for_keys(tl.load(query_at, mask=held, other=0.0), key_cache.dtype.element_ty)
 
     top, total = begin_rows(sinks, head, row, rows, first_key, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -1,4 +1,4 @@
-"""The tiles of one step: which query rows of which segment meet which keys, made in vectorised numpy and uploaded."""
+"""The tiles of one step, made in vectorised numpy and uploaded: which query rows of which segment meet which keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = 8  # int32 numbers in a record of work or of merges
 
 PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # numbers of pieces that the longest tile may be cut into
 FIXED_STEPS = 2.5  # fixed time of a piece, in units of the time of one split unit of keys
-SPLIT_STEPS = 4.5  # the same for a piece whose result must be merged
+SPLIT_STEPS = 4.5  # fixed time of a piece whose result must be merged, in the same units
 GAIN = 0.97  # a finer cut must end within this share of the time before
 
 STREAMS = 2  # programs per processor that together read at the full rate of memory
@@ -179,8 +179,8 @@ class DeviceTiles:
 class DeviceTilesBuilder:
     """Makes the tile lists of a step and uploads them in one copy.
 
-    Segments with few query rows get narrow tiles, all others wide tiles. Either kind is cut over the context where its
-    tiles are too few to fill the device.
+    Segments with few query rows get narrow tiles, all others wide tiles. Tiles of either kind are cut over the context
+    if there are too few to fill the device.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class DeviceTilesBuilder:
         narrow_m: int,
         wide_m: int,
     ) -> None:
-        """`narrow_m` and `wide_m` are the rows of a tile, `group_size` the query heads of a KV head."""
+        """`narrow_m` and `wide_m` count the rows of a tile; `group_size` counts the query heads of a KV head."""
         self.device, self.group_size = device, group_size
         self.narrow_m, self.wide_m = narrow_m, wide_m
         self.narrow_target = max(1, num_processors * NARROW_WORK_PER_PROCESSOR // num_kv_heads)
@@ -204,7 +204,7 @@ class DeviceTilesBuilder:
         self.split_wide = partial(evenly, spare=self.wide_target, unit=WIDE_SPLIT_UNIT)
 
     def build(self, segments: Segments) -> tuple[DeviceTiles, ...]:
-        """The wide and the narrow tiles of a batch, leaving out a kind that it does not have."""
+        """The wide and the narrow tiles of a batch, without a kind that the batch does not have."""
         lists = [tiles for tiles in self._lists(segments) if len(tiles.work)]
         parts = [records for tiles in lists for records in (tiles.work, tiles.merges)]
         host = self._host_records(sum(map(len, parts)))
@@ -216,7 +216,7 @@ class DeviceTilesBuilder:
         )
 
     def reserve(self, segments: int, tokens: int | None) -> tuple[DeviceTiles, ...]:
-        """Empty tile lists with the room of `CapturableAttention.reserve`; only narrow ones without `tokens`."""
+        """Empty tile lists with the room of `CapturableAttention.reserve`. Without `tokens`, only narrow ones."""
         kinds = [(self.narrow_m, segments, self.narrow_target, self.group_size)]
         if tokens is not None:
             shortest = self.narrow_m // self.group_size + 1  # tokens of a segment that is not narrow
@@ -232,7 +232,7 @@ class DeviceTilesBuilder:
         )
 
     def refill(self, reserved: tuple[DeviceTiles, ...], segments: Segments) -> bool:
-        """Write the tiles of a batch into reserved lists. False if they have no room; nothing is written then."""
+        """Write the tiles of a batch into reserved lists. Returns False, with nothing written, if they have no room."""
         lists = self._lists(segments, all_narrow=len(reserved) == 1)
         places = [place for tiles in reserved for place in (tiles.work, tiles.merges)]
         parts = [records for tiles in lists[-len(reserved) :] for records in (tiles.work, tiles.merges)]
@@ -248,7 +248,7 @@ class DeviceTilesBuilder:
         return True
 
     def _lists(self, segments: Segments, *, all_narrow: bool = False) -> tuple[TileList, TileList]:
-        """Wide and narrow tiles of a batch. With `all_narrow` a long segment has several narrow ones."""
+        """The wide and the narrow tiles of a batch. With `all_narrow`, long segments have narrow tiles too."""
         narrow = all_narrow | (segments.query_length * self.group_size <= self.narrow_m)
         tiles = partial(tile_list, segments, group_size=self.group_size)
         wide = tiles(~narrow, block_m=self.wide_m, split_for=self.split_wide)

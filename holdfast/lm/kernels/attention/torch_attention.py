@@ -31,14 +31,14 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Group:
-    """Tiles of similar shape, padded to the same: B tiles of N queries over L keys."""
+    """Tiles of similar shape, padded to one shape: B tiles of N queries over L keys."""
 
     query_tokens: torch.Tensor  # [B * N] tokens of the batch; padding repeats a tile's last token
     query_positions: torch.Tensor  # [B, N]
     key_positions: torch.Tensor  # [B, L] positions that may be attended; padding continues past the tile's last one
-    key_slots: torch.Tensor  # [B * L] their places in the cache; padding repeats the tile's last one
-    real_queries: torch.Tensor | None  # those of B * N that are not padding; None: all
-    masked: bool  # some query must not see some key
+    key_slots: torch.Tensor  # [B * L] places of these positions in the cache; padding repeats the tile's last one
+    real_queries: torch.Tensor | None  # the indices among B * N that are not padding; None: all
+    masked: bool  # whether some query must not see some key
     kept_mask: torch.Tensor | None  # from TorchAttention._mask; None if not masked, or too large to keep
 
 
@@ -217,7 +217,7 @@ class TorchAttention(Attention[TileMetadata]):
 
 
 def from_cache_dtype(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of a cache, converted exactly from FP8 to the dtype of attention. An FP8 NaN becomes some number.
+    """Numbers of a cache, converted exactly from FP8 to the dtype of attention. An FP8 NaN becomes an arbitrary number.
 
     PyTorch's own conversion takes ten times as long. FP8 bits, shifted to the places of sign, exponent and fraction in
     float16, give the number divided by 2^8, because the exponents' biases differ by 8.

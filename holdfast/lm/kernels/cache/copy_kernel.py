@@ -1,8 +1,8 @@
 """The Triton kernel that copies many blocks between the device's cache and pinned host memory in one launch.
 
 One layer's part of a block is about 32 KB, and the parts are not contiguous. Host memory is mapped, so a few programs
-of the kernel read and write it over the bus. The copy engine could copy them in one call too, and faster beside a
-prefill. But then the few bytes that every step uploads and downloads would wait behind all of them.
+of the kernel read and write it over the bus. The copy engine could also copy them in one call, and faster during a
+prefill. But then the few bytes that every step uploads and downloads would wait for all of them.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,16 +14,19 @@ import triton
 import triton.language as tl
 
 PROGRAMS_IN, PROGRAMS_OUT = 6, 2
-"""Programs that read host memory, and that write it: just enough to fill the bus, so that the model keeps the other
-processors. A program waits for its reads but not for its writes, so more writers would delay the model's own writes."""
+"""Number of programs that read host memory, and number that write it. They are just enough to fill the bus.
+
+The model keeps the other processors. A program waits for its reads but not for its writes, so more writers would delay
+the model's own writes.
+"""
 TILE = 32768
 """Bytes that a program has in flight."""
 WARPS = 8
 
 
-# Counts change from step to step. The target numbers lie behind the source numbers, so their alignment changes with the
-# count. Neither may cause a new compilation. Nor may the strides, which change with the number of blocks, and so from
-# start to start; Triton only looks at whether 16 divides them, which shows how reads are aligned.
+# Counts change from step to step. The target numbers follow the source numbers, so their alignment changes with the
+# count. Neither may cause a new compilation. Nor may the strides: they change with the number of blocks, and so from
+# start to start. Triton only looks at whether 16 divides them, which shows how reads are aligned.
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks", "count", "pieces"])
 def _copy_blocks(
     source, target, source_blocks, target_blocks, count, pieces,

@@ -17,7 +17,7 @@ import torch
 from holdfast.lm.kernels.fp8 import FP8, LARGEST
 
 LONG_RUN = 8
-"""Blocks that follow each other on both sides, on average, from which on a CPU copies them run by run."""
+"""Average length, in blocks, of runs from which a CPU copies run by run. A run is adjacent in source and in target."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class KVCache:
         by_block: bool = False,
         within: torch.Tensor | None = None,
     ) -> KVCache:
-        """Allocate this many blocks. With `by_block` each is in one piece, else each layer's keys and values are.
+        """Allocate this many blocks. With `by_block` each block is contiguous; else each layer's keys and values are.
 
-        Blocks in one piece may lie `within` memory that is there already, uint8 of just their size.
+        With `by_block`, the blocks may lie `within` existing memory, uint8 of exactly their size.
         """
         tail = (block_size, num_kv_heads, head_dim)
         if by_block:
@@ -71,7 +71,7 @@ def write_slots(
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`Attention.write` in PyTorch. It takes no padding: every slot must be valid."""
+    """`Attention.write` in PyTorch, without padding: every slot must be valid."""
     for new, cache in ((key, key_cache), (value, value_cache)):
         slots = cache.view(-1, *new.shape[1:])
         if cache.dtype == FP8:
@@ -80,7 +80,7 @@ def write_slots(
 
 
 def _indexable(numbers: torch.Tensor) -> torch.Tensor:
-    """The tensor in a dtype that PyTorch can index: FP8 as bytes."""
+    """The tensor in a dtype that PyTorch can index: FP8 is viewed as bytes."""
     return numbers.view(torch.uint8) if numbers.dtype == FP8 else numbers
 
 
@@ -104,7 +104,7 @@ def copy_blocks(
 
         copy_runs(read, source_blocks, written, target_blocks)
     elif source is not target and (runs := _long_runs(source_blocks, target_blocks)):
-        for first, place, count in runs:  # a third of the time of the copy by index
+        for first, place, count in runs:  # takes a third of the time of the copy by index
             written[:, :, place : place + count].copy_(read[:, :, first : first + count])
     else:
         for into, of in zip(_rows(written), _rows(read), strict=True):  # faster than one copy of all dimensions
@@ -112,7 +112,7 @@ def copy_blocks(
 
 
 def _rows(data: torch.Tensor) -> list[torch.Tensor]:
-    """The keys, and the values, of each layer of a cache as numbers [num_blocks, n], as few as make up a block."""
+    """The keys and the values of each layer of a cache, each [num_blocks, n] with n as small as the dtype allows."""
     rows = data.flatten(3)
     if rows.shape[3] * rows.element_size() % 8 == 0:
         rows = rows.view(torch.int64)
@@ -120,7 +120,10 @@ def _rows(data: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _long_runs(sources: torch.Tensor, targets: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Copies in which both sides follow each other: first source, first target, number. Empty if most are short."""
+    """The runs in which sources and targets are both adjacent: first source, first target, count.
+
+    The list is empty if most runs are short.
+    """
     ends = torch.nonzero((sources.diff() != 1) | (targets.diff() != 1)).flatten() + 1
     if (len(ends) + 1) * LONG_RUN > len(sources):
         return []

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 256
-"""Tokens, and table entries, of one program."""
+"""Number of tokens, and of table entries, that one program handles."""
 
 
 def write_step_inputs(

@@ -1,1 +1,1 @@
-"""What the devices of one group tell each other inside a step: sums, maxima, and rows of logits."""
+"""Exchanges between the devices of one group inside a step: sums, maxima, and rows of logits."""

@@ -1,4 +1,4 @@
-"""Sums of many rows over GPUs of one host, whose halves travel by copy engine while the processors compute."""
+"""Sums of many rows over GPUs of one host. A copy engine carries one half while processors compute the other."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -15,34 +15,36 @@ from holdfast.lm.kernels.collectives.peer_memory import PeerMemory, copy
 from holdfast.lm.kernels.collectives.protocol import SumInParts, halves, own_rows
 
 FLAG_BYTES = 128
-"""Room of a number that tells whether a device's rows have come."""
+"""Bytes that each flag occupies. A flag says that a device's rows have arrived."""
 MOST_DEVICES = 32
+"""The most devices of a group. In `take_flags_kernel`, one warp has a thread for each."""
 TURNS = 2
-"""Successive sums use the two halves of the memory in turns."""
+"""Number of halves of the memory, which successive sums use in turns."""
 PARTS = 2
+"""Number of parts of a sum: one travels while the other is computed."""
 HOPS = 2
-"""A device's rows go to the others once, or twice: to the device that adds them up, and from there to all."""
+"""The most transfers of a row: once to all other devices, or first to the device that adds it up and then to all."""
 FLAGS_BYTES = TURNS * PARTS * HOPS * MOST_DEVICES * FLAG_BYTES
-"""Room of all flags."""
+"""Bytes of all flags."""
 ROWS = 256
-"""The first part has a multiple of so many rows, for which matrix products have whole tiles."""
+"""The first part's number of rows is a multiple of this, for which matrix products have whole tiles."""
 
 
 class CopiedSums:
     """The memory that successive sums of one group share, and the streams of their copies.
 
-    Whatever a device sends, it copies to where it is needed in another device's memory, and then a flag after it. The
-    receiver waits for the flag, and takes it away again.
+    A device copies its rows to where they are needed in another device's memory, and then copies a flag after them. The
+    receiver waits for the flag, and clears it again.
 
-    A device cannot overwrite what another one still reads. Before it sends parts of the sum after next, it has
-    received all parts of the next one, and the others had then read all of this one. Places do not depend on what was
-    before. So CUDA graphs may capture sums and be replayed in any order, as each step begins with the same turn.
+    A device cannot overwrite what another one still reads. Before it sends parts of the sum after next, it has received
+    all parts of the next one, and the others had then read all of this one. Places in memory do not depend on earlier
+    sums. So CUDA graphs may capture sums and be replayed in any order, as long as each step begins with the same turn.
     """
 
     def __init__(self, memory: PeerMemory, alone: torch.Tensor, is_alone: Callable[[], bool]) -> None:
-        """`memory` is of all devices of the group, not opened, and only used for this.
+        """`memory` belongs to all devices of the group, is not opened yet, and has no other user.
 
-        `alone` [1] int32, on the device, and `is_alone` tell whether nothing is sent and nobody waits.
+        `alone` [1] int32, on the device, and `is_alone` report whether nothing is sent and nobody waits.
         """
         if memory.size > MOST_DEVICES:
             raise ValueError(f"{memory.size} devices cannot share layers, at most {MOST_DEVICES} can")
@@ -50,18 +52,18 @@ class CopiedSums:
         self.alone, self.is_alone = alone, is_alone
         device = memory.device
         self.streams = [torch.cuda.Stream(device) for _ in range(memory.size - 1)]  # type: ignore[no-untyped-call]
-        """One for each other device, by its distance in rank less one."""
+        """One stream for each other device, at the index of its distance in rank minus one."""
         self.adding = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.flag = torch.ones(1, dtype=torch.int32, device=device)
         self._turn = 0
 
     @property
     def turn_bytes(self) -> int:
-        """Memory of one turn."""
+        """Bytes of one turn."""
         return (self.memory.num_bytes - FLAGS_BYTES) // TURNS // FLAG_BYTES * FLAG_BYTES
 
     def begin(self, rows: int, width: int, dtype: torch.dtype, *, two_hops: bool) -> DirectSum | SharedSum | None:
-        """The next sum of so many rows; None if there is no room for it, or not a row for each part."""
+        """The next sum of `rows` rows; None if there is no room for it, or too few rows for two parts."""
         kind = SharedSum if two_hops else DirectSum
         if rows <= ROWS or kind.num_rows(rows, self.memory.size) * width * dtype.itemsize > self.turn_bytes:
             return None
@@ -71,9 +73,9 @@ class CopiedSums:
         return kind(self, turn, rows, width, dtype)
 
     def send(self, distance: int, source: torch.Tensor, place: int, flag: int, after: torch.cuda.Stream) -> None:
-        """Copy `source` to a place in the memory of the device at a distance, and a flag after it.
+        """Copy `source`, and then a flag, to places in the memory of the device at this distance.
 
-        After what a stream does now.
+        The copies start when the current work of the stream `after` is done.
         """
         stream, memory = self.streams[distance - 1], self.memory
         there = self.addresses[(memory.rank + distance) % memory.size]
@@ -82,7 +84,7 @@ class CopiedSums:
         copy(there + flag, self.flag.data_ptr(), self.flag.nbytes, stream)
 
     def take_flags(self, first: int) -> None:
-        """On the current stream, wait for the flags of all other devices, and take them away."""
+        """On the current stream, wait for the flags of all other devices, and clear them."""
         memory = self.memory
         flags = memory.own[first : first + memory.size * FLAG_BYTES].view(torch.int32)
         take_flags_kernel[(1,)](
@@ -91,13 +93,13 @@ class CopiedSums:
 
 
 class _CopiedSum(SumInParts):
-    """One sum. Of a turn's memory, each part has as many rows as it needs."""
+    """One sum. Each part has as many rows of the turn's memory as it needs."""
 
     def __init__(self, sums: CopiedSums, turn: int, rows: int, width: int, dtype: torch.dtype) -> None:
         self._sums, self._turn, self._width, self._dtype = sums, turn, width, dtype
         self._parts = halves(rows, ROWS)
         self._sent: list[list[torch.cuda.Event]] = []
-        """By part, what has passed once this device needs nothing more of its other streams."""
+        """For each part, the events that pass once this device needs nothing more of its other streams."""
 
     @property
     def parts(self) -> tuple[slice, ...]:
@@ -106,7 +108,7 @@ class _CopiedSum(SumInParts):
     @staticmethod
     @abstractmethod
     def num_rows(rows: int, size: int) -> int:
-        """Rows of memory for so many rows of a part, or of all, among `size` devices."""
+        """Rows of memory that `rows` rows of a sum, or of one part, need among `size` devices."""
 
     def _count(self, part: int) -> int:
         return int(self._parts[part].stop - self._parts[part].start)
@@ -119,15 +121,18 @@ class _CopiedSum(SumInParts):
         return memory.own[begin : begin + count * row_bytes].view(self._dtype).view(count, self._width)
 
     def _place(self, rows: torch.Tensor) -> int:
-        """Where rows are, in this device's memory, and so in that of every other one."""
+        """The offset of rows in this device's memory. It is the same in every other device's memory."""
         return rows.data_ptr() - self._sums.memory.address
 
     def _flag(self, part: int, hop: int, sender: int) -> int:
-        """The place of a flag."""
+        """The offset of a flag."""
         return (((self._turn * PARTS + part) * HOPS + hop) * MOST_DEVICES + sender) * FLAG_BYTES
 
     def _wait_for_own(self, part: int) -> None:
-        """Whoever then waits for the others has sent all that they wait for."""
+        """Make the current stream wait until this device has sent a part.
+
+        A wait for other devices then comes after everything that they wait for.
+        """
         for sent in self._sent[part]:
             torch.cuda.current_stream(self._sums.memory.device).wait_event(sent)
 
@@ -135,7 +140,7 @@ class _CopiedSum(SumInParts):
 class DirectSum(_CopiedSum):
     """A sum in which every device sends all its addends to all others: one hop, for two devices.
 
-    A part's memory has the addends of every device, by rank. A device computes its own where they belong.
+    A part's memory has the addends of every device, by rank. A device computes its own addends in their place.
     """
 
     @staticmethod
@@ -166,8 +171,8 @@ class DirectSum(_CopiedSum):
 class SharedSum(_CopiedSum):
     """A sum in which each device adds up its share of the rows, and sends the result to all: two hops, fewer bytes.
 
-    A part's memory has a device's own addends, then those of all devices for its share, then all results. The sum runs
-    beside what the device computes.
+    A part's memory has a device's own addends, then the addends of all devices for its share, then all results. The sum
+    runs at the same time as the device's other computation.
     """
 
     @staticmethod
@@ -212,9 +217,9 @@ class SharedSum(_CopiedSum):
 
 @triton.jit(do_not_specialize=["size", "rank"])
 def take_flags_kernel(flags, alone, size, rank, EACH: tl.constexpr, SENDERS: tl.constexpr):
-    """Wait for the flag of every device but `rank`, and take it away. Flag i is at flags[i * EACH]. One program.
+    """Wait for the flag of every device but `rank`, and clear it. Flag i is at flags[i * EACH]. One program.
 
-    Of SENDERS threads, the first `size` look at a flag each.
+    The program has SENDERS threads. Each of the first `size` threads reads one flag.
     """
     sender = tl.arange(0, SENDERS)
     is_other = (sender < size) & (sender != rank)

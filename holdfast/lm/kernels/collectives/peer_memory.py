@@ -1,4 +1,4 @@
-"""Memory of one GPU that the other processes of its host can write: CUDA's driver, for what PyTorch does not offer."""
+"""Memory of one GPU that other processes of its host can write, through CUDA's driver. PyTorch does not offer it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ LAZY_PEER_ACCESS = 1
 WAIT_UNTIL_AT_LEAST = 0
 HANDLE_BYTES = 64
 GRANULE = 2 << 20
-"""The driver shares memory in pieces of this size. Smaller allocations would share what is beside them too."""
+"""The driver shares memory in pieces of this many bytes. A smaller allocation would share its neighbours too."""
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle: names an allocation to other processes."""
+    """CUipcMemHandle, which identifies an allocation to other processes."""
 
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
 class PeerMemory:
-    """As much memory on the device of every rank, where each rank can write all of it, over NVLink or PCIe.
+    """Equally large memory on the device of every rank. Each rank can write all of it, over NVLink or PCIe.
 
-    It is zero at first. It stays until the process ends: nobody may still write to memory that is freed.
+    The memory starts as zeros. It stays until the process ends, because another process may still write to it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, num_bytes: int) -> None:
-        """All ranks call this with stores that share keys, which only these ranks use for it, and equal bytes.
+        """All ranks call this with the same number of bytes and stores that share keys. Nobody else may use the keys.
 
-        Raises RuntimeError where one device cannot write to another.
+        Raises RuntimeError if one device cannot write to another.
         """
         self.rank, self.size, self.device, self.num_bytes = rank, size, device, num_bytes
         self._store = store
@@ -40,15 +40,15 @@ class PeerMemory:
         with torch.cuda.device(device):
             _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(-(-num_bytes // GRANULE) * GRANULE))
         self.address = address.value or 0
-        """Where this device's own memory starts."""
+        """The address at which this device's own memory starts."""
         self.own = torch.as_tensor(_Bytes(self.address, num_bytes), device=device)
         """This device's own memory, [bytes] uint8."""
         self.own.zero_()
 
     def open(self) -> list[int]:
-        """Let the others write, and return the address at which this rank writes to the memory of each rank.
+        """Let the other ranks write, and return the address at which this rank writes to the memory of each rank.
 
-        What this rank has put into its own memory comes first.
+        Everything that this rank has written to its own memory is complete first.
         """
         torch.cuda.synchronize(self.device)
         with torch.cuda.device(self.device):
@@ -71,7 +71,7 @@ def copy(to: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> Non
 
 
 def signal(address: int, number: int, stream: torch.cuda.Stream) -> None:
-    """Write a 32-bit number to a device, after all that the stream has written anywhere."""
+    """Write a 32-bit number to a device, after everything that the stream has written anywhere."""
     _call("cuStreamWriteValue32_v2", _stream(stream), _u64(address), ctypes.c_uint32(number), ctypes.c_uint(0))
 
 
@@ -87,7 +87,7 @@ def wait(address: int, number: int, stream: torch.cuda.Stream) -> None:
 
 
 class _Bytes:
-    """Memory as `torch.as_tensor` takes it, without a copy."""
+    """Memory in the form that `torch.as_tensor` accepts, without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""The interface of collectives: what devices that share each layer of a model add up and exchange."""
+"""The interface of collectives: sums and exchanges between the devices that share each layer of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @runtime_checkable
 class SumInParts(Protocol):
-    """A sum over devices of which one part travels while the devices compute the next.
+    """A sum over devices in which one part travels while the devices compute the next part.
 
     Each device sends all parts in order, and then receives all of them in order, before it begins another such sum.
     """
@@ -26,7 +26,7 @@ class SumInParts(Protocol):
         ...
 
     def send(self, part: int) -> None:
-        """Let the addends in the room of a part travel. Waits for nobody."""
+        """Send the addends in the room of a part to the other devices, without waiting."""
         ...
 
     def receive(self, part: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ class SumInParts(Protocol):
 
 
 class Group(Protocol):
-    """The devices that share each layer: every one has its own heads, and its own part of the MLP and the vocabulary.
+    """The devices that share each layer. Each has its own heads, and its own part of the MLP and the vocabulary.
 
     All devices of a group make the same calls in the same order, with equal shapes unless a method says otherwise.
     Every device gets the same bits from `add_norm`, `all_reduce`, `best` and `gather`. A tensor may have no rows; then
@@ -48,12 +48,12 @@ class Group(Protocol):
 
     @property
     def size(self) -> int:
-        """Devices in the group."""
+        """Number of devices in the group."""
         ...
 
     @property
     def rank(self) -> int:
-        """This device's number among them, from 0."""
+        """This device's index in the group, from 0."""
         ...
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -70,15 +70,15 @@ class Group(Protocol):
     ) -> torch.Tensor:
         """Add to stream [T, hidden] in place; return its RMS norm, with eps, times norm [hidden]: [T, hidden].
 
-        What is added is the sum of partials [P, T, hidden] over P and over all devices, and bias [hidden] once. Sums
-        are float32, in a fixed order. A device's own sum may be rounded to the stream's dtype; the whole one is, before
-        it is normed. P may differ between devices. Partials are of float32 or of the stream's dtype, from `room` or any
-        other tensor. Stream, bias and norm are equal on all devices.
+        The addend is the sum of partials [P, T, hidden] over P and over all devices, plus bias [hidden] once. Sums are
+        float32, in a fixed order. A device's own sum may be rounded to the stream's dtype; the whole sum is rounded to
+        it before it is normed. P may differ between devices. Partials are float32 or the stream's dtype, from `room` or
+        any other tensor. Stream, bias and norm are equal on all devices.
         """
         ...
 
     def begin_sum(self, rows: int, width: int, dtype: torch.dtype) -> SumInParts | None:
-        """Begin a sum of addends [rows, width]; None where `add_norm` is as fast. Steps begin an even number of them.
+        """Begin a sum of addends [rows, width]; None if `add_norm` is as fast. Each step begins an even number of sums.
 
         Other calls may come between those of the sum.
         """
@@ -89,17 +89,17 @@ class Group(Protocol):
         ...
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """By row, the id [R] int64 of the largest of values [R] float32 over all devices, the lowest id among equals.
+        """For each row, the id [R] int64 of the largest of values [R] float32 over all devices, lowest id among equals.
 
-        `ids` [R] int64 belong to the values. Those of one device are all lower than those of the next.
+        `ids` [R] int64 belong to the values. The ids of one device are all lower than those of the next.
         """
         ...
 
     def exchange_rows(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Turn this device's columns of all rows, logits [R, V_own], into all columns of its own rows, [R_own, V].
 
-        V is `vocab_size`. Device i has the columns from i * ceil(V / size) on, so the last device may have fewer. Its
-        own rows are those of `own_rows`.
+        V is `vocab_size`. Device i has the columns from i * ceil(V / size) on, so the last device may have fewer. A
+        device's own rows are those of `own_rows`.
         """
         ...
 
@@ -108,28 +108,28 @@ class Group(Protocol):
         ...
 
     def alone(self) -> AbstractContextManager[None]:
-        """Inside, in every thread, calls wait for no other device, and their results mean nothing.
+        """Inside this context, in every thread, calls wait for no other device, and their results mean nothing.
 
-        So kernels can be compiled and rehearsed in any order. Nothing that is captured inside may be replayed. Not to
-        be nested.
+        Kernels can thus be compiled and rehearsed in any order. A graph that is captured inside must not be replayed.
+        The context must not be nested.
         """
         ...
 
 
 def halves(rows: int, multiple: int) -> tuple[slice, slice]:
-    """So many rows in two parts, the first of which is a multiple of `multiple`."""
+    """Split `rows` rows into two parts, the first of which has a multiple of `multiple` rows."""
     first = -(-rows // (2 * multiple)) * multiple
     return slice(0, first), slice(first, rows)
 
 
 def own_rows(count: int, size: int, rank: int) -> range:
-    """Which of `count` rows device `rank` of a group gets whole: a contiguous share of ceil(count / size) at most."""
+    """The rows, of `count`, that device `rank` of a group gets whole: contiguous, ceil(count / size) at most."""
     share = -(-count // size)
     return range(min(rank * share, count), min((rank + 1) * share, count))
 
 
 def columns_by_device(logits: torch.Tensor, size: int, vocab_size: int) -> torch.Tensor:
-    """Logits [R, V_own] of one device as what it sends to each, [size, rows, columns]: the same for all, so padded."""
+    """Logits [R, V_own] of one device, arranged by receiving device: [size, rows, columns], padded to equal sizes."""
     rows, columns = -(-len(logits) // size), -(-vocab_size // size)
     blocks = logits.new_zeros(size * rows, columns)
     blocks[: len(logits), : logits.shape[1]] = logits
@@ -137,7 +137,7 @@ def columns_by_device(logits: torch.Tensor, size: int, vocab_size: int) -> torch
 
 
 def rows_of_device(blocks: torch.Tensor, count: int, rank: int, vocab_size: int) -> torch.Tensor:
-    """What a device received from each, [size, rows, columns], as its own whole rows of `count`: [R_own, V]."""
+    """The blocks [size, rows, columns] that a device received, as its own whole rows of `count`: [R_own, V]."""
     size, rows, columns = blocks.shape
     whole = blocks.transpose(0, 1).reshape(rows, size * columns)
     return whole[: len(own_rows(count, size, rank)), :vocab_size]

@@ -1,4 +1,4 @@
-"""Triton kernels that devices of one host add up with, by writing into each other's mailboxes."""
+"""Triton kernels with which devices of one host add up, by writing into each other's mailboxes."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -13,28 +13,32 @@ import triton.language as tl
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 
 REGIONS = 256
-"""Parts of a mailbox. Each belongs to one sending and one receiving program of a kernel."""
+"""Number of parts of a mailbox. Each belongs to one sending and one receiving program of a kernel."""
 PROGRAMS = 128
-"""Programs of either kind in a launch. All of them fit on an H100 or H200 at once, two to a processor."""
+"""Number of sending programs in a launch, and of receiving ones.
+
+All run at once on an H100 or H200, two to a processor.
+"""
 
 EMPTY_BITS = {torch.float32: -0x7FFF8000, torch.bfloat16: -0x80000000, torch.float16: -0x80000000}
-"""What an empty place of a mailbox holds, as the bits of a float32: 16 bits of -0, or 32 bits of two such."""
+"""The bits of an empty place converted to float32: -0 for 16-bit dtypes; for float32, two 16-bit -0 in a row."""
 EMPTY_WORD = -0x8000
-"""The same, as an int16."""
+"""The 16 bits of -0, as an int16. They fill empty places of every dtype."""
 
 BEST_ROWS = 128
-"""Rows of one program of `best_kernel`."""
+"""Number of rows that one program of `best_kernel` handles."""
 BEST_PROGRAMS = 64
+"""The most programs of one launch of `best_kernel`."""
 
 
 @dataclass(frozen=True)
 class Mailboxes:
-    """The mailboxes of a group of devices, as one of them sees them.
+    """The mailboxes of a group of devices, as one of the devices sees them.
 
-    A mailbox is memory that every device can write and its owner reads. Whoever has something for a device writes it
-    there; whoever waits for it reads until no place is empty, then empties the places again. A number is its own
-    signal, so there is no flag, no fence and no second trip over the link. -0 stands for an empty place. It is
-    written as +0, which changes no sum.
+    A mailbox is memory that every device can write and its owner reads. A sender writes its numbers there. A receiver
+    reads until no place is empty, then empties the places again. A number is its own signal, so there is no flag, no
+    fence and no second trip over the link. -0 stands for an empty place. The number -0 is sent as +0, which changes no
+    sum.
 
     Each region of a mailbox has two halves. A program uses them in turns, by a counter on its device. It cannot
     overwrite what is still unread: before its device starts the collective after next, it has received the next one
@@ -43,13 +47,16 @@ class Mailboxes:
     """
 
     own: torch.Tensor
-    """[bytes] uint8: this device's mailbox."""
+    """This device's mailbox, [bytes] uint8."""
     addresses: torch.Tensor
-    """[size] int64: where this device sees the mailbox of each device."""
+    """The addresses at which this device sees each device's mailbox, [size] int64."""
     counters: torch.Tensor
-    """[2 * REGIONS + BEST_PROGRAMS] int32: collectives so far, by sending program, receiving program and pair."""
+    """Number of collectives so far by each sending program, each receiving program and each program of `best_kernel`.
+
+    [2 * REGIONS + BEST_PROGRAMS] int32.
+    """
     is_alone: torch.Tensor
-    """[1] int32: 1 where kernels neither send nor wait."""
+    """Whether kernels neither send nor wait, [1] int32: 1 if so."""
     rank: int
     size: int
 
@@ -70,7 +77,7 @@ class Mailboxes:
         return len(self.own) - self.num_bytes(self.size, 0)
 
     def most_rows(self, width: int, wire: torch.dtype, two_shot: bool, programs: int = PROGRAMS) -> int:
-        """Rows of a width that one launch of so many programs can add up."""
+        """The most rows of `width` numbers that one launch of `programs` programs can add up."""
         held = self.room // (2 * REGIONS) // (width * wire.itemsize)  # rows in half a region
         peers = self.size - 1
         if two_shot:  # ceil(rows / size) rows from each peer, and all results
@@ -95,9 +102,9 @@ def reduce_rows(
 ) -> torch.Tensor:
     """The sum of partials [P, T, width] over P and over all devices: [T, width].
 
-    With a stream [T, width] it is added to that in place, and the result is the stream's RMS norm. `wire` is the dtype
-    of what travels: a device's own sum over P is rounded to it. All devices add in the order of ranks. `two_shot`: each
-    row is added up by one device, which sends the result to the others.
+    With a stream [T, width], the sum is added to it in place, and the result is the stream's RMS norm. `wire` is the
+    dtype in which numbers travel: a device's own sum over P is rounded to it. All devices add in the order of ranks.
+    With `two_shot`, one device adds up each row and sends the result to the others.
     """
     rows, width = partials.shape[1:]
     out = torch.empty_like(partials[0] if stream is None else stream)
@@ -145,7 +152,7 @@ def reduce_rows(
 
 
 def best_rows(mailboxes: Mailboxes, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """By row, the id [R] int64 of the largest of values [R] float32 over all devices, the lowest id among equals."""
+    """For each row, the id [R] int64 of the largest of values [R] float32 over all devices, lowest id among equals."""
     out = torch.empty_like(ids)
     most = BEST_PROGRAMS * BEST_ROWS
     for begin in range(0, len(ids), most):
@@ -173,13 +180,13 @@ def best_rows(mailboxes: Mailboxes, values: torch.Tensor, ids: torch.Tensor) -> 
 
 @triton.jit
 def _bits(value):
-    """The bits of a number as a float32."""
+    """The bits of a number converted to float32, as an int32."""
     return value.to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _own_sum(partials, row, at, held, part_stride, row_stride, wire, PARTS: tl.constexpr, EMPTY: tl.constexpr):
-    """A row's sum over PARTS on this device, as it travels: rounded to the dtype of `wire`, and never empty."""
+    """A row's sum over PARTS on this device, ready to travel: rounded to the dtype of `wire`, and never empty."""
     total = tl.zeros(at.shape, tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(partials + part * part_stride + row * row_stride + at, mask=held, other=0.0).to(tl.float32)
@@ -188,7 +195,7 @@ def _own_sum(partials, row, at, held, part_stride, row_stride, wire, PARTS: tl.c
 
 @triton.jit
 def _filled(value, EMPTY: tl.constexpr):
-    """The value, with 0 for what would read as an empty place."""
+    """The value, with 0 in place of a number that would read as an empty place."""
     return tl.where(_bits(value) == EMPTY, 0.0, value.to(tl.float32)).to(value.dtype)
 
 
@@ -201,7 +208,7 @@ def _send(mailboxes, peer, own, place, at, held, value):
 
 @triton.jit
 def _receive(row_at, held, is_alone, EMPTY: tl.constexpr):
-    """Wait for a row in the own mailbox, and empty its place. Each thread holds elements of its own."""
+    """Wait for a row in the own mailbox, and empty its place. Each thread handles its own elements."""
     value = tl.load(row_at, mask=held, other=0.0, volatile=True)
     missing = tl.max((_bits(value) == EMPTY).to(tl.int32), 0)
     while (missing > 0) & (is_alone == 0):
@@ -246,12 +253,12 @@ def device_sum_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, TWO_SHOT: tl.constexpr, EMPTY: tl.constexpr,
     REGIONS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`reduce_rows`. The first half of the programs send, the second half receive: program (p, p + programs).
+    """The kernel of `reduce_rows`. The first half of the programs send, the second half receive.
 
-    Sending programs wait for nobody, and start first, so that receiving ones may wait. Programs p have rows p,
-    p + programs, ... and region p of the mailboxes. Row number `index` of a program is added up by every device, or, in
-    two shots, by the device (p + index) % SIZE. In a half region, the rows from each peer come first, by the distance
-    of its rank; the results of two shots come after.
+    The pairs are (p, p + programs). Sending programs wait for nobody, and start first, so that receiving ones may wait.
+    Programs p handle rows p, p + programs, ... and region p of the mailboxes. Row number `index` of a program is added
+    up by every device, or, in two shots, by the device (p + index) % SIZE. In a half region, the rows from each peer
+    come first, by the distance of its rank; the results of two shots come after.
     """
     launch_dependents(DEPENDENT)
     programs = tl.num_programs(0) // 2
@@ -260,10 +267,10 @@ def device_sum_kernel(
     count = (rows - program + programs - 1) // programs  # rows of this program
     each = (rows + programs - 1) // programs  # rows of the first program
     if TWO_SHOT:
-        sent = (each + SIZE - 1) // SIZE  # rows that one device adds up of them
+        sent = (each + SIZE - 1) // SIZE  # the most of these rows that one device adds up
     else:
         sent = each
-    first = (RANK - program % SIZE + SIZE) % SIZE  # of the rows that this device adds up in two shots
+    first = (RANK - program % SIZE + SIZE) % SIZE  # index of the first row that this device adds up in two shots
     at = tl.arange(0, BLOCK)
     held = at < width
     counter_at = counters + program
@@ -352,10 +359,10 @@ def best_kernel(
     values, ids, out, own, mailboxes, counters, alone, rows, offset, first_counter,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """`best_rows`. Program (BLOCK rows). A value and its id travel as one int64 that sorts as they do.
+    """The kernel of `best_rows`. Program (BLOCK rows). A value and its id travel as one int64 that sorts as they do.
 
-    Region p of these words starts `offset` words into a mailbox. No word reads as empty: the lower half of an empty one
-    is negative.
+    Region p of these words starts `offset` words into a mailbox. No word reads as empty, because the lower half of an
+    empty word is negative.
     """
     launch_dependents(DEPENDENT)
     program = tl.program_id(0)

@@ -23,7 +23,7 @@ from holdfast.lm.kernels.collectives.reduce_kernels import (
 )
 
 ROOM_BYTES = 64 << 20
-"""Memory for sums on each device. Longer ones take several launches."""
+"""Bytes for sums on each device. Longer sums take several launches."""
 EXCHANGE_BYTES = 64 << 20
 """Memory for rows of logits on each device. More of them go piece by piece."""
 FLAG_BYTES = 128
@@ -32,31 +32,38 @@ HALVES = 2
 """The two halves of that memory, which successive pieces use in turns."""
 
 COPIED_BYTES = 512 << 20
-"""Memory on each device for sums that copy engines carry: of 8,192 rows of 8,192 numbers, for two devices."""
+"""Bytes on each device for sums that copy engines carry: 8,192 rows of 8,192 numbers, for two devices."""
 
 LEAST_COPIED_BYTES = 12 << 20
-"""From so many bytes of a sum on, its halves travel by copy engine.
+"""The least size of a sum, in bytes, whose halves travel by copy engine.
 
-Layers of Llama-3's shapes on two H200s: 8B takes 5% longer so with 1,024 rows (8 MB), and 4% less time with 1,536
-(12 MB); 70B takes 9% longer with 512 rows (8 MB), and 3% less time with 1,024 (benchmarks/kernels/many_probe.py).
+Measured with layers of Llama-3's shapes on two H200s. 8B takes 5% longer this way with 1,024 rows (8 MB), and 4% less
+time with 1,536 (12 MB). 70B takes 9% longer with 512 rows (8 MB), and 3% less time with 1,024
+(benchmarks/kernels/many_probe.py).
 """
 
 LEAST_LAUNCHED_BYTES = 32 << 20
-"""The same where no graph captures the sum: the host launches a layer of an 8B shape so in 1.4 ms, else in 0.6."""
+"""The least size of such a sum that no graph captures, in bytes.
+
+The host launches a layer of an 8B shape in 1.4 ms with copy engines, and in 0.6 ms without.
+"""
 
 SECOND_SHOT = 2.1e-6
-"""Seconds that two shots take longer than one, for sums of a few rows."""
+"""Time in seconds that two shots take longer than one, for sums of a few rows."""
 LINK_SPEED = 300e9
-"""Bytes that a device sends in a second, in sums of more rows. Both: two H200s, benchmarks/kernels/many_probe.py."""
+"""Bytes per second that a device sends, in sums of more rows.
+
+SECOND_SHOT and LINK_SPEED were measured on two H200s (benchmarks/kernels/many_probe.py).
+"""
 
 
 def two_shot_bytes(size: int) -> float:
-    """From how many bytes of a sum on two shots are faster than one, for so many devices.
+    """The size of a sum, in bytes, from which two shots are faster than one, among `size` devices.
 
     In one shot, each device sends its addends to all others. In two, it sends each of them its share of the rows, and
-    later the sum of its own rows: 2 / size of the bytes. For two devices that is the same, and two shots were never
-    faster by more than 5%. NCCL with a norm after it took longer at every size: 2 to 2.8 times as long up to 4 MB, and
-    18% longer at 64 MB or more, so it has no place here.
+    later the sum of its own rows: 2 / size of the bytes. For two devices the bytes are equal, and two shots were never
+    faster by more than 5%. NCCL followed by a norm took longer at every size: 2 to 2.8 times as long up to 4 MB, and
+    18% longer at 64 MB or more, so it is not used.
     """
     saved = (size - 1) * (1 - 2 / size)
     return SECOND_SHOT * LINK_SPEED / saved if saved else inf
@@ -65,16 +72,16 @@ def two_shot_bytes(size: int) -> float:
 class SymmetricGroup(Group):
     """GPUs of one host, each in a process of its own.
 
-    Sums and the best tokens go through mailboxes, in kernels that CUDA graphs may capture. What travels of a sum is in
-    the stream's dtype: float32 would take 0.5 us longer for one row, and twice as long for many. Large sums may go by
-    copy engine instead, in parts, while the processors compute. Rows of logits, and what is gathered, are copied by the
-    host's command, so graphs cannot capture `exchange_rows` and `gather`.
+    Sums and the best tokens go through mailboxes, in kernels that CUDA graphs may capture. Sums travel in the stream's
+    dtype: float32 would take 0.5 us longer for one row, and twice as long for many. Large sums may go by copy engine
+    instead, in parts, while the processors compute. The host starts the copies of logits and of gathered numbers, so
+    graphs cannot capture `exchange_rows` and `gather`.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
-        """`store` is this group's alone. All processes of the group make theirs at the same time.
+        """`store` belongs to this group alone. All processes of the group construct theirs at the same time.
 
-        Raises RuntimeError where one device cannot write to another.
+        Raises RuntimeError if one device cannot write to another.
         """
         self._rank, self._size, self._device = rank, size, device
         sums = PeerMemory(PrefixStore("sums", store), rank, size, device, Mailboxes.num_bytes(size, ROOM_BYTES))
@@ -88,7 +95,7 @@ class SymmetricGroup(Group):
         self._copied = CopiedSums(copied, self.mailboxes.is_alone, lambda: self._alone > 0)
         self._two_shot = two_shot_bytes(size)
         self._alone = 0
-        """Callers that are inside `alone`."""
+        """Number of callers that are inside `alone`."""
         self._entering = threading.Lock()
 
     @property
@@ -114,7 +121,7 @@ class SymmetricGroup(Group):
         return reduce_rows(self.mailboxes, partials, bias, stream, norm, eps, wire=stream.dtype, two_shot=two_shot)
 
     def begin_sum(self, rows: int, width: int, dtype: torch.dtype) -> SumInParts | None:
-        # Whoever is alone rehearses a capture.
+        # A caller that is alone rehearses a capture.
         captured = self._alone or torch.cuda.is_current_stream_capturing()
         if rows * width * dtype.itemsize < (LEAST_COPIED_BYTES if captured else LEAST_LAUNCHED_BYTES):
             return None
@@ -145,7 +152,7 @@ class SymmetricGroup(Group):
             self._enter(-1)
 
     def _enter(self, count: int) -> None:
-        """Count who is alone. The first and the last of them tell the kernels that follow, on all streams."""
+        """Count the callers inside `alone`. The first and the last set a flag for later kernels on all streams."""
         with self._entering:
             before, self._alone = self._alone, self._alone + count
             if before == 0 or self._alone == 0:

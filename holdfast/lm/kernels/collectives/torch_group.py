@@ -12,7 +12,7 @@ from torch.nn import functional
 from holdfast.lm.kernels.collectives.protocol import Group, SumInParts, columns_by_device, halves, rows_of_device
 
 HALVED_ROWS = 256
-"""From so many rows on, one half of a sum travels while the other is computed."""
+"""The least number of rows of a sum whose one half travels while the other is computed."""
 
 
 class TorchGroup(Group):
@@ -55,7 +55,7 @@ class TorchGroup(Group):
         return self._sum(x).to(x.dtype)
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        # One exchange of both: the bits of a value, as a number, beside its id.
+        # One exchange carries both: the bits of a value, as a number, and its id.
         pairs = self.gather(torch.cat((values.view(torch.int32).to(torch.int64), ids))).view(self.size, 2, -1)
         everyones = pairs[:, 0].to(torch.int32).view(torch.float32)
         return pairs[:, 1].gather(0, everyones.argmax(0, keepdim=True))[0]  # argmax takes the first, so the lowest ids
@@ -90,7 +90,7 @@ class TorchGroup(Group):
 
 
 class GlooSum(SumInParts):
-    """A sum in two halves, which threads of gloo add up."""
+    """A sum in two halves, which gloo's threads add up."""
 
     def __init__(self, processes: dist.ProcessGroup, rows: int, width: int, dtype: torch.dtype, *, alone: bool) -> None:
         self._processes, self._alone = processes, alone

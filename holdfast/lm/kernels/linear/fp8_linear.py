@@ -2,8 +2,8 @@
 
 For a few tokens, converting weights to bf16 would cost more than it saves: a processor has time for seven instructions
 per weight. So the activations are converted to FP8 instead. Up to 64 tokens, each activation is the sum of two FP8
-numbers, which together hold all bits of a bf16 number. With more tokens arithmetic is the limit, and each is one
-number.
+numbers, which together hold all bits of a bf16 number. With more tokens arithmetic is the limit, and each activation is
+one FP8 number.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -32,10 +32,10 @@ from holdfast.lm.kernels.linear.skinny_gemm import (
 )
 
 TILE = 16
-"""Inputs and outputs of a GEMM on FP8 tensor cores are multiples of this."""
+"""Inputs and outputs of a GEMM on FP8 tensor cores must be multiples of this."""
 
 LOWER = 16.0
-"""Factor on the second number of an activation, which is at most a 16th of the first."""
+"""The factor on the second number of an activation, which is at most a 16th of the first."""
 
 ONE_TOKEN = SkinnyLaunch(block_n=8, block_k=512, num_warps=2, num_stages=4)
 ONE_TOKEN_WIDE = SkinnyLaunch(block_n=16, block_k=256, num_warps=4, num_stages=6)
@@ -45,7 +45,7 @@ MORE_TOKENS_CUT = SkinnyLaunch(block_n=64, block_k=128, num_warps=4, num_stages=
 MORE_TOKENS_WIDE = SkinnyLaunch(block_n=128, block_k=128, num_warps=8, num_stages=3)
 
 FEW_PROGRAMS = 256
-"""A GEMM of up to FEW tokens that may be cut over its inputs is cut until it has about this many programs."""
+"""Number of programs up to which a GEMM of at most FEW tokens is cut over its inputs, if it may be cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Fp8Rows:
 def fp8_launch_for(x: torch.Tensor, weight: Fp8Weight, *, cut: bool = False) -> SkinnyLaunch | None:
     """The launch of `skinny_gemm` (one token) or `fp8_skinny_gemm` for x [T, K] and an FP8 weight [N, K].
 
-    None if neither computes it. `cut`: the caller adds partial sums at no extra cost. Tuned on an H200
+    None if neither computes it. With `cut`, the caller adds partial sums at no extra cost. Tuned on an H200
     (benchmarks/kernels/gemv_gpu.py).
     """
     rows, inputs = x.shape
@@ -89,8 +89,8 @@ def has_tiles(x: torch.Tensor, weight: Fp8Weight) -> bool:
 def quantize_rows(x: torch.Tensor, *, halves: int = 1, gated: bool = False) -> Fp8Rows:
     """Quantize x [T, K] to `halves` FP8 numbers each. With one, each token's largest magnitude becomes LARGEST.
 
-    With two the scale is a power of two, and each number holds 4 of the 8 bits of a bf16 number. Only what is below
-    2**-22 of the token's largest magnitude is lost. `gated`: quantize silu(gate) * up of x [T, 2 K].
+    With two, the scale is a power of two, and each number holds 4 of the 8 bits of a bf16 number. Only bits below
+    2**-22 of the token's largest magnitude are lost. With `gated`, silu(gate) * up of x [T, 2 K] is quantized.
     """
     tokens, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     data = torch.empty(halves, tokens, width, dtype=FP8, device=x.device)
@@ -116,7 +116,7 @@ def quantize_rows(x: torch.Tensor, *, halves: int = 1, gated: bool = False) -> F
 def fp8_gemm(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """x [T, K] (one number each) times weight [N, K] transposed, plus bias, as [T, N] of `dtype`.
 
-    PyTorch's `scaled_mm`, scaled by token and by output. It only offers fast accumulation, rounded to bfloat16.
+    This is PyTorch's `scaled_mm`, scaled by token and by output. It only offers fast accumulation, rounded to bfloat16.
     """
     out = functional.scaled_mm(
         x.data[0],
@@ -142,8 +142,8 @@ def fp8_skinny_gemm(
 ) -> None:
     """Write x [T, K] (two numbers each) times weight [N, K] transposed, plus bias, to out [parts, T, N].
 
-    With several parts, each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and bias
-    have 2 N rows, gate above up, and out is silu(gate) * up.
+    With several parts, each holds the sum over its piece of the inputs, and bias must be None. With `gated`, weight and
+    bias have 2 N rows, first gate and then up, and out is silu(gate) * up.
     """
     _, rows, inputs = x.data.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -187,7 +187,7 @@ def quantize_rows_kernel(
     if GATED:
         up = tl.load(x + token * x_stride + width + at, mask=held, other=0.0).to(tl.float32)
         value = value / (1.0 + tl.exp(-value)) * up
-    # For a token of zeros, the least normal number as the scale keeps the quotients finite.
+    # The least normal number as the scale of a token of zeros keeps the quotients finite.
     poison = tl.sum(value * 0.0, 0)
     factor = tl.maximum(tl.max(tl.abs(value), 0) / LARGEST, 1.1754944e-38)
     if HALVES == 2:

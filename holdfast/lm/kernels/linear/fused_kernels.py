@@ -88,7 +88,7 @@ def scale_heads_kernel(
 ):  # fmt: skip
     """The RMS norms of a token's queries and of its keys, in place, by their `sums` of squares [T, 2].
 
-    Those are of `whole_q` and `whole_k` numbers. Program (token, part of the queries and keys).
+    The sums cover `whole_q` and `whole_k` numbers. Program (token, part of the queries and keys).
     """
     launch_dependents(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -117,7 +117,7 @@ def angles_kernel(
     inside = dim < HALF
     frequency = tl.load(inverse_frequencies + dim, mask=inside, other=0.0)
     angle = tl.load(positions + token).to(tl.float32) * frequency
-    factor = tl.where(frequency == 0.0, 1.0, amplitude)  # what is not rotated keeps its size
+    factor = tl.where(frequency == 0.0, 1.0, amplitude)  # a pair that is not rotated keeps its size
     tl.store(cosine + token * HALF + dim, tl.cos(angle) * factor, mask=inside)
     tl.store(sine + token * HALF + dim, tl.sin(angle) * factor, mask=inside)
 

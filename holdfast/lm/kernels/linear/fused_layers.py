@@ -1,4 +1,4 @@
-"""The operations of a decoder layer on CUDA: which kernel or library call computes each, and the launches."""
+"""The operations of a decoder layer on CUDA: the choice of kernel or library call for each, and the launches."""
 
 from __future__ import annotations
 
@@ -39,24 +39,30 @@ from holdfast.lm.kernels.linear.skinny_gemm import SkinnyLaunch, launch_for, ski
 from holdfast.lm.kernels.lora.protocol import Finish
 
 ROTATED_AT_A_TIME = 512
-"""Pairs of numbers that one program rotates."""
+"""Number of pairs of numbers that one program rotates."""
 GATED_AT_A_TIME = 1024
-"""Numbers that one program gates, or scales."""
+"""Number of numbers that one program gates or scales."""
 SQUARES_AT_A_TIME = 128
-"""Tokens whose sums of squares, two each, travel as one row: rows of two numbers would take a wait for each token."""
+"""Number of tokens whose sums of squares, two each, travel as one row.
+
+A row for each token would mean a wait for each.
+"""
 
 PIECES = {832: (512, 320), 896: (512, 384)}
-"""Token counts whose GEMMs cuBLAS computes faster in two pieces, as it has no good tiles for the whole. With CUDA 13.0
-on an H200 a layer's GEMMs gain 12 and 6% under load (benchmarks/kernels/products_gpu.py --pieces)."""
+"""Token counts whose GEMMs cuBLAS computes faster in two pieces, because it has no good tiles for the whole.
+
+With CUDA 13.0 on an H200, a layer's GEMMs gain 12 and 6% under load (benchmarks/kernels/products_gpu.py --pieces).
+"""
 
 
 class FusedLayerOps(LayerOps):
     """`LayerOps` for float32, float16 and bfloat16 on CUDA, accumulated in float32. CUDA graphs may capture every call.
 
     Steps of few tokens are bound by launches and by reading weights. `skinny_gemm` reads the weights, and one more
-    launch adds its partial sums, the residual and the norm; for one token these are part of the GEMMs. More tokens go
-    to cuBLAS, which adds the residual as it writes: fewer bytes than a later addition, and one rounding less. With FP8
-    weights they go to FP8 tensor cores, with activations quantized by token; 4-bit weights are dequantized for them.
+    launch adds its partial sums, the residual and the norm; for one token these are part of the GEMMs. Steps of more
+    tokens use cuBLAS, which adds the residual as it writes: fewer bytes than a later addition, and one rounding less.
+    With FP8 weights they use FP8 tensor cores, with activations quantized by token; 4-bit weights are dequantized
+    first.
     """
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -166,7 +172,7 @@ class FusedLayerOps(LayerOps):
         return Unnormed(stream, norm) if len(stream) == 1 else self._normed(stream, None, None, norm)
 
     def _partials(self, group: Group, x: Gated, weight: Weight, launch: SkinnyLaunch | None) -> torch.Tensor:
-        """This device's partial sums [P, T, outputs] of the projection of x, where the group can add them up."""
+        """This device's partial sums [P, T, outputs] of the projection of x, for the group to add up."""
         outputs = weight.shape[0]
         if launch is not None:
             partials = group.room((launch.parts, len(x), outputs), torch.float32)
@@ -216,7 +222,7 @@ class FusedLayerOps(LayerOps):
         launch: SkinnyLaunch,
         **fused: Any,
     ) -> None:
-        """`skinny_gemm`; for 4-bit weights `int4_skinny_gemm`, for several tokens and FP8 weights `fp8_skinny_gemm`."""
+        """`int4_skinny_gemm` for 4-bit weights, `fp8_skinny_gemm` for FP8 and several tokens, else `skinny_gemm`."""
         if isinstance(weight, Int4Weight):
             int4_skinny_gemm(x, weight, bias, out, launch, **fused)
         elif isinstance(weight, Fp8Weight) and len(x) > 1:
@@ -231,7 +237,7 @@ class FusedLayerOps(LayerOps):
         return (self.computed(x) if launch is None else read), launch
 
     def _as_read(self, x: Normed, weight: Weight) -> Normed:
-        """x as a GEMM with this weight takes it: one with 4-bit weights computes no norm."""
+        """x in the form that a GEMM with this weight accepts: one with 4-bit weights computes no norm."""
         return self.computed(x) if isinstance(weight, Int4Weight) else x
 
     def _norm_of(self, x: Normed) -> dict[str, Any]:
@@ -335,7 +341,7 @@ class FusedLayerOps(LayerOps):
         )
 
     def launch(self, x: torch.Tensor, weight: Weight, *, cut: bool = False) -> SkinnyLaunch | None:
-        """The launch of a skinny GEMM; None if the library computes it. `cut`: partial sums are allowed."""
+        """The launch of a skinny GEMM; None if the library computes it. With `cut`, partial sums are allowed."""
         if isinstance(weight, Fp8Weight):
             return fp8_launch_for(x, weight, cut=cut)
         if isinstance(weight, Int4Weight):
@@ -395,6 +401,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(tokens: int) -> list[slice]:
-    """The tokens of each piece that one GEMM is computed in."""
+    """The ranges of tokens whose GEMMs are computed one after the other."""
     stops = list(accumulate(PIECES.get(tokens, (tokens,)), initial=0))
     return [slice(*ends) for ends in pairwise(stops)]

@@ -1,8 +1,9 @@
 """GEMMs with 4-bit weights: a skinny GEMM for few tokens, and dequantizing a weight for the library's GEMM.
 
-A few tokens are bound by reading weights, of which there are a quarter of the bytes. For each group of inputs, the tile
-of integers (exact in any float type) is multiplied by the tokens on tensor cores, and the result by the scales: so
-weights are not rounded. With more tokens a pass that writes the weights in the type of the tokens costs little.
+Steps of few tokens are bound by reading weights, and 4-bit weights have a quarter of the bytes. For each group of
+inputs, the tile of integers (exact in any float type) is multiplied by the tokens on tensor cores, and the result by
+the scales, so weights are not rounded. With more tokens, a pass that writes the weights in the dtype of the tokens
+costs little.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -20,11 +21,14 @@ from holdfast.lm.kernels.linear.skinny_gemm import MAX_PARTS, MAX_ROWS, PROGRAMS
 BLOCK_N, NUM_WARPS, NUM_STAGES = 64, 4, 6
 
 CHUNKS_OF_A_PART = 4
-"""Inputs are cut into parts of at least so many chunks."""
+"""The least number of chunks in a part, when inputs are cut into parts."""
 
 
 def int4_launch_for(x: torch.Tensor, weight: Int4Weight, *, cut: bool = False) -> SkinnyLaunch | None:
-    """The launch of `int4_skinny_gemm` for x [T, K]; None for many tokens. `cut`: partial sums cost nothing extra."""
+    """The launch of `int4_skinny_gemm` for x [T, K]; None for many tokens.
+
+    With `cut`, partial sums cost nothing extra.
+    """
     rows, inputs = x.shape
     if not 0 < rows <= MAX_ROWS or x.stride(1) != 1:
         return None
@@ -46,8 +50,8 @@ def int4_skinny_gemm(
 ) -> None:
     """Write x [T, K] times weight [N, K] transposed, plus bias, to out [parts, T, N] of any float dtype.
 
-    With several parts, each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and bias
-    have 2 N rows, gate above up, and out is silu(gate) * up.
+    With several parts, each holds the sum over its piece of the inputs, and bias must be None. With `gated`, weight and
+    bias have 2 N rows, first gate and then up, and out is silu(gate) * up.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -73,8 +77,10 @@ def int4_dequantized(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
 
 @triton.jit
 def _exact(numbers, zero, DTYPE: tl.constexpr):
-    """numbers - zero, both from 0 to 15, in a float type, without a conversion: 128 + n in bfloat16 has the bits of
-    0x4300 + n, and 1024 + n in float16 those of 0x6400 + n."""
+    """numbers - zero, both from 0 to 15, in a float type, without a conversion instruction.
+
+    The trick: 128 + n in bfloat16 has the bits of 0x4300 + n, and 1024 + n in float16 has those of 0x6400 + n.
+    """
     if tl.bfloat16 == DTYPE:
         shifted = (numbers.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
         result = shifted - (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
@@ -112,8 +118,8 @@ def int4_skinny_kernel(
 ):  # fmt: skip
     """x [rows, inputs] times a 4-bit weight transposed, for a few rows. Program (BLOCK_N outputs, part).
 
-    A part is `part_length` of the inputs, with its own result in `out` [parts, rows, outputs]. GATED: weight has 2 *
-    outputs rows, gate above up, and the result is silu(gate) * up.
+    A part is `part_length` of the inputs, with its own result in `out` [parts, rows, outputs]. With GATED, the weight
+    has 2 * outputs rows, first gate and then up, and the result is silu(gate) * up.
     """
     launch_dependents(DEPENDENT)
     token = tl.arange(0, BLOCK_M)
@@ -147,7 +153,7 @@ def dequantize_kernel(
     weight, scale, zero, out, outputs, inputs,
     GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write a 4-bit weight [outputs, inputs] in the type of `out`. Program (BLOCK_N rows, chunk)."""
+    """Write a 4-bit weight [outputs, inputs] in the dtype of `out`. Program (BLOCK_N rows, chunk)."""
     launch_dependents(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     written = (n < outputs)[:, None]

@@ -24,39 +24,42 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 PACKED_ROWS = range(4, 129)
-"""Numbers of rows whose products read a packed weight, by `benchmarks/kernels/products_cpu.py`, as is LEAST_PACKED."""
+"""Numbers of rows whose products read a packed weight.
+
+This range and LEAST_PACKED were measured by `benchmarks/kernels/products_cpu.py`.
+"""
 LEAST_PACKED, MOST_PACKED = 4 << 20, 1 << 30
-"""Bytes of a weight that is worth packing, and of all weights of a device that get a packed copy."""
+"""The least bytes of a weight that is worth packing, and the most bytes of all weights of a device that are packed."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine from `LayerOps.rotation`, in the layout that the same object's `rotate_and_write` takes."""
+"""Cosine and sine from `LayerOps.rotation`, in the layout that `rotate_and_write` of the same object takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Sizes and settings that all layers of a decoder share. Heads are those of this device."""
+    """Sizes and settings that all layers of a decoder share. Numbers of heads are those of this device."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     eps: float
-    """Of every norm."""
+    """Number added under the root of every norm."""
     activation: str
-    """A key of ACTIVATIONS."""
+    """The activation, a key of ACTIVATIONS."""
     dtype: torch.dtype
-    """Of weights and activations."""
+    """The dtype of weights and activations."""
     inverse_frequencies: torch.Tensor
-    """Radians per position, [D / 2] float32, on the device that computes."""
+    """The angle per position of each pair, in radians, [D / 2] float32, on the device that computes."""
     amplitude: float = 1.0
-    """Factor on cosine and sine where a frequency is not 0. A pair of numbers with frequency 0 stays as it is."""
+    """The factor on cosine and sine, except where the frequency is 0. A pair with frequency 0 stays unchanged."""
     layer_norm: bool = False
-    """Norms are layer norms, and their weights [2 * hidden]: the biases behind the factors."""
+    """Whether norms are layer norms. Their weights are then [2 * hidden]: first the factors, then the biases."""
     gated: bool = True
     """Whether the MLP has a gate. Without one, `gated_linear` and `gate` are the activation alone."""
     qk_norm_whole: bool = False
-    """q_norm [H D] and k_norm [Hkv D] norm all heads together, those of all devices."""
+    """Whether q_norm [H D] and k_norm [Hkv D] norm all heads of all devices together."""
     kv_copies: int = 1
-    """Devices that hold each of the KV heads."""
+    """Number of devices that hold each KV head."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Unnormed:
 
 @dataclass(frozen=True)
 class NormInParts:
-    """An RMS norm of a stream to which a sum over devices is yet to be added, part by part, as its parts arrive."""
+    """An RMS norm of a stream whose sum over devices is still arriving. It is added to the stream part by part."""
 
     sums: SumInParts
     stream: torch.Tensor  # [T, hidden]
@@ -78,10 +81,13 @@ class NormInParts:
 
 
 Normed = Any
-"""From `add_linear_norm`, for one call of the same object that reads it: a tensor, `Unnormed`, or `NormInParts`."""
+"""The result of `add_linear_norm`: a tensor, `Unnormed`, or `NormInParts`.
+
+Exactly one call of the same object reads it.
+"""
 
 Gated = Any
-"""From `gated_linear`, for `add_linear_norm` of the same object: a tensor, or its FP8 form."""
+"""The result of `gated_linear`, for `add_linear_norm` of the same object: a tensor, or its FP8 form."""
 
 
 def nothing() -> None:
@@ -93,11 +99,11 @@ class LayerOps:
 
     This is the backend of a CPU and the oracle of the Triton kernels. A projection and its neighbours are one call, so
     that a backend may fuse them. The projection that ends each half of a layer adds to the residual stream in place,
-    and returns the stream normed for the next half. The stream is complete once the norm was read.
+    and returns the stream normed for the next half. The stream is complete once the norm has been read.
 
-    With a `group`, each device has its own heads, and its own rows of what reads the stream. What adds to the stream
-    has its own columns, so its results are partial sums, which the group adds up. The stream is equal on all devices.
-    In large steps one part of the rows travels between devices while the next one is computed.
+    With a `group`, each device has its own heads. It holds rows of the weights that read the stream, and columns of the
+    weights that add to the stream. The results of the latter are partial sums, which the group adds up. The stream is
+    equal on all devices. In large steps, one part of the rows travels between devices while the next one is computed.
     """
 
     def __init__(self, shape: LayerShape, group: Group | None = None) -> None:
@@ -106,14 +112,14 @@ class LayerOps:
         self._rotates = bool(frequencies.any())
         self._amplitudes = torch.where(frequencies == 0, 1.0, shape.amplitude)
         self._packed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By its address, a weight and its packed copy."""
+        """Each packed weight and its packed copy, by the weight's address."""
 
     def pack(self, weights: Iterable[Weight]) -> int:
-        """Keep a second copy of large float32 weights on a CPU, as oneDNN reads them, for `linear`; its bytes.
+        """Keep second copies of large float32 weights on a CPU, in oneDNN's format for `linear`. Returns their bytes.
 
-        MKL packs a weight again for every product, which for a few rows takes a third as long as the product. Weights
-        of more than MOST_PACKED bytes together get no copy. None of them may change afterwards. Weights with fewer
-        outputs than inputs gain nothing.
+        MKL packs a weight again for every product, which for a few rows takes a third as long as the product. If the
+        weights have more than MOST_PACKED bytes together, none gets a copy. No weight may change afterwards. Weights
+        with fewer outputs than inputs gain nothing.
         """
         dense = [each for each in weights if isinstance(each, torch.Tensor) and each.dtype == torch.float32]
         large = [each for each in dense if each.device.type == "cpu" and each.nbytes >= LEAST_PACKED]
@@ -126,7 +132,7 @@ class LayerOps:
         return size
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """The stream [T, hidden] of tokens ids [T]. `embedding` has this device's tokens, from `first` on."""
+        """The stream [T, hidden] of token ids [T]. `embedding` has this device's tokens, from `first` on."""
         if self.group is None:
             return functional.embedding(ids, embedding)
         place = ids - first
@@ -137,14 +143,15 @@ class LayerOps:
     def norm(self, stream: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm [T, hidden] times weight [hidden], accumulated in float32, in the dtype of the stream.
 
-        Of a layer norm the weight is [2 * hidden]. A weight of no numbers stands for no norm: the stream itself.
+        For a layer norm, the weight is [2 * hidden]. A weight of no numbers stands for no norm: the result is the
+        stream itself.
         """
         if not len(weight):
             return stream
         if self.shape.layer_norm:
             factor, bias = weight.chunk(2)
             return functional.layer_norm(stream, factor.shape, factor, bias, self.shape.eps)
-        if weight.dtype != stream.dtype:  # kept more precisely than the stream
+        if weight.dtype != stream.dtype:  # the weight is more precise than the stream
             return functional.rms_norm(stream.to(weight.dtype), weight.shape, weight, self.shape.eps).to(stream.dtype)
         return functional.rms_norm(stream, weight.shape, weight, self.shape.eps)
 
@@ -159,7 +166,7 @@ class LayerOps:
         return LayerOps.gate(self, LayerOps.linear(self, x, weight, bias))
 
     def gate(self, gate_up: torch.Tensor, adapters: Finish | None = None) -> torch.Tensor:
-        """activation(gate) * up, [T, N], of gate_up [T, 2 N] with what `adapters` add. It may be written to."""
+        """activation(gate) * up, [T, N], of gate_up [T, 2 N] plus what `adapters` add. gate_up may be overwritten."""
         if adapters is not None:
             adapters.add(gate_up)
         if not self.shape.gated:
@@ -168,7 +175,7 @@ class LayerOps:
         return ACTIVATIONS[self.shape.activation](gate).mul_(up)
 
     def computed(self, x: Normed) -> torch.Tensor:
-        """The tensor of a result of `add_linear_norm`."""
+        """The tensor that a result of `add_linear_norm` stands for."""
         if isinstance(x, NormInParts):
             normed = torch.empty_like(x.stream)
             for part, rows in enumerate(x.sums.parts):
@@ -190,7 +197,7 @@ class LayerOps:
 
         `first` is called before anything here reads or writes the stream. With a group, x and weight are this device's
         part of the inputs, and the bias is the whole one. With `out_norm` [hidden], the projection is normed before it
-        is added. Where `norm` has no numbers, the result is the stream itself.
+        is added. If `norm` has no numbers, the result is the stream itself.
         """
         first()
         if out_norm is not None or (self.group is not None and (self.shape.layer_norm or not len(norm))):
@@ -215,7 +222,7 @@ class LayerOps:
         other: tuple[Gated, Weight, torch.Tensor | None],
         norm: torch.Tensor,
     ) -> torch.Tensor:
-        """`add_linear_norm` of two projections side by side, each with its input, weight and bias, in one sum."""
+        """`add_linear_norm` of two projections in one sum, each with its own input, weight and bias."""
         added = self._projected(*one[:2])
         added += self._projected(*other[:2])
         if self.group is not None:
@@ -235,7 +242,7 @@ class LayerOps:
         norm: torch.Tensor,
         out_norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`add_linear_norm`, one operation after the other: for norms that no kernel is fused with."""
+        """`add_linear_norm` as separate operations, for norms that no kernel is fused with."""
         added = self._projected(x, weight)
         if self.group is not None:
             added = self.group.all_reduce(added)
@@ -245,7 +252,7 @@ class LayerOps:
         return self.norm(stream, norm)
 
     def _projected(self, x: Gated, weight: Weight) -> torch.Tensor:
-        """x times weight transposed, as a tensor of its own."""
+        """x times weight transposed, as a new tensor."""
         return self._linear(x, weight, None)
 
     def add_experts_norm(self, stream: torch.Tensor, x: Normed, experts: Experts, norm: torch.Tensor) -> Normed:
@@ -318,14 +325,14 @@ class LayerOps:
         key.copy_(key * torch.rsqrt(means[1] + self.shape.eps) * k_norm)
 
     def _whole_widths(self, q_norm: torch.Tensor, k_norm: torch.Tensor) -> tuple[int, int]:
-        """The numbers of a token's queries and of its keys on all devices, each KV head counted once."""
+        """Widths of a token's queries and of its keys over all devices, each KV head counted once."""
         size = 1 if self.group is None else self.group.size
         return len(q_norm) * size, len(k_norm) * size // self.shape.kv_copies
 
     def _begin_sum(
         self, stream: torch.Tensor, x: Gated, weight: Weight, bias: torch.Tensor | None, norm: torch.Tensor
     ) -> NormInParts | None:
-        """Compute and send the projection of x part by part; None where one sum of all rows is as fast."""
+        """Compute and send the projection of x part by part; None if one sum of all rows is as fast."""
         sums = None if self.group is None else self.group.begin_sum(len(stream), stream.shape[1], stream.dtype)
         if sums is None:
             return None
@@ -342,7 +349,7 @@ class LayerOps:
         return out
 
     def _received(self, x: NormInParts, part: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Add a part of a sum to its rows of the stream; their norm, in `out` if given."""
+        """Add a part of a sum to its rows of the stream, and return their norm, in `out` if it is given."""
         rows, addends = x.sums.parts[part], x.sums.receive(part)
         out = torch.empty_like(x.stream[rows]) if out is None else out
         self._add_norm(x.stream[rows], addends, x.bias, x.weight, out)

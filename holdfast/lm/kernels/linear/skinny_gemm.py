@@ -1,4 +1,7 @@
-"""Skinny GEMM: linear layers for a few tokens, bound by reading weights. When to run it, how, and its kernel."""
+"""Skinny GEMM: linear layers for a few tokens, bound by reading weights.
+
+The kernel, its launches, and when it is used.
+"""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -14,10 +17,10 @@ from holdfast.lm.kernels.fp8 import Fp8Weight
 from holdfast.lm.kernels.launch import dependent_launch_options, launch_dependents, wait_for_previous
 
 MAX_ROWS = 64
-"""Up to this many tokens the kernel reads weights faster than cuBLAS. With more, a tiled GEMM is better."""
+"""The most tokens for which the kernel reads weights faster than cuBLAS. With more, a tiled GEMM is better."""
 
 LEAST_ROW_BYTES = 512
-"""A shorter row of weights does not fill the pipeline of the loop."""
+"""The least bytes in a row of weights. A shorter row does not fill the pipeline of the loop."""
 
 
 @dataclass(frozen=True)
@@ -25,25 +28,25 @@ class SkinnyLaunch:
     """Launch settings of one skinny GEMM."""
 
     block_n: int
-    """Rows of weights per program."""
+    """Number of rows of weights per program."""
     block_k: int
-    """Inputs per iteration of a program."""
+    """Number of inputs per iteration of a program."""
     num_warps: int
     num_stages: int
     parts: int = 1
-    """Pieces that the inputs are cut into (split-K). Their sums are added later, in order."""
+    """Number of pieces that the inputs are cut into (split-K). Their sums are added later, in order."""
 
     def grid(self, weight_rows: int) -> tuple[int, int]:
-        """Programs along the rows of weights, and along the parts."""
+        """The numbers of programs along the rows of weights, and along the parts."""
         return -(-weight_rows // self.block_n), self.parts
 
     def part_length(self, inputs: int) -> int:
-        """Inputs of one part, a multiple of block_k."""
+        """Number of inputs of one part, a multiple of block_k."""
         blocks = -(-inputs // self.block_k)
         return -(-blocks // self.parts) * self.block_k
 
     def options(self, inputs: int) -> dict[str, int]:
-        """The constants that the kernel is compiled for."""
+        """The constants that the kernel is compiled for, for this number of inputs."""
         return dict(
             BLOCK_N=self.block_n,
             BLOCK_K=self.block_k,
@@ -63,29 +66,33 @@ MORE_TOKENS = SkinnyLaunch(block_n=128, block_k=128, num_warps=8, num_stages=4)
 MORE_TOKENS_CUT = SkinnyLaunch(block_n=128, block_k=64, num_warps=4, num_stages=6)
 
 FEW = 32
-"""Up to this many tokens, 64 rows of weights per program are best."""
+"""The most tokens for which 64 rows of weights per program are best."""
 
 MANY_OUTPUTS = 16_384
-"""From here on there are enough programs to fill the device without cutting the inputs."""
+"""The least number of outputs with enough programs to fill the device without cutting the inputs."""
 
 ONE_TOKEN_OUTPUTS = 12_288
-"""The same for one token."""
+"""The least such number of outputs for one token."""
 ONE_TOKEN_OUTPUTS_CUT = 8192
-"""The same for one token where the inputs may be cut."""
+"""The least such number of outputs for one token, if the inputs may be cut."""
 SMALL_OUTPUTS, SMALL_INPUTS = 4096, 2048
-"""Up to these sizes, which devices that share a layer have, a GEMM for one token is better with more stages."""
+"""The largest sizes for which a GEMM of one token is better with more stages.
+
+Devices that share a layer have such GEMMs.
+"""
 
 PROGRAMS = 128
-"""A GEMM that may be cut over its inputs is cut until it has about this many programs."""
+"""Number of programs up to which a GEMM is cut over its inputs, if it may be cut."""
 PART_INPUTS = 4096
-"""It is also cut until no program reads more inputs than this, so that all processors finish together."""
+"""The most inputs that one program reads before a GEMM is cut further, so that all processors finish together."""
 MAX_PARTS = 8
+"""The most pieces that inputs are cut into."""
 
 
 def launch_for(x: torch.Tensor, weight: torch.Tensor, *, cut: bool = False) -> SkinnyLaunch | None:
     """The launch for x [T, K] and weight [N, K]; None if the library's GEMM is faster, or the only exact one.
 
-    `cut`: the caller adds partial sums at no extra cost. Tuned on an H200 (benchmarks/kernels/gemv_gpu.py).
+    With `cut`, the caller adds partial sums at no extra cost. Tuned on an H200 (benchmarks/kernels/gemv_gpu.py).
     """
     rows, inputs = x.shape
     fits = 0 < rows <= MAX_ROWS and weight.stride(1) == 1 and x.stride(1) == 1
@@ -130,10 +137,10 @@ def skinny_gemm(
 ) -> None:
     """Write x [T, K] times weight [N, K] transposed, plus bias, to out [parts, T, N] of any float dtype.
 
-    With several parts, each holds the sum over its piece of the inputs, and bias must be None. `gated`: weight and bias
-    have 2 N rows, gate above up, and out is silu(gate) * up. `added`: the result is added to out, which has one part.
-    With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm, without rounding.
-    An FP8 weight also takes one token only; for more see `fp8_linear.fp8_skinny_gemm`.
+    With several parts, each holds the sum over its piece of the inputs, and bias must be None. With `gated`, weight and
+    bias have 2 N rows, first gate and then up, and out is silu(gate) * up. With `added`, the result is added to out,
+    which has one part. With `norm` [K], for one token in one part, x is replaced by its RMS norm (with eps) times norm,
+    without rounding. An FP8 weight also takes only one token; for more, see `fp8_linear.fp8_skinny_gemm`.
     """
     data, scale = (weight.data, weight.scale) if isinstance(weight, Fp8Weight) else (weight, None)
     rows, inputs = x.shape
@@ -171,11 +178,11 @@ def skinny_gemm_kernel(
 ):  # fmt: skip
     """x [rows, inputs] times weight transposed, for a few rows. Program (BLOCK_N rows of weight, part).
 
-    A part is `part_length` of the inputs, with its own result in `out` [parts, rows, outputs]. GATED: weight has 2 *
-    outputs rows, gate above up; a program takes rows of both in turns, and the result is silu(gate) * up. ADDED: the
-    result is added to `out`. With a `norm`, for one token in one part, x is replaced by its RMS norm times `norm`. The
-    scale of the RMS norm is a factor of the result, known once all of x is read. With a `scale` [rows of weight], for
-    one token, the weight is FP8, and each row of the result is multiplied by its scale.
+    A part is `part_length` of the inputs, with its own result in `out` [parts, rows, outputs]. With GATED, the weight
+    has 2 * outputs rows, first gate and then up; a program takes rows of both in turns, and the result is silu(gate) *
+    up. With ADDED, the result is added to `out`. With a `norm`, for one token in one part, x is replaced by its RMS
+    norm times `norm`. The scale of the RMS norm is a factor of the result, known once all of x is read. With a `scale`
+    [rows of weight], for one token, the weight is FP8, and each row of the result is multiplied by its scale.
     """
     if BLOCK_M > 1:
         launch_dependents(DEPENDENT)

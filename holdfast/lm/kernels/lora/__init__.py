@@ -1,1 +1,1 @@
-"""LoRA adapters in a step: each token's own adapter added to the linear layers, any number of adapters in one batch."""
+"""LoRA adapters in a step. One batch may hold any number of adapters, and each token may have its own."""

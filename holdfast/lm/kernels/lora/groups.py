@@ -1,4 +1,4 @@
-"""Groups and tiles: which tokens have which adapter, as the kernels read it. On the host, in NumPy."""
+"""Groups and tiles: which tokens have which adapter, in the form that kernels read. On the host, in NumPy."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 
 FEW_TOKENS = 512
-"""Up to this many tokens a tile has SMALL_TILE tokens, the least that tensor cores take, otherwise LARGE_TILE."""
+"""The most tokens of a step whose tiles have SMALL_TILE tokens, the least that tensor cores take.
+
+In larger steps a tile has LARGE_TILE tokens.
+"""
 SMALL_TILE, LARGE_TILE = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The tokens of a step by their adapter, those of one adapter together."""
+    """The tokens of a step, grouped by adapter."""
 
     order: Numbers
-    """Indices of the tokens. Those without an adapter come last."""
+    """Indices of the tokens, grouped by adapter. Tokens without an adapter come last."""
     slots: Numbers
     """The slot of each group, ascending."""
     starts: Numbers
-    """Where each group starts in `order`, and at last where the tokens without an adapter do."""
+    """The start of each group in `order`; the last number is the start of the tokens without an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,18 @@ class Tiles:
     """
 
     order: Numbers
-    """Indices of the tokens; those of a tile lie together."""
+    """Indices of the tokens. The tokens of a tile are adjacent."""
     slot: Numbers
     start: Numbers
-    """Where each tile starts in `order`."""
+    """The start of each tile in `order`."""
     count: Numbers
-    """Tokens of each tile."""
+    """Number of tokens in each tile."""
     used: Numbers
-    """Two numbers: the tiles of adapters, and all tiles."""
+    """Two numbers: the number of tiles with an adapter, and the number of all tiles."""
 
 
 def groups_of(slots: Numbers) -> Groups:
-    """Group tokens by their slot; -1 is none. Tokens of one slot keep their order."""
+    """Group tokens by slot; -1 stands for no adapter. Tokens of one slot keep their order."""
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
     first = int(np.searchsorted(ordered, 0))
@@ -55,19 +58,19 @@ def groups_of(slots: Numbers) -> Groups:
 
 
 def tile_size(tokens: int) -> int:
-    """Tokens of a tile in a step of this many tokens."""
+    """Number of tokens in a tile, for a step of `tokens` tokens."""
     return SMALL_TILE if tokens <= FEW_TOKENS else LARGE_TILE
 
 
 def most_tiles(tokens: int, slots: int) -> int:
-    """Most tiles of any step of up to this many tokens with this many slots: each group may end with a part of one."""
+    """The most tiles of any step with at most this many tokens and slots. Each group may end with a partial tile."""
     few = min(tokens, FEW_TOKENS)
     small = min(few, few // SMALL_TILE + slots)
     return small if tokens <= FEW_TOKENS else max(small, min(tokens, tokens // LARGE_TILE + slots + 1))
 
 
 def tiles_of(groups: Groups, tokens: int) -> Tiles:
-    """The tiles of a step that is padded to so many tokens. Padding has no adapter."""
+    """The tiles of a step that is padded to `tokens` tokens. Padding has no adapter."""
     size = tile_size(tokens)
     order, slots, starts = groups.order, groups.slots, groups.starts
     if size == LARGE_TILE:

@@ -1,4 +1,4 @@
-"""The interface of adapters to a model: the stacked weights of one linear layer, and what adds them to its output."""
+"""The interface between adapters and a model: the stacked weights of a linear layer, and the addition to its output."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LoraStack:
-    """The adapters of one linear layer by slot. The layer may fuse several parts along its outputs, as q, k and v.
+    """The adapters of one linear layer by slot. The layer may fuse several parts along its outputs, such as q, k and v.
 
-    Slot s adds scale[s, p] · B A x to the outputs of part p. Of A and B only the first rank[s, p] rows are read; where
-    an adapter leaves a part as it is, the rank is 0. B is stored by ranks, so that what a smaller rank uses lies in one
-    piece, as it does in A.
+    Slot s adds scale[s, p] · B A x to the outputs of part p. Only the first rank[s, p] rows of A and B are read. If an
+    adapter leaves a part unchanged, the rank is 0. B is stored by ranks, so that the rows of a smaller rank are
+    contiguous, as they are in A.
     """
 
     a: torch.Tensor  # [S, P, R, K]
@@ -31,33 +31,36 @@ class LoraStack:
 
     @property
     def parts(self) -> list[slice]:
-        """The outputs of each part."""
+        """The output columns of each part."""
         return [slice(start, end) for start, end in zip((0, *self.ends), self.ends, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Ends what `Lora.begin` has begun: one of these is called, once."""
+    """The second half of `Lora.begin`. The caller calls exactly one of the two functions, once."""
 
     add: Callable[[torch.Tensor], None]
-    """Add to out [T, N] in place."""
+    """Adds to out [T, N] in place."""
     gated: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """silu(gate) * up, [T, N], of gate_up [T, 2 N] with what the adapters add. gate_up itself stays as it is.
+    """Takes gate_up [T, 2 N], and returns silu(gate) * up, [T, N], of gate_up plus what the adapters add.
 
-    None where that is not faster than `add` and then a gate.
+    gate_up itself stays unchanged. None if this is not faster than `add` followed by a gate.
     """
 
 
 class Lora(Protocol):
-    """The adapters of a number of tokens."""
+    """The adapters of the tokens of one step, or of some of them."""
 
     def add(self, out: torch.Tensor, x: torch.Tensor, stack: LoraStack) -> None:
-        """Add to out [T, N] in place what each token's adapter makes of its x [T, K]. Tokens without one stay."""
+        """Add the scaled B A x of each token's adapter to out [T, N] in place, from x [T, K].
+
+        Other tokens stay the same.
+        """
         ...
 
     def begin(self, x: torch.Tensor, stack: LoraStack, out: torch.Tensor | None = None) -> Finish:
-        """Begin `add` beside what is launched next, and return what ends it with `out`.
+        """Begin `add` in parallel with later launches, and return the functions that end it with `out`.
 
-        What is given here as `out` may be neither read nor written until then; otherwise `out` may still be computed.
+        If `out` is given here, it may be neither read nor written until then; otherwise `out` may still be computed.
         """
         ...

@@ -1,9 +1,9 @@
-"""Adapters on CUDA: two launches for a linear layer, whatever the number of adapters. A grouped shrink and expand.
+"""Adapters on CUDA: a grouped shrink and expand, two launches for a linear layer with any number of adapters.
 
-The shrink computes low = A x of each token, the expand adds scale · B low to the output (as in Punica, Chen et al.,
-2023, §4). Tokens of one adapter form tiles, so that a tile reads its adapter once and multiplies on tensor cores.
-Where a step has many tokens, the expand of gate and up computes the gate as well: it reads their outputs once, and what
-is added to them is never written.
+The shrink computes low = A x of each token; the expand adds scale · B low to the output (as in Punica, Chen et al.,
+2023, §4). Tokens of one adapter form tiles, so that a tile reads its adapter once and multiplies on tensor cores. In
+steps of many tokens, the expand of gate and up also computes the gate. It then reads their outputs once, and never
+writes the sums with the adapters' addends.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -21,16 +21,16 @@ from holdfast.lm.kernels.lora.groups import LARGE_TILE, SMALL_TILE, most_tiles, 
 from holdfast.lm.kernels.lora.protocol import Finish, LoraStack
 
 PROGRAMS = 2048
-"""A launch has at most about this many programs, as many as run at once. Each takes several tiles if there are more."""
+"""The most programs of a launch, roughly as many as run at once. Each takes several tiles if there are more."""
 OUTPUTS, FEWER_OUTPUTS = 256, 128
-"""Outputs of one program of the expand: in small tiles with ranks below LARGE_RANK, and else."""
+"""Number of outputs of one program of the expand: in small tiles with ranks below LARGE_RANK, and otherwise."""
 LARGE_RANK = 64
 GATED_OUTPUTS, GATED_WARPS = 64, 4
-"""Outputs and warps of one program of the gated expand. It holds so many columns of gate, and as many of up."""
+"""Outputs and warps of one program of the gated expand. The program holds this many columns of gate, and of up."""
 PART_INPUTS = 256
-"""Least inputs of one program of the shrink."""
+"""The least inputs of one program of the shrink."""
 PIECES = (16, 4, 1)
-"""Into how many pieces its inputs may be cut (split-K). Few choices, as each is a kernel of its own."""
+"""The numbers of pieces that the shrink's inputs may be cut into (split-K). Few, because each needs its own kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +41,21 @@ class TiledLora:
     """
 
     tokens: int
-    order: torch.Tensor  # [tokens] int64: by slot
+    order: torch.Tensor  # [tokens] int64: token indices, sorted by slot
     slot: torch.Tensor  # [tiles] int64
-    start: torch.Tensor  # [tiles] int64, in the order
+    start: torch.Tensor  # [tiles] int64: the tile's first index in `order`
     count: torch.Tensor  # [tiles] int64
     used: torch.Tensor  # [2] int64: the number of tiles of adapters, and of all tiles
-    counts: torch.Tensor  # [3 * tiles or more] int32, zeros: the pieces of a part of a tile that are computed
+    counts: torch.Tensor  # [3 * tiles or more] int32: how many pieces of a part of a tile are done; 0 between launches
     beside: SideStream | None = None
-    """Where a step of few tokens computes adapters, while the layer's own product reads its weights."""
+    """The stream on which a step of few tokens computes adapters, while the layer's own product reads its weights."""
 
     def add(self, out: torch.Tensor, x: torch.Tensor, stack: LoraStack) -> None:
         """See `Lora.add`. Both products are accumulated in float32; `low` is rounded to the type of B in between."""
         self._expand(out, self._shrink(x, stack), stack)
 
     def begin(self, x: torch.Tensor, stack: LoraStack, out: torch.Tensor | None = None) -> Finish:
-        """See `Lora.begin`. Products of many tokens leave no room on the GPU for others beside them."""
+        """See `Lora.begin`. With many tokens nothing runs in parallel, because the layer's product fills the GPU."""
         side = self.beside
         if tile_size(self.tokens) == LARGE_TILE:
             halves = stack.ends == (stack.outputs // 2, stack.outputs)
@@ -76,12 +76,12 @@ class TiledLora:
         return Finish(end)
 
     def _sizes(self, stack: LoraStack) -> tuple[int, int, int]:
-        """Tokens of a tile, most tiles, and the ranks that a program computes."""
+        """The number of tokens of a tile, the most tiles, and the number of ranks that a program computes."""
         tiles = most_tiles(self.tokens, stack.a.shape[0])
         return tile_size(self.tokens), tiles, max(16, triton.next_power_of_2(stack.a.shape[2]))
 
     def _shrink(self, x: torch.Tensor, stack: LoraStack) -> torch.Tensor:
-        """A x, [P, T, ranks] in the type of B, in the order of the tiles' tokens."""
+        """A x, [P, T, ranks] in B's dtype, in the order of the tiles' tokens."""
         _, parts, _, inputs = stack.a.shape
         tokens, (tile, tiles, ranks) = self.tokens, self._sizes(stack)
         pieces = input_pieces(inputs, tokens, parts)
@@ -130,7 +130,7 @@ class TiledLora:
 
 
 def input_pieces(inputs: int, tokens: int, parts: int) -> int:
-    """Pieces that the shrink's inputs are cut into, so that a step of few tokens has enough programs."""
+    """The number of pieces that the shrink's inputs are cut into, so that a step of few tokens has enough programs."""
     tiles = -(-tokens // tile_size(tokens))
     wanted = -(-PROGRAMS // (4 * tiles * parts))
     return next((pieces for pieces in PIECES if pieces <= min(wanted, inputs // PART_INPUTS)), 1)
@@ -144,10 +144,10 @@ def shrink_kernel(
 ):  # fmt: skip
     """low [parts, tokens, RANKS] = x Aᵀ. Program (some tiles, part, piece of the inputs).
 
-    `low` lies in the order of the tiles' tokens. What is beyond an adapter's rank is 0; where its rank is 0, nothing
-    is written. With several pieces, each writes its sum to `partials` [PIECES, parts, tokens, RANKS] and is counted in
-    `counts` [parts, most_tiles]. Whoever comes last adds them in order, so that the result does not depend on who it
-    is, and sets the count back to 0.
+    `low` has the order of the tiles' tokens. Entries beyond an adapter's rank are 0; if the rank is 0, nothing is
+    written. With several pieces, each program writes its sum to `partials` [PIECES, parts, tokens, RANKS] and counts
+    itself in `counts` [parts, most_tiles]. The last program adds the pieces in order, so that the result does not
+    depend on which program is last, and sets the count back to 0.
     """
     launch_dependents(DEPENDENT)
     part = tl.program_id(1)
@@ -181,7 +181,7 @@ def shrink_kernel(
             else:
                 between = tl.num_programs(1) * tokens.to(tl.int64) * RANKS
                 tl.store(partials + piece * between + place, acc, mask=held[:, None])
-                tl.debug_barrier()  # all of the program have written before it is counted
+                tl.debug_barrier()  # the whole program has written before it is counted
                 count = counts + part * most_tiles + tile
                 if tl.atomic_add(count, 1) == PIECES - 1:
                     total = tl.zeros([TILE, RANKS], tl.float32)
@@ -191,7 +191,7 @@ def shrink_kernel(
                         )
                     tl.store(low + place, total.to(low.dtype.element_ty), mask=held[:, None])
                     tl.store(count, 0)
-    wait_for_previous(DEPENDENT)  # also where there was no tile
+    wait_for_previous(DEPENDENT)  # also if there was no tile
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -202,7 +202,7 @@ def expand_kernel(
 ):  # fmt: skip
     """out += scale · low Bᵀ for the tokens of the tiles. Program (some tiles, BLOCK_N outputs of one part).
 
-    The parts end at first_end, second_end and third_end; where there are fewer, the rest are equal.
+    The parts end at first_end, second_end and third_end. If there are fewer parts, the remaining ends are equal.
     """
     launch_dependents(DEPENDENT)
     block = tl.program_id(1)
@@ -231,7 +231,7 @@ def expand_kernel(
         held = item < tl.load(tile_count + tile)
         ranks = tl.load(rank + slot * table_stride + part)
         token = tl.load(order + start + item, mask=held, other=0)
-        # Weights do not depend on the previous kernel: they are on their way while it ends.
+        # Weights do not depend on the previous kernel, so they are loaded while it ends.
         b_at = b + slot * slot_stride + at[:, None].to(tl.int64) * third_end + n[None, :]
         weights = tl.load(b_at, mask=(at < ranks)[:, None] & (n < end_n)[None, :], other=0.0)
         factor = tl.load(scale + slot * table_stride + part)
@@ -246,7 +246,7 @@ def expand_kernel(
             # Several threads may hold the same element: all must read it before one writes it.
             tl.debug_barrier()
             tl.store(out_at, added.to(out.dtype.element_ty), mask=written)
-    wait_for_previous(DEPENDENT)  # also where there was no tile
+    wait_for_previous(DEPENDENT)  # also if there was no tile
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -271,7 +271,7 @@ def gated_expand_kernel(
         count = tl.load(tile_count + tile)
         held = item < count
         token = tl.load(order + start + item, mask=held, other=0)
-        # Without an adapter the ranks are 0: nothing is read of weights and low, and the products are 0.
+        # Without an adapter the ranks are 0: no weights and no part of low are read, and the products are 0.
         table = slot * table_stride
         gate_ranks = tl.load(rank + table, mask=slot >= 0, other=0)
         up_ranks = tl.load(rank + table + 1, mask=slot >= 0, other=0)
@@ -285,7 +285,7 @@ def gated_expand_kernel(
         gate_at = gate_up + token[:, None] * gate_up_stride + n[None, :]
         gate = tl.load(gate_at, mask=written, other=0.0)
         up = tl.load(gate_at + width, mask=written, other=0.0)
-        # Where the rank is 0, nothing was written to low.
+        # If the rank is 0, nothing was written to low.
         low_at = low + ((start + item) * RANKS)[:, None] + at[None, :]
         in_gate = item < tl.where(gate_ranks > 0, count, 0)
         in_up = item < tl.where(up_ranks > 0, count, 0)
@@ -297,4 +297,4 @@ def gated_expand_kernel(
         up = up.to(tl.float32) + up_factor * up_added
         result = gate / (1.0 + tl.exp(-gate)) * up
         tl.store(out + token[:, None] * out_stride + n[None, :], result.to(out.dtype.element_ty), mask=written)
-    wait_for_previous(DEPENDENT)  # also where there was no tile
+    wait_for_previous(DEPENDENT)  # also if there was no tile

@@ -10,35 +10,36 @@ import torch
 from holdfast.core.types import TokenLogprobs
 
 NUMBERS_AT_ONCE = 1 << 24
-"""Logits that are normalised at a time, which bounds the memory that it takes."""
+"""The most logits that are normalised at once, which bounds the memory for them."""
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities after T sampled rows."""
+    """Log probabilities of the tokens in T sampled rows."""
 
     own: torch.Tensor  # [T] float32
-    """Of the row's token."""
+    """The log probability of each row's token."""
     top: torch.Tensor  # [T, K] float32
-    """Of the most probable tokens, in descending order."""
+    """The log probabilities of the K most probable tokens of each row, in descending order."""
     top_ids: torch.Tensor  # [T, K] int64
 
     def on_host(self) -> Logprobs:
-        """The same in pinned memory of the host, once the work on the current stream is done."""
+        """A copy in pinned memory of the host. It is complete once the work on the current stream is done."""
         if self.own.device.type == "cpu":
             return self
         pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in self]
         return Logprobs(*[into.copy_(each, non_blocking=True) for into, each in zip(pinned, self, strict=True)])
 
     def told(self, wanted: Sequence[int | None]) -> tuple[TokenLogprobs | None, ...]:
-        """The records of the tokens, where `wanted` is not None: with so many of the most probable tokens.
+        """The records of the sampled tokens; None for a token whose entry in `wanted` is None.
 
-        The rows are those of `wanted` that are not None, in their order.
+        An entry of `wanted` is the number of most probable tokens in the record. The rows here are those of the other
+        entries, in their order.
         """
         records = iter(self.records([count for count in wanted if count is not None]))
         return tuple(None if count is None else next(records) for count in wanted)
 
     def records(self, wanted: Sequence[int]) -> list[TokenLogprobs]:
-        """The records of all rows, each with as many of the most probable tokens as `wanted` says."""
+        """The records of all rows. `wanted` has the number of most probable tokens in each."""
         rows = zip(wanted, self.own.tolist(), self.top.tolist(), self.top_ids.tolist(), strict=True)
         return [TokenLogprobs(own, tuple(ids[:count]), tuple(top[:count])) for count, own, top, ids in rows]
 

@@ -10,10 +10,12 @@ from holdfast.lm.kernels.upload import upload
 
 
 def forbid(logits: torch.Tensor, masks: torch.Tensor, at: npt.NDArray[np.int64], *, first: int = 0) -> torch.Tensor:
-    """Set the logits of tokens that are not allowed to -inf, in place, without waiting for the device; the logits.
+    """Set the logits of tokens that are not allowed to -inf, in place, without waiting for the device.
+
+    Returns the logits.
 
     logits [R, V] may be a part of the vocabulary, from the token `first` on. masks [M, W] int32 have one bit for each
-    token of the whole vocabulary, the lowest of the first word for token 0; they are of the rows `at` [M].
+    token of the whole vocabulary, with token 0 in the lowest bit of the first word. They belong to the rows `at` [M].
     """
     if not len(at):
         return logits

@@ -21,15 +21,15 @@ def sample(
     A row of temperature 0 takes the token with the largest logit (the lowest id among equals). Any other row draws from
     softmax(logits / temperature), cut to its `top_k` most probable tokens (0 or less: no cut), then to the fewest of
     these whose probabilities reach `top_p` (1: no cut; one token always stays). Equal logits rank by token id, so
-    exactly k tokens stay. Sums are float32. Where the sum reaches `top_p` to within rounding, devices may disagree on
+    exactly k tokens stay. Sums are float32. If the sum reaches `top_p` to within rounding, devices may disagree on
     whether the next token stays.
 
     The draw is the Gumbel-max trick, with noise hashed from (seed, position, token id). A row's token depends only on
-    its own logits, seed and position, never on its neighbours or its place in the batch.
+    its own logits, seed and position, never on other rows or its place in the batch.
 
     temperature and top_p are float32, top_k is int32 or int64, seed and position are int64; all are [B] on the device
-    of the logits. `any_random`: some row has a temperature above 0. `any_filtered`: one of those has top-k or top-p on.
-    The host knows both, and work that no row needs is skipped.
+    of the logits. `any_random` says that some row has a temperature above 0. `any_filtered` says that one of those rows
+    has top-k or top-p on. The host knows both, and work that no row needs is skipped.
     """
     if logits.device.type == "cuda":
         # Imported here because a CPU installation has no Triton.
@@ -59,8 +59,8 @@ def best_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest score of each row [B] float32, and its token [B] int64: the token of `sample` without filters.
 
-    logits [B, V] may be a part of the vocabulary, from the token `first` on. The best of all parts' scores, the lowest
-    token among equals, is then the token of the whole row. The rest is as in `sample`.
+    logits [B, V] may be a part of the vocabulary, from the token `first` on. The token of the whole row is then that of
+    the part with the best score, the lowest token among equals. The remaining arguments are those of `sample`.
     """
     if logits.device.type == "cuda":
         from holdfast.lm.kernels.sampling.sample_kernels import best_drawn  # a CPU installation has no Triton
@@ -78,7 +78,7 @@ def best_tokens(
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The place of the largest number in each row. NumPy's argmax is vectorised; PyTorch's is not on a CPU."""
+    """The index of the largest number in each row. On a CPU, NumPy's argmax is vectorised and PyTorch's is not."""
     if logits.dtype == torch.float32 and logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)

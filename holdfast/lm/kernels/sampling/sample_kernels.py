@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 BLOCK = 2048
-"""Tokens of the vocabulary that a program reads at a time when it draws."""
+"""Number of tokens that a program reads at a time when it draws."""
 
 PIECE = 4096
-"""Logits that one program compares to find the best. Small enough that one row fills the device."""
+"""Number of logits that one program compares to find the best. It is small enough that one row fills the device."""
 
 ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Low bits that are always 0 once a logit of this dtype is a float32."""
@@ -21,7 +21,7 @@ ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """The token with the largest logit in each row of logits [B, V], as [B] int64; the lowest id among equals.
 
-    A row of NaN gives some token.
+    A row with NaN gives an arbitrary token.
     """
     return _best(logits)[1]
 
@@ -48,7 +48,10 @@ def _best(
     any_random: bool = False,
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `best_drawn`. A first kernel compares the tokens of each piece of a row, a second one the pieces."""
+    """The result of `best_drawn`.
+
+    A first kernel compares the tokens of each piece of a row, a second one the pieces.
+    """
     rows, vocab = logits.shape
     pieces = triton.cdiv(vocab, PIECE)
     best = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)
@@ -193,7 +196,7 @@ def _key(value, ZERO_BITS: tl.constexpr):
 
 @triton.jit
 def _kth_key(logits, vocab, wanted, ZERO_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key that at least `wanted` tokens reach. The search tries three keys in each pass over the row."""
+    """The largest key that at least `wanted` tokens reach. Each pass over the row tries three keys."""
     low = tl.full([], -0x7FFFFFFF, tl.int64) >> ZERO_BITS  # all tokens reach this key
     high = tl.full([], 0x7FFFFFFF, tl.int64) >> ZERO_BITS  # too few tokens reach this key, unless the row holds NaN
     while high - low > 1:
@@ -278,9 +281,9 @@ def sample_kernel(
     """Draw one token. Program (row).
 
     Top-k and top-p keep the first ranks of a row. The kernel draws from more tokens than these. If the drawn token is
-    among those kept, it is also the draw from them alone. If not, the next draw is from the tokens that rank before it.
-    Random draws fall on likely tokens, so this takes 1 / top_p draws on average. The k-th logit of top-k is found
-    first.
+    among those kept, the draw from them alone would have given it too. If not, the next draw is from the tokens that
+    rank before it. Random draws fall on likely tokens, so this takes 1 / top_p draws on average. The k-th logit of
+    top-k is found first.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride
@@ -304,8 +307,8 @@ def sample_kernel(
                 top = tl.load(logits + _argmax(logits, vocab, BLOCK)).to(tl.float32)
                 reach = tl.full([], float("inf"), tl.float32)
                 if share < 1.0:
-                    # The weight of what top-k keeps: all logits above its last one, and of those equal to it, the rest
-                    # of k.
+                    # The weight of the tokens that top-k keeps: all logits above its last one, and as many of those
+                    # equal to it as k leaves.
                     above, kept, whole = _before(logits, vocab, heat, top, bound_key, 0, ZERO_BITS, BLOCK)
                     if most < vocab:
                         bits = bound_key << ZERO_BITS

@@ -1,4 +1,4 @@
-"""Sampler: draws a step's tokens, and tells their log probabilities where requests ask for them."""
+"""Sampler: draws a step's tokens, and computes their log probabilities for requests that ask for them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ ToLogits = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the sampled rows of one step ask for beyond a token. On the host; a step without any has none."""
+    """The options of one step's sampled rows beyond drawing a token. On the host; None for a step without any."""
 
     logprobs: Sequence[int | None]
-    """By sampled row, how many alternatives to tell; None: no log probability."""
+    """Number of alternatives to report for each sampled row; None: no log probability."""
     changes: Changes | None = None
-    """How logits are changed before the draw."""
+    """The changes to logits before the draw."""
     histories: Sequence[History] = ()
     masked: Sequence[int] = ()
-    """The sampled rows that have a mask."""
+    """Indices of the sampled rows that have a mask."""
     embeds: Sequence[int] = ()
-    """The sampled rows whose hidden states are given."""
+    """Indices of the sampled rows whose hidden states are returned."""
 
     @classmethod
     def of(
@@ -45,9 +45,10 @@ class Wishes:
         positions: Sequence[int],
         histories: Sequence[History] = (),
     ) -> Wishes | None:
-        """The wishes of sampled rows with these records; None if they have none.
+        """The options of sampled rows with these records; None if they have none.
 
-        `rows` are the rows of the executor, which `histories` name, and `positions` the tokens that each has so far.
+        `rows` are the rows of the executor, by which `histories` are named. `positions` are the numbers of tokens that
+        each row has so far.
         """
         if not any(each.asks for each in records):
             return None
@@ -58,7 +59,7 @@ class Wishes:
 
     @cached_property
     def told(self) -> npt.NDArray[np.int64]:
-        """The sampled rows whose log probabilities are told."""
+        """Indices of the sampled rows whose log probabilities are reported."""
         return np.array([at for at, count in enumerate(self.logprobs) if count is not None], np.int64)
 
     @cached_property
@@ -68,12 +69,12 @@ class Wishes:
 
     @cached_property
     def whole_rows(self) -> bool:
-        """Whether a row asks for what a part of the vocabulary cannot give."""
+        """Whether some row needs logits of the whole vocabulary: for changes or log probabilities."""
         return self.changes is not None or len(self.told) > 0
 
     @cached_property
     def most(self) -> int:
-        """Most alternatives of any row."""
+        """The most alternatives of any row."""
         return max((count for count in self.logprobs if count is not None), default=0)
 
 
@@ -82,7 +83,7 @@ class Drawn(NamedTuple):
 
     tokens: torch.Tensor  # [R] int64
     logprobs: Logprobs | None = None
-    """Of the rows `Wishes.told`."""
+    """Log probabilities of the rows in `Wishes.told`."""
 
     def told(self, wishes: Wishes | None) -> tuple[TokenLogprobs | None, ...]:
         """`StepResult.logprobs`, once all is on the host."""
@@ -91,7 +92,7 @@ class Drawn(NamedTuple):
         return self.logprobs.told(wishes.logprobs)
 
     def on_host(self) -> Drawn:
-        """The same in the host's memory, once the work on the current stream is done."""
+        """A copy in the host's memory. It is complete once the work on the current stream is done."""
         tokens = self.tokens
         if tokens.device.type == "cuda":
             tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
@@ -117,11 +118,11 @@ class Sampler:
         last: torch.Tensor | None = None,
         masks: torch.Tensor | None = None,
     ) -> Drawn:
-        """A token for each row of the logits [R, V], or [R, V_own] in a group, drawn as its row asks.
+        """Draw a token for each row of the logits [R, V], or [R, V_own] in a group, by the row's own options.
 
         `columns` are the sampling columns and `position` of `sample`, [R] each. `last` [R] int64 are the input tokens
-        that the logits follow; it is needed where a row has penalties. `masks` [M, W] int32, W even, are those of
-        `Wishes.masked`; the first device of a group gives them to the others. The logits may be changed. Nothing waits
+        that the logits follow; it is needed if a row has penalties. `masks` [M, W] int32, W even, belong to
+        `Wishes.masked`; the first device of a group sends them to the others. The logits may be changed. Nothing waits
         for the device.
         """
         group = self._group
@@ -144,10 +145,10 @@ class Sampler:
             allowed = forbid(logits.clone() if len(wishes.told) else logits, masks, wishes.masked_rows)
         shaped = allowed if changes is None else shape(allowed, changes, self._histories)
         tokens = sample(shaped, **columns, **options)
-        return Drawn(tokens, None if wishes is None else self._tell(logits, tokens, wishes))
+        return Drawn(tokens, None if wishes is None else self._asked_logprobs(logits, tokens, wishes))
 
-    def _tell(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
-        """The log probabilities that the rows ask for, of whole logits [R, V] as the model gave them."""
+    def _asked_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wishes: Wishes) -> Logprobs | None:
+        """The log probabilities that the rows ask for, from whole logits [R, V] as the model computed them."""
         if not len(wishes.told):
             return None
         if len(wishes.told) < len(logits):
@@ -164,7 +165,10 @@ class Sampler:
         options: dict[str, Any],
         masks: torch.Tensor | None,
     ) -> Drawn:
-        """As `draw` in a group. Each device takes a share of the rows, whole; all get the results of all."""
+        """Do the work of `draw` in a group.
+
+        Each device handles a share of the rows, whole; all get the results of all.
+        """
         count, size = len(logits), group.size
         rows, share = own_rows(count, size, group.rank), -(-count // size)
         own = slice(rows.start, rows.stop)
@@ -182,30 +186,30 @@ class Sampler:
         gathered = group.gather(tokens).flatten()[:count]
         if not len(wishes.told):
             return Drawn(gathered)
-        told = self._tell_shares(whole, tokens[: len(rows)], count, wishes.most, group)
+        found = self._all_logprobs(whole, tokens[: len(rows)], count, wishes.most, group)
         at = upload(wishes.told, logits.device)
-        return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in told]))
+        return Drawn(gathered, Logprobs(*[part.index_select(0, at) for part in found]))
 
     def tell_targets(self, hidden: torch.Tensor, logits: ToLogits, targets: torch.Tensor, most: int) -> Logprobs:
-        """The log probabilities of targets [T] int64 after hidden states [T, hidden], and of the `most` likeliest.
+        """Log probabilities of targets [T] int64 after hidden states [T, hidden], and of the `most` likeliest tokens.
 
-        `logits` gives the logits [R, V], or [R, V_own] in a group, of some of the hidden states. Few exist at a time.
-        Nothing waits for the device.
+        `logits` computes the logits [R, V], or [R, V_own] in a group, of some of the hidden states, so that few exist
+        at a time. Nothing waits for the device.
         """
         rows = max(1, NUMBERS_AT_ONCE // self._vocab_size)
         pairs = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-        parts = [self._tell_some(logits(some), chosen, most) for some, chosen in pairs]
+        parts = [self._some_logprobs(logits(some), chosen, most) for some, chosen in pairs]
         return Logprobs(*[torch.cat(column) for column in zip(*parts, strict=True)])
 
-    def _tell_some(self, logits: torch.Tensor, targets: torch.Tensor, most: int) -> Logprobs:
+    def _some_logprobs(self, logits: torch.Tensor, targets: torch.Tensor, most: int) -> Logprobs:
         group = self._group
         if group is None:
             return log_probabilities(logits, targets, most)
         whole, rows = group.exchange_rows(logits, self._vocab_size), own_rows(len(logits), group.size, group.rank)
-        return self._tell_shares(whole, targets[rows.start : rows.stop], len(logits), most, group)
+        return self._all_logprobs(whole, targets[rows.start : rows.stop], len(logits), most, group)
 
-    def _tell_shares(self, whole: torch.Tensor, tokens: torch.Tensor, count: int, most: int, group: Group) -> Logprobs:
-        """The log probabilities of all `count` rows, of which this device has its own: whole logits, and tokens."""
+    def _all_logprobs(self, whole: torch.Tensor, tokens: torch.Tensor, count: int, most: int, group: Group) -> Logprobs:
+        """The log probabilities of all `count` rows. This device has whole logits and tokens of its own rows only."""
         most, own, share = min(most, self._vocab_size), len(tokens), -(-count // group.size)
         numbers = torch.zeros(share, 1 + most, dtype=torch.float32, device=whole.device)
         ids = torch.zeros(share, most, dtype=torch.int64, device=whole.device)

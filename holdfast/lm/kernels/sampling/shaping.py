@@ -27,33 +27,33 @@ def _floats(values: Sequence[float]) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How the logits of one step's sampled rows are changed. On the host; `at` is an index into these rows."""
+    """The changes to the logits of one step's sampled rows. On the host; `at` is an index into these rows."""
 
     banned_at: Integers
     banned: Integers
-    """Tokens that may not be drawn yet. The masks of rows with a grammar say it instead."""
+    """Tokens that may not be drawn yet. In rows with a grammar, the mask forbids them instead."""
     biased_at: Integers
     biased: Integers
     bias: Floats
     penalised_at: Integers
     rows: Integers
-    """Of the executor: whose history it is, for each penalised row. Likewise those below."""
+    """The executor's row, and thus the history, of each penalised row. The arrays below are by penalised row too."""
     positions: Integers
-    """Tokens of the sequence so far."""
+    """Number of tokens of the sequence so far."""
     prompts: Integers
-    """How many of them are its prompt."""
+    """Number of tokens of the sequence's prompt."""
     repetition: Floats
     frequency: Floats
     presence: Floats
     cut_at: Integers
     cut: Floats
-    """How far below the largest logit of the row min-p cuts; negative."""
+    """The offset from the row's largest logit below which min-p cuts; negative."""
 
     @classmethod
     def of(cls, records: Sequence[Sampling], rows: Sequence[int], positions: Sequence[int]) -> Changes | None:
         """The changes that the records of the sampled rows ask for; None if they ask for none.
 
-        `positions` are the tokens that each sequence has so far.
+        `positions` are the numbers of tokens that each sequence has so far.
         """
         asked = [(at, each, each.shaping) for at, each in enumerate(records) if each.shaping is not None]
         if not asked:
@@ -89,7 +89,7 @@ class Changes:
         )
 
     def part(self, rows: range) -> Changes:
-        """The changes of some of the sampled rows, counted from the first of them."""
+        """The changes of some of the sampled rows, with indices relative to the first of them."""
 
         def within(at: Integers) -> npt.NDArray[np.bool_]:
             return (at >= rows.start) & (at < rows.stop)
@@ -117,15 +117,15 @@ class Changes:
 class Histories:
     """The tokens of the rows that have penalties, on the device, each at its position.
 
-    A row's known tokens come from the host when its sequence gets the row. Each later one is the input token of the
-    step after the one that sampled it, so a token that the host does not know yet is counted as well.
+    The host sends a row's known tokens when its sequence gets the row. Each later token is the input of the step after
+    the one that sampled it, so tokens that the host does not know yet are counted as well.
     """
 
     def __init__(self) -> None:
         self._tokens: torch.Tensor | None = None  # [rows, positions] int64
 
     def enter(self, given: Sequence[History], changes: Changes, last: torch.Tensor) -> None:
-        """Write the histories that the host gives, then the input token of each penalised row.
+        """Write the histories that the host sends, then the input token of each penalised row.
 
         `last` [R] are the last input tokens of all sampled rows.
         """
@@ -143,7 +143,7 @@ class Histories:
         tokens.index_put_((now[0], now[1]), last.index_select(0, now[2]))
 
     def counts(self, changes: Changes, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """How often each penalised row has each token, in all and as an answer: both [P, V] float32."""
+        """Counts of each token in each penalised row, in the whole sequence and in the answer: both [P, V] float32."""
         assert self._tokens is not None
         numbers = upload(np.stack((changes.rows, changes.positions, changes.prompts)), self._tokens.device)
         longest = int(changes.positions.max())
@@ -157,7 +157,7 @@ class Histories:
         return empty[0].scatter_add_(1, tokens, known.float()), empty[1].scatter_add_(1, tokens, answered.float())
 
     def _room(self, rows: int, positions: int, device: torch.device) -> torch.Tensor:
-        """The histories, with room for so many rows and positions."""
+        """The histories, with room for this many rows and positions."""
         before = self._tokens
         if before is None or before.shape[0] < rows or before.shape[1] < positions:
             old_rows, old_positions = (0, 0) if before is None else before.shape
@@ -175,7 +175,7 @@ def _rounded(number: int) -> int:
 
 
 def shape(logits: torch.Tensor, changes: Changes, histories: Histories) -> torch.Tensor:
-    """Changed logits [R, V] float32, without waiting for the device. Those of rows without changes keep their values.
+    """Changed logits [R, V] float32, without waiting for the device. Rows without changes keep their values.
 
     The order is vLLM's: banned tokens, biases, penalties for repetition, frequency and presence, min-p. Min-p keeps the
     tokens of at least `min_p` times the largest probability, at the row's temperature.

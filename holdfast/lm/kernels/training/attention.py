@@ -15,17 +15,17 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, without waiting for what the device has to do first."""
+    """A tensor of the host on a device, without waiting for earlier work of the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where sequences lie among T packed tokens."""
+    """The layout of sequences among T packed tokens."""
 
     lengths: tuple[int, ...]
     starts: torch.Tensor
-    """First token of each sequence, and T, [S + 1] int32, on the device."""
+    """The index of each sequence's first token, and T, [S + 1] int32, on the device."""
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device) -> Packing:
@@ -59,18 +59,18 @@ class PackedAttention(ABC):
         scale: float,
         window: int | None,
     ) -> QKV:
-        """The gradients of query, key and value from that of the output, and from what `forward` gave."""
+        """The gradients of query, key and value, from the gradient of the output and from the results of `forward`."""
 
 
 def packed_attention_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> PackedAttention:
-    """The backend for tensors of a dtype on a device."""
+    """The backend for tensors of this dtype on this device."""
     if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and head_dim % 8 == 0:
         return FlashPackedAttention()
     return TorchPackedAttention()
 
 
 class FlashPackedAttention(PackedAttention):
-    """FlashAttention-2 (Dao, 2023) as PyTorch has it, for CUDA in 16 bits.
+    """PyTorch's FlashAttention-2 (Dao, 2023), for CUDA in 16 bits.
 
     With `deterministic`, the backward adds a query's gradient in a fixed order, so that runs give equal bits.
     """
@@ -113,7 +113,7 @@ class FlashPackedAttention(PackedAttention):
 
 
 def _window_sides(window: int | None) -> dict[str, int]:
-    """How many keys before and after its own a query sees."""
+    """The numbers of keys before and after its own that a query sees."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
@@ -150,7 +150,8 @@ class TorchPackedAttention(PackedAttention):
             weights = (scores - log_sums[group, rows][..., None]).exp_()
             back = wide(gradient[rows, group]).transpose(0, 1)  # [H / Hkv, n, D]
             back_value[rows, head] = (weights.transpose(-1, -2) @ back).sum(0).to(value.dtype)
-            # Through the softmax: each row's gradient less its mean under the weights, which is gradient · output.
+            # The gradient of a softmax: each row's gradient minus its mean under the weights, which is gradient ·
+            # output.
             mean = (back * wide(out[rows, group]).transpose(0, 1)).sum(-1, keepdim=True)
             back_scores = weights.mul_(back @ wide(value[rows, head]).T - mean).mul_(scale)
             back_query[rows, group] = (back_scores @ wide(key[rows, head])).transpose(0, 1).to(query.dtype)
@@ -161,7 +162,7 @@ class TorchPackedAttention(PackedAttention):
     def _scores(
         self, qkv: QKV, packing: Packing, scale: float, window: int | None
     ) -> Iterator[tuple[slice, int, slice, torch.Tensor]]:
-        """By sequence and key-value head: its tokens, the head, its query heads, and their scores [H / Hkv, n, n]."""
+        """For each sequence and KV head: its tokens, the head, its query heads, and their scores [H / Hkv, n, n]."""
         query, key, _ = qkv
         shared = query.shape[1] // key.shape[1]
         for start, stop in pairwise((0, *accumulate(packing.lengths))):

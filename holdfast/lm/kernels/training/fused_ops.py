@@ -1,4 +1,4 @@
-"""The Triton kernels between the GEMMs of a layer that is trained, and their launches."""
+"""The Triton kernels between the GEMMs of a layer in training, and their launches."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -12,11 +12,11 @@ from holdfast.lm.kernels.linear.layers import Rotation
 from holdfast.lm.kernels.training.ops import TrainingOps
 
 GATED_AT_A_TIME = 1024
-"""Numbers that one program gates."""
+"""Number of numbers that one program gates."""
 ROTATED_AT_A_TIME = 512
-"""Pairs of numbers that one program rotates."""
+"""Number of pairs of numbers that one program rotates."""
 LOGITS_AT_A_TIME = 8192
-"""Logits that a program of the loss holds."""
+"""Number of logits that a program of the loss holds at a time."""
 
 
 class FusedTrainingOps(TrainingOps):
@@ -95,7 +95,10 @@ def gate_kernel(gate, up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def gate_backward_kernel(gate, up, back, both, product, width, BLOCK: tl.constexpr):
-    """The gradients of gate and up to `both` [T, 2 width], and silu(gate) * up. Program (token, part of the row)."""
+    """The gradients of gate and up to `both` [T, 2 width], and silu(gate) * up to `product`.
+
+    Program (token, part of the row).
+    """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     held = column < width
     token = tl.program_id(0).to(tl.int64)
@@ -200,7 +203,7 @@ def loss_backward_kernel(logits, targets, weights, losses, vocabulary, stride, B
     target = tl.load(targets + row)
     weight = tl.load(weights + row)
     column = tl.arange(0, BLOCK)
-    # Below every logit, and finite, so that a column that holds none adds nothing.
+    # This number is below every logit and finite, so a column without a logit adds nothing.
     largest = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocabulary, BLOCK):

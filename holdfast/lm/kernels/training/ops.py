@@ -1,4 +1,4 @@
-"""Forward and backward between the GEMMs of a layer that is trained: their interface, and the backend in PyTorch."""
+"""Forward and backward between the GEMMs of a layer in training: their interface, and the backend in PyTorch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from holdfast.lm.kernels.linear.layers import ACTIVATIONS, LayerOps, Rotation
 class TrainingOps:
     """The operations around GEMMs and attention, over T packed tokens, in PyTorch.
 
-    This is the backend of a CPU and the oracle of the Triton kernels. Sums are taken in float32, or in float64 where
-    the tensors are.
+    This is the backend of a CPU and the oracle of the Triton kernels. Sums are taken in float32, or in float64 for
+    float64 tensors.
     """
 
     def __init__(self, layers: LayerOps) -> None:
@@ -25,7 +25,7 @@ class TrainingOps:
     def gate_backward(
         self, gate: torch.Tensor, up: torch.Tensor, back: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of gate and up side by side [T, 2 N], from that of their product; and the product [T, N]."""
+        """The gradients of gate and up in one tensor [T, 2 N], from that of their product; and the product [T, N]."""
         wide_gate, wide_up, wide_back = wide(gate), wide(up), wide(back)
         activated = ACTIVATIONS[self.shape.activation](wide_gate)
         product = (activated * wide_up).to(gate.dtype)
@@ -54,7 +54,7 @@ class TrainingOps:
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The gradient of qkv [T, (H + 2 Hkv) D] from those of what `LayerOps.rotate_and_write` made of it.
+        """The gradient of qkv [T, (H + 2 Hkv) D], from those of the results of `LayerOps.rotate_and_write`.
 
         `query` [T, H, D], `key` and `value` [T, Hkv, D] are gradients; `qkv` is the input of the forward.
         """
@@ -98,7 +98,7 @@ class TrainingOps:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """In the dtype that sums are taken in."""
+    """The tensor in the dtype that sums are taken in."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -201,7 +201,7 @@ def plain_flash_attention(
 
 
 def attended(attention: Attention[Any], batch: Batch, metadata: object = None, **options: object) -> torch.Tensor:
-    """Write the step's keys, attend, as a layer does."""
+    """Write the step's keys, then attend, as a layer does."""
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
     return attention.attend(
         batch.query,
@@ -215,7 +215,7 @@ def attended(attention: Attention[Any], batch: Batch, metadata: object = None, *
 
 
 def assert_near(found: torch.Tensor, batch: Batch, **options: object) -> None:
-    """Equal to float64 within the precision of the dtype."""
+    """Assert that results equal float64 within the precision of the dtype."""
     expected = oracle(batch, scale=0.25, **with_sinks(batch, options))
     error = (found.double().cpu() - expected).norm() / expected.norm()
     assert found.dtype == batch.query.dtype

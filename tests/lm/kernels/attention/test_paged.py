@@ -26,7 +26,7 @@ def make_attention(batch: Batch, num_processors: int = 4) -> PagedAttention:
 
 
 def attend(batch: Batch, num_processors: int = 4, **options: object) -> torch.Tensor:
-    """Write the step's keys, attend, as a layer does."""
+    """Write the step's keys, then attend, as a layer does."""
     attention = make_attention(batch, num_processors)
     metadata = attention.make_metadata(batch.segments)
     attention.write(batch.key, batch.value, batch.key_cache, batch.value_cache, batch.slot_mapping)
@@ -301,7 +301,7 @@ def test_metadata_reserved_for_decodes_serves_drafts_of_several_tokens(heads: in
 
 def test_reserved_metadata_serves_mixed_batches(device: str) -> None:
     mixed = [
-        [(0, 399, 400), (1, 9, 10), (2, 20, 160), (3, 0, 1)],  # a long chunk beside decodes
+        [(0, 399, 400), (1, 9, 10), (2, 20, 160), (3, 0, 1)],  # a long chunk together with decodes
         [(2, 0, 190)],
         [(0, 250, 251), (1, 3, 4)],  # nothing wide
         [(row, 7, 15) for row in range(20)],  # many short ones

@@ -119,7 +119,7 @@ def test_few_contexts_are_cut_until_programs_saturate_memory() -> None:
     assert split(np.full(1, 8192)) == 256
     assert split(np.full(1, 640)) == 64
     assert split(np.full(128, 3000)) == 3008
-    assert split(np.array([600] * 31 + [9000])) == 832  # a long one beside short ones
+    assert split(np.array([600] * 31 + [9000])) == 832  # a long one among short ones
 
 
 def test_tiles_are_cut_where_a_last_round_would_leave_most_processors_idle() -> None:

@@ -15,7 +15,7 @@ from tests.lm.kernels.attention_oracle import Batch, make_batch, oracle
 
 
 def attend(batch: Batch, **options: object) -> torch.Tensor:
-    """Write the step's keys, attend, as a layer does."""
+    """Write the step's keys, then attend, as a layer does."""
     attention = attention_for(
         "cpu",
         num_heads=batch.query.shape[1],

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs under Tr
 EACH = 4
 WIDTH, SUMS = 8, 6
 ROWS = (7, 5, 5, 7, 9, 6)
-"""Of each sum."""
+"""The number of rows of each sum."""
 TURN_BYTES = 4096
 
 

@@ -23,13 +23,13 @@ from holdfast.lm.kernels.collectives.reduce_kernels import (
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs under Triton's interpreter")
 
 ROOM = 16 * 2 * REGIONS * 64
-"""Bytes for sums: half a region has 1,024."""
+"""Bytes for sums. Half a region has 1,024 of them."""
 
 Case = Callable[[Mailboxes], list[torch.Tensor]]
 
 
 def run_devices(case: Case, size: int) -> list[list[torch.Tensor]]:
-    """What `case` returns on each of `size` devices."""
+    """The results of `case` on each of `size` devices."""
     shared = [torch.empty(Mailboxes.num_bytes(size, ROOM), dtype=torch.uint8).share_memory_() for _ in range(size)]
     for own in shared:
         own.view(torch.int16).fill_(-0x8000)
@@ -85,8 +85,8 @@ def test_every_device_gets_the_same_bits_of_the_sum_and_its_norm(
             time.sleep(0.05 * ((turn + mailboxes.rank) % 2))
             stream = draw(10 + turn, rows, width)
             partials = draw(100 * turn + mailboxes.rank + 20, parts, rows, width)
-            partials[:, 0, :3] = -0.0  # as an empty place of 16 bits
-            partials[:, 0, 3] = torch.tensor(-0x7FFF8000, dtype=torch.int32).view(torch.float32)  # and of 32
+            partials[:, 0, :3] = -0.0  # reads as an empty place of 16 bits
+            partials[:, 0, 3] = torch.tensor(-0x7FFF8000, dtype=torch.int32).view(torch.float32)  # and of 32 bits
             normed = reduce_rows(
                 mailboxes, partials, bias, stream, norm, eps,
                 wire=torch.float32, two_shot=two_shot, programs=programs,

@@ -11,7 +11,7 @@ from holdfast.lm.kernels.linear.skinny_gemm import MAX_ROWS
 
 
 def draw(outputs: int, inputs: int, group: int, device: str) -> tuple[Int4Weight, torch.Tensor]:
-    """A weight, and the same in float32."""
+    """A 4-bit weight, and its numbers in float32."""
     generator = torch.Generator().manual_seed(outputs + inputs + group)
     numbers = torch.randint(16, (outputs, inputs), generator=generator).to(torch.uint8)
     zero = torch.randint(16, (outputs, inputs // group), generator=generator).to(torch.uint8)

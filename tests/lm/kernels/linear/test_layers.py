@@ -1,4 +1,4 @@
-"""The fused kernels of a layer against the PyTorch operations in float64: interpreted without a GPU, compiled with."""
+"""The fused kernels of a layer against the PyTorch operations in float64: on a GPU, or interpreted without one."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def doubled(*tensors: torch.Tensor | None) -> list[Any]:
 
 
 def oracle(shape: LayerShape) -> LayerOps:
-    """The PyTorch operations, in float64 but for the angles."""
+    """The PyTorch operations in float64. Only the angles are float32."""
     return LayerOps(replace(shape, dtype=torch.float64))
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within a few roundings of the type, relative to the largest value."""
+    """Assert that results are within a few roundings of the dtype, relative to the largest value."""
     error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
     assert error < PRECISION[found.dtype]
 
@@ -131,7 +131,7 @@ def test_what_adapters_add_is_gated(kind: type[LayerOps], together: bool, activa
     shape = shape_of(device, activation=activation)
     gate_up, added = drawn(5, 80, device=device), drawn(5, 80, device=device)
     expected = oracle(shape).gate(*doubled(gate_up + added))
-    silu = oracle(shape_of(device))  # the 1 added to its result shows who computed it
+    silu = oracle(shape_of(device))  # the 1 added to its result shows which operation computed it
     finish = Finish(lambda out: out.add_(added), (lambda before: silu.gate(before + added) + 1) if together else None)
     found = kind(shape).gate(gate_up, finish)
     if together and activation == "silu" and kind is FusedLayerOps:
@@ -249,7 +249,7 @@ def test_a_captured_layer_equals_float64(dtype: torch.dtype, tokens: int) -> Non
     start = stream.clone()
 
     def layer(ops: LayerOps, stream: torch.Tensor, data: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        """A layer whose attention gives back its queries, and the first product of the next."""
+        """A layer whose attention returns its queries, and the first product of the next layer."""
         qkv, o, gate_up, down, ones, head_ones = weights
         projected = ops.linear(ops.norm(stream, ones), qkv)
         caches = (data[0], data[1])
@@ -275,7 +275,7 @@ def test_a_captured_layer_equals_float64(dtype: torch.dtype, tokens: int) -> Non
     first = found.clone()
     stream.copy_(start)
     graph.replay()
-    assert torch.equal(found, first)  # no sum depends on who comes first
+    assert torch.equal(found, first)  # no sum depends on the order in which programs end
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

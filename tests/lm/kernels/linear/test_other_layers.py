@@ -27,7 +27,7 @@ def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_layer_norm_has_its_bias_behind_its_factors(kind: type[LayerOps], dtype: torch.dtype, device: str) -> None:
+def test_a_layer_norm_has_its_bias_after_its_factors(kind: type[LayerOps], dtype: torch.dtype, device: str) -> None:
     stream, weight = drawn(5, 72, device=device, dtype=dtype, spread=3), drawn(144, device=device, dtype=dtype)
     found = kind(shape_of(device, dtype, layer_norm=True)).norm(stream, weight)
     factor, bias = weight.double().chunk(2)

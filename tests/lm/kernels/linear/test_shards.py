@@ -1,4 +1,4 @@
-"""The operations of a layer that two devices share: what both add up to is what one device computes."""
+"""The operations of a layer that two devices share: their sum equals the result of one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = pytest.mark.parametrize("kind", [LayerOps, FusedLayerOps])
 
 
 class Half(Group):
-    """One of two devices, which have their turns one after the other: the second adds what the first one `gave`."""
+    """One of two devices, which run one after the other: the second adds the tensors that the first one `gave`."""
 
     size = 2
 
@@ -79,7 +79,7 @@ class HalfSum(SumInParts):
 
 
 def halves(weight: torch.Tensor, fp8: bool) -> list[Weight]:
-    """The columns of a weight that each device has."""
+    """The columns of a weight that each device holds."""
     parts = [part.contiguous() for part in weight.chunk(2, dim=1)]
     return [quantize(part, row_maxima(weight)) for part in parts] if fp8 else [*parts]
 
@@ -92,7 +92,7 @@ def halves(weight: torch.Tensor, fp8: bool) -> list[Weight]:
 def test_partial_sums_of_two_devices_are_added_and_normed(
     tokens: int, dtype: torch.dtype, with_bias: bool, fp8: bool, kind: type[LayerOps], device: str
 ) -> None:
-    width, inputs = 64, 1040  # 520 for each device: no multiple of what a program reads at a time
+    width, inputs = 64, 1040  # 520 for each device: no multiple of a program's inputs per iteration
     stream, x = (drawn(tokens, size, device=device, dtype=dtype) for size in (width, inputs))
     weight = drawn(width, inputs, device=device, dtype=dtype, spread=inputs**-0.5)
     bias = drawn(width, device=device, dtype=dtype) if with_bias else None
@@ -183,7 +183,7 @@ def test_norms_over_all_heads_count_each_head_of_two_devices_once(
     norms = drawn(heads * dim, device=device, dtype=dtype), drawn(kv_heads * dim, device=device, dtype=dtype)
 
     def parts(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
-        """What each device has of the keys, or of something as long."""
+        """Each device's part of the keys, or of a tensor of the same length."""
         return x.chunk(2, dim) if copies == 1 else (x, x)
 
     shape = replace(
@@ -193,7 +193,7 @@ def test_norms_over_all_heads_count_each_head_of_two_devices_once(
         zip(query.chunk(2, 1), parts(key, 1), parts(value, 1), norms[0].chunk(2), parts(norms[1], 0), strict=True)
     )
     slots, gave, found = torch.arange(tokens, device=device), [0.0, 0.0], list[tuple[torch.Tensor, torch.Tensor]]()
-    for turn in range(4):  # the first two learn what each device adds to the sum
+    for turn in range(4):  # the first two record what each device adds to the sum
         q, k, v, q_norm, k_norm = own[turn % 2]
         group = Half(gave[1 - turn % 2] if turn > 1 else 0.0, device)
         ops, caches = kind(shape, group), torch.zeros(2, 1, tokens, 1, dim, device=device, dtype=dtype)

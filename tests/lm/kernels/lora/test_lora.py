@@ -25,7 +25,7 @@ PRECISION = {torch.float32: 2e-6, torch.float16: 2e-3}
 def stack_of(
     ranks: list[list[int]], inputs: int, widths: list[int], most_ranks: int, device: str, dtype: torch.dtype
 ) -> LoraStack:
-    """Random adapters; what lies beyond an adapter's rank is NaN, which must not be read."""
+    """Random adapters. Numbers beyond an adapter's rank are NaN, because they must not be read."""
     slots, parts = len(ranks), len(widths)
     a = torch.randn(slots, parts, most_ranks, inputs) * inputs**-0.5
     b = torch.randn(slots, most_ranks, sum(widths))
@@ -55,7 +55,10 @@ def expected(out: torch.Tensor, x: torch.Tensor, stack: LoraStack, slots: list[i
 
 
 def tiled(slots: list[int], num_slots: int, device: str, padding: int = 0) -> TiledLora:
-    """As the batch uploads it: lists with room for any step of this size, their rest full of other steps' numbers."""
+    """The tiles as the batch uploads them.
+
+    Lists have room for any step of this size, and unused entries are not zero.
+    """
     tokens = len(slots) + padding
     room = most_tiles(tokens, num_slots)
     tiles = tiles_of(groups_of(np.array(slots)), tokens)
@@ -216,7 +219,7 @@ def test_a_captured_graph_reads_the_tiles_of_each_step() -> None:
 
 @given(st.lists(st.integers(-1, 5), max_size=200), st.sampled_from([0, 7, 100]), st.booleans())
 def test_tiles_hold_each_token_once_and_are_of_one_slot(slots: list[int], padding: int, many: bool) -> None:
-    """Large tiles hold all tokens and the padding; small tiles those that have an adapter."""
+    """Large tiles hold all tokens and the padding. Small tiles hold the tokens that have an adapter."""
     tokens = len(slots) + padding
     with patch.object(groups, "FEW_TOKENS", 0 if many else 512):
         tiles, size, room = (

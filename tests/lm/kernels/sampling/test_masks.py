@@ -1,4 +1,4 @@
-"""Masks: what a row's grammar does not allow is never drawn, on one device and on several."""
+"""Masks: tokens that a row's grammar forbids are never drawn, on one device and on several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRAMMAR = Grammar("regex", "any")
 
 
 def drawn_masks(rows: int, vocab: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random masks [rows, W] int32 with an even W, and the same as booleans [rows, vocab]."""
+    """Random masks [rows, W] int32 with an even W, and their bits as booleans [rows, vocab]."""
     allowed = torch.rand(rows, vocab, generator=torch.Generator().manual_seed(seed)) < 0.3
     allowed[:, vocab // 2] = True
     padded = np.zeros((rows, 64 * -(-vocab // 64)), np.uint8)
@@ -56,7 +56,7 @@ def test_a_wide_batch_is_masked_on_the_device_in_bfloat16() -> None:
 
 
 def given(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[Sampling], torch.Tensor, torch.Tensor]:
-    """Logits and columns, records of which every other row has a grammar, and the masks of those."""
+    """Logits and columns, records of which every other one has a grammar, and the masks of those rows."""
     logits = 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(2))
     records = [
         Sampling((0.0, 0.7, 1.5)[row % 3], (0, 9)[row % 2], 1.0, 7919 * row, grammar=GRAMMAR if row % 2 else None)
@@ -85,7 +85,7 @@ def draw(sampler: Sampler, logits: torch.Tensor, columns: Any, wishes: Wishes, m
 
 
 def asked(records: list[Sampling], kind: str) -> list[Sampling]:
-    """The same records, of which some ask for more."""
+    """The records, with further options in some of them."""
     shaping = Shaping(min_p=0.01, bias=((3, 2.0),))
     return [
         replace(

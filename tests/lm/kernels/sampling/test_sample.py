@@ -1,4 +1,4 @@
-"""Sampling: greedy, frequencies against softmax, exact support of top-k and top-p, noise that is the request's own."""
+"""Sampling: greedy rows, frequencies against softmax, exact support of top-k and top-p, noise of each request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(
     position: int | torch.Tensor = 0,
     by: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """`sample`, or a kernel of its signature but for any_random, with numbers that stand for all rows."""
+    """Call `sample`, or a kernel with the same arguments except any_random. A number stands for a column of it."""
     rows = logits.shape[0]
 
     def column(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -45,7 +45,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def support(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
-    """The tokens that top-k, then top-p leave, by a loop in float64."""
+    """The tokens that remain after top-k and then top-p, by a loop in float64."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if top_k > 0:
         order = order[:top_k]
@@ -61,7 +61,7 @@ def support(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
 
 
 def chi_square_per_degree(found: torch.Tensor, probability: torch.Tensor) -> float:
-    """Pearson's statistic over its degrees of freedom, (mean 1, standard deviation sqrt(2 / degrees))."""
+    """Pearson's statistic divided by its degrees of freedom (mean 1, standard deviation sqrt(2 / degrees))."""
     expected = probability * len(found)
     seen = torch.bincount(found, minlength=len(probability))
     return float(((seen - expected) ** 2 / expected).sum() / (len(probability) - 1))
@@ -73,7 +73,7 @@ def test_temperature_zero_takes_the_argmax(dtype: torch.dtype) -> None:
     assert torch.equal(draw(logits, temperature=0.0), logits.argmax(-1))
 
 
-def test_greedy_rows_stay_greedy_beside_random_and_filtered_ones() -> None:
+def test_greedy_rows_stay_greedy_among_random_and_filtered_ones() -> None:
     logits = normal(16, 100)
     temperature = torch.tensor([0.0, 1.3]).repeat(8)
     top_p = torch.tensor([1.0, 1.0, 1.0, 0.7]).repeat(4)
@@ -238,5 +238,5 @@ def test_compiled_draws_over_a_large_vocabulary_are_those_of_the_cpu(spread: flo
 
 
 def draw_by_kernel(logits: torch.Tensor, device: str, **options: float | torch.Tensor) -> torch.Tensor:
-    """What `draw` gives, by the Triton kernel."""
+    """The tokens that the Triton kernel draws, for the arguments of `draw`."""
     return draw(logits.to(device), by=sample_rows, **options).cpu()

@@ -20,7 +20,7 @@ WANTED = [None, 0, 3, 20, *[None] * 5, 1, 2, None, 7]
 
 
 def given(rows: int = ROWS) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and how the rows are drawn: greedily, at random, and filtered."""
+    """Logits, and the columns of rows that are drawn greedily, at random, and filtered."""
     logits = 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1))
     columns = {
         "temperature": torch.tensor([(0.0, 0.7, 1.5)[row % 3] for row in range(rows)]),
@@ -59,7 +59,7 @@ def test_log_probabilities_are_those_of_the_models_own_distribution(
 
 @pytest.mark.parametrize("rows", [1, 2, ROWS])
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_device_of_a_group_tells_what_one_device_tells(size: int, rows: int) -> None:
+def test_each_device_of_a_group_reports_the_log_probabilities_of_one_device(size: int, rows: int) -> None:
     logits, columns = given(rows)
     wishes = Wishes([5, *WANTED[1:rows]])
     expected, share = drawn(Sampler(), logits, columns, wishes), -(-VOCAB // size)
@@ -73,7 +73,7 @@ def test_each_device_of_a_group_tells_what_one_device_tells(size: int, rows: int
         assert result.told(wishes) == expected.told(wishes)
 
 
-def test_a_group_tells_a_token_alone_where_no_alternative_is_asked_for() -> None:
+def test_a_group_reports_only_the_token_if_no_alternative_is_asked_for() -> None:
     logits, columns = given(3)
     wishes, share = Wishes([0, None, 0]), -(-VOCAB // 2)
     results = in_group(
@@ -90,7 +90,7 @@ def test_a_group_tells_a_token_alone_where_no_alternative_is_asked_for() -> None
 
 @pytest.mark.parametrize(("size", "at_once"), [(1, 1 << 24), (1, 3 * VOCAB), (2, 5 * VOCAB), (4, 3 * VOCAB)])
 @pytest.mark.parametrize("most", [0, 4])
-def test_prompts_are_told_a_few_rows_at_a_time_on_one_device_and_on_several(
+def test_prompts_are_reported_a_few_rows_at_a_time_on_one_device_and_on_several(
     monkeypatch: pytest.MonkeyPatch, size: int, at_once: int, most: int
 ) -> None:
     monkeypatch.setattr(sampler, "NUMBERS_AT_ONCE", at_once)

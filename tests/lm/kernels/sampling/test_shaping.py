@@ -31,7 +31,7 @@ def sequences(count: int, length: int) -> list[list[int]]:
 
 
 def shaped(records: list[Sampling], tokens: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits of rows, and what becomes of them."""
+    """The logits of rows, before and after shaping."""
     logits = 3 * torch.randn(len(records), VOCAB, generator=torch.Generator().manual_seed(2))
     rows = [2 * row + 1 for row in range(len(records))]
     changes, histories = Changes.of(records, rows, [len(each) for each in tokens]), Histories()

@@ -21,7 +21,7 @@ KINDS = {
 
 
 def settings(rows: int, kind: str) -> dict[str, Any]:
-    """How each of so many rows is drawn, and which work the step needs."""
+    """The sampling columns of `rows` rows, and which work the step needs."""
 
     def column(values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([values[row % len(values)] for row in range(rows)], dtype=dtype)

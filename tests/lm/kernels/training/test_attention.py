@@ -29,7 +29,7 @@ def reference(
 
 
 def errors(attention: PackedAttention, dtype: torch.dtype, device: str, window: int | None, dim: int) -> list[float]:
-    """Largest errors of output and gradients, relative to the largest value but for tiny ones."""
+    """The largest errors of output and gradients, relative to the largest value unless that is tiny."""
     torch.manual_seed(0)
     lengths, scale = (5, 1, 17, 2), 0.3
     whole = torch.randn(sum(lengths), 6 + 2 + 2, dim, device=device).to(dtype)

@@ -62,8 +62,8 @@ class TrainingHistory(History):
     def part(self):
         return TuningPart(self.tuner)
 
-    def more_settings(self):
-        return dict(parts=[self.part])
+    def more_parts(self):
+        return [self.part]
 
     def policy(self, name):
         inner, choose = super().policy(name), self.tuning

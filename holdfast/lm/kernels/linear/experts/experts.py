@@ -10,15 +10,20 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRule:
-    """How a token chooses experts, and what an expert computes between its two products."""
+    """The rule by which a token chooses experts, and the function between an expert's two products."""
 
     top_k: int
-    """Experts of one token: those with the highest logits."""
+    """Number of experts of one token: those with the highest logits."""
     normalized: bool = True
-    """Whether the shares of the chosen experts add up to 1. If not, they are those of a softmax over all experts."""
+    """Whether the shares of the chosen experts add up to 1.
+
+    If not, the shares are those of a softmax over all experts.
+    """
     clamp: tuple[float, float] | None = None
-    """None: silu(gate) * up. Else (alpha, limit): gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit`
-    and up within ± `limit` (GPT-OSS)."""
+    """The constants (alpha, limit) of the clamped gate (GPT-OSS), or None for silu(gate) * up.
+
+    The clamped gate is gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within ± `limit`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,7 @@ def choose(x: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tenso
 
 
 def gated(gate_up: torch.Tensor, rule: ExpertRule) -> torch.Tensor:
-    """What an expert's second product reads, [T, inner], from the result of its first one [T, 2 inner]."""
+    """The input of an expert's second product, [T, inner], from the result of its first one, [T, 2 inner]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if rule.clamp is None:
         return functional.silu(gate).mul_(up)
@@ -60,9 +65,10 @@ def gated(gate_up: torch.Tensor, rule: ExpertRule) -> torch.Tensor:
 
 
 def apply_experts(x: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """The weighted sum of the outputs of each token's experts, [T, hidden], of x [T, hidden].
+    """The weighted sum [T, hidden] of the outputs of each token's experts for x [T, hidden].
 
-    Tokens are sorted by expert, so each expert reads its weights once. Waits for the device to learn how many each has.
+    Tokens are sorted by expert, so each expert reads its weights once. Waits for the device, to know each expert's
+    number of tokens.
     """
     rule = experts.rule
     chosen, shares = choose(x, experts)

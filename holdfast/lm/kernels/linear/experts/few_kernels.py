@@ -74,8 +74,8 @@ def gate_few_kernel(
     """The first product of a pair's expert, gated: [T * TOP_K, inner] float32. Program (BLOCK_N rows, pair).
 
     Pair t * TOP_K + r is token t with its expert of rank r, which each program finds itself from the logits. The first
-    program of a pair writes the expert and its share; where shares are NORMALIZED, the reader divides by their sum.
-    Rows of gate and up are taken in turns. With a `norm`, x is replaced by its RMS norm times `norm`.
+    program of a pair writes the expert and its share. With NORMALIZED, the reader divides the shares by their sum. Rows
+    of gate and up are taken in turns. With a `norm`, x is replaced by its RMS norm times `norm`.
     """
     pair = tl.program_id(1).to(tl.int64)
     token = pair // TOP_K
@@ -115,10 +115,9 @@ def down_few_kernel(
     TOP_K: tl.constexpr, NORMALIZED: tl.constexpr, ADDED: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The second product of all experts of a token, times their shares, summed: [T, outputs]. Program (BLOCK_N
-    outputs, token).
+    """The second product of all experts of a token, times their shares, summed: [T, outputs].
 
-    The sum is taken in a fixed order. ADDED: it is added to `out`.
+    Program (BLOCK_N outputs, token). The sum is taken in a fixed order. With ADDED, it is added to `out`.
     """
     token = tl.program_id(1).to(tl.int64)
     rank = tl.arange(0, BLOCK_R)

@@ -1,4 +1,4 @@
-"""What the kernels of experts share: scores that can be compared, and what is computed between two products."""
+"""Functions that the kernels of experts share: scores that can be compared, and the gate between two products."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -10,17 +10,17 @@ import triton.language as tl
 
 @triton.jit
 def comparable(score):
-    """Scores with the lowest number in place of NaN, as rows of padding may have.
+    """Scores with the lowest number in place of NaN, which rows of padding may have.
 
-    Threads that compare NaN in another order find another maximum. Then they would disagree on how many pairs an expert
-    has, and sort those of other tokens to wrong places.
+    Threads that compare NaN in different orders find different maxima. They would then disagree on how many pairs an
+    expert has, and sort the pairs of other tokens to wrong places.
     """
     return tl.where(score == score, score, -3.4e38)
 
 
 @triton.jit
 def gated_product(gate, up, alpha, limit, CLAMPED: tl.constexpr):
-    """silu(gate) * up; CLAMPED: as `ExpertRule.clamp` says. NaN stays NaN."""
+    """silu(gate) * up, or with CLAMPED the gate of `ExpertRule.clamp`. NaN stays NaN."""
     if CLAMPED:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))

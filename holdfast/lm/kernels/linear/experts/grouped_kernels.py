@@ -1,6 +1,7 @@
-"""Experts for more tokens: pairs of a token and an expert are sorted by expert, and each expert's rows are tiles.
+"""Experts for more tokens: pairs of a token and an expert are sorted by expert, and each expert's rows form tiles.
 
-No count ever reaches the host: launches have room for the most tiles, and those that are not used end at once.
+No count ever reaches the host. A launch has room for the largest possible number of tiles, and unused programs end at
+once.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -22,8 +23,8 @@ def route_kernel(
 ):  # fmt: skip
     """Choose experts by the sum of logits [PARTS, T, experts]: shares [T, TOP_K] and their divisors [T].
 
-    Program (BLOCK_T tokens). A SINGLE program also sorts, as `sort_kernel` does. Else each writes the experts to chosen
-    [T, TOP_K], and how many of its pairs each expert has to its row of counts [programs, experts].
+    Program (BLOCK_T tokens). A SINGLE program also sorts, as `sort_kernel` does. Otherwise each program writes the
+    experts to chosen [T, TOP_K], and its number of pairs for each expert to its row of counts [programs, experts].
     """
     launch_dependents(DEPENDENT)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -66,9 +67,9 @@ def route_kernel(
 
 @triton.jit
 def _write_sorted(pairs, ranks, token, first, TOP_K: tl.constexpr):
-    """Write pairs to their places: `first` [experts] is where each expert's pairs of these tokens begin.
+    """Write pairs to their places. `first` [experts] is the place of each expert's first pair of these tokens.
 
-    `ranks` [tokens, experts] is the rank of each expert among a token's, or -1.
+    `ranks` [tokens, experts] is the rank of each expert among a token's experts, or -1.
     """
     hot = (ranks >= 0).to(tl.int32)
     place = first[None, :] + tl.cumsum(hot, 0) - hot
@@ -89,7 +90,7 @@ def sort_kernel(
 ):  # fmt: skip
     """Sort pairs by expert, and within an expert by token: pairs [T * TOP_K]. Program (BLOCK_T tokens).
 
-    `ends` [experts] is where each expert's pairs end, and `tile_ends` [experts] where its tiles of BLOCK_M pairs do.
+    `ends` [experts] is the end of each expert's pairs, and `tile_ends` [experts] the end of its tiles of BLOCK_M pairs.
     The programs are those of `route_kernel`.
     """
     launch_dependents(DEPENDENT)
@@ -123,11 +124,12 @@ def grouped_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A product of each pair with its expert. Program (BLOCK_M pairs of one expert and BLOCK_N outputs, these first).
+    """A product of each pair with its expert. Program (BLOCK_M pairs of one expert and BLOCK_N outputs, outputs first).
 
-    GATED: x is [T, inputs], weight [experts, 2 outputs, inputs], and out [T * TOP_K, outputs], gated, in the order of
-    `pairs`. Else x is in this order, weight is [experts, outputs, inputs], and out [TOP_K, T, outputs] is by rank and
-    token, times the pair's share. HALVED: an expert's last tile is computed as half a tile if its pairs fit.
+    With GATED, x is [T, inputs], weight is [experts, 2 outputs, inputs], and out [T * TOP_K, outputs] is gated and in
+    the order of `pairs`. Without, x is in the order of `pairs`, weight is [experts, outputs, inputs], and out [TOP_K,
+    T, outputs] is by rank and token, times the pair's share. With HALVED, an expert's last tile is computed as half a
+    tile if its pairs fit.
     """
     launch_dependents(DEPENDENT)
     blocks = tl.cdiv(outputs, BLOCK_N)
@@ -164,9 +166,9 @@ def _tile(
     TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The products of up to BLOCK_M pairs from `start` on, before `stop`, with BLOCK_N outputs of their expert."""
+    """The products of up to BLOCK_M pairs in [start, stop) with BLOCK_N outputs of their expert."""
     n = first_output + tl.arange(0, BLOCK_N)
-    # Rows past the last one read it again. That costs nothing and needs no mask; nor do pairs past the last one.
+    # Rows past the last one read it again, and so do pairs. That costs nothing and needs no mask.
     row = tl.minimum(n, outputs - 1)
     place = start + tl.arange(0, BLOCK_M)
     pair = tl.load(pairs + tl.minimum(place, stop - 1))

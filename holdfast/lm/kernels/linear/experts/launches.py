@@ -1,4 +1,4 @@
-"""The experts of a layer on CUDA: which kernels compute them for how many tokens, and their launches."""
+"""The experts of a layer on CUDA: the choice of kernels by the number of tokens, and their launches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from holdfast.lm.kernels.linear.experts.grouped_kernels import grouped_kernel, r
 from holdfast.lm.kernels.linear.skinny_gemm import MAX_PARTS, SkinnyLaunch, skinny_gemm
 
 FEW_TOKENS = 4
-"""Up to this many tokens, each pair of a token and an expert reads the expert's weights for itself."""
+"""The most tokens for which each pair of a token and an expert reads the expert's weights on its own."""
 
 SKINNY_TOKENS = 128
-"""Up to this many tokens of 16 bits, a skinny GEMM computes the router's logits in parts."""
+"""The most 16-bit tokens for which a skinny GEMM computes the router's logits in parts."""
 
 ONE_PROGRAM = 32
-"""Up to this many tokens, one program chooses their experts and sorts their pairs."""
+"""The most tokens for which one program chooses experts and sorts pairs."""
 
 ROUTED_AT_A_TIME = ((512, 16), (1 << 30, 32))
-"""By up to how many tokens there are, for how many of them a program chooses experts."""
+"""Number of tokens for which one program chooses experts, by the largest number of tokens in the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class ExpertLaunch:
     """Launch settings of one product."""
 
     block_n: int
-    """Rows of weights per program."""
+    """Number of rows of weights per program."""
     block_k: int
-    """Most inputs per iteration of a program."""
+    """The most inputs per iteration of a program."""
     num_warps: int
     num_stages: int
 
     def options(self, inputs: int) -> dict[str, int]:
-        """The constants that a kernel is compiled for."""
+        """The constants that a kernel is compiled for, for this number of inputs."""
         block_k = _block(inputs, self.block_k)
         return dict(
             BLOCK_N=self.block_n,
@@ -54,9 +54,9 @@ class GroupedLaunch:
     """Launch settings of the grouped products."""
 
     block_m: int
-    """Pairs of a tile."""
+    """Number of pairs in a tile."""
     gate: ExpertLaunch
-    """Outputs, twice as many rows, and inputs of the first product."""
+    """The launch of the first product. Its block_n counts outputs; each output reads two rows, of gate and of up."""
     down: ExpertLaunch
     halved: bool = False
     """Whether an expert's last tile may be half a tile."""
@@ -73,12 +73,14 @@ GROUPED = (
     (48, GroupedLaunch(64, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(128, 64, 8, 4))),
     (1 << 30, GroupedLaunch(128, ExpertLaunch(128, 64, 8, 4), ExpertLaunch(256, 64, 8, 3), halved=True)),
 )
-"""By up to how many pairs an expert has in the mean, the launch of the grouped products. Tuned on an H200
-(benchmarks/engine/experts_gpu.py --tune)."""
+"""The launch of the grouped products, by the largest mean number of pairs per expert.
+
+Tuned on an H200 (benchmarks/engine/experts_gpu.py --tune).
+"""
 
 
 def grouped_launch_for(tokens: int, experts: Experts) -> GroupedLaunch:
-    """The launch for so many tokens."""
+    """The launch for this number of tokens."""
     mean = tokens * experts.rule.top_k / len(experts.router)
     return next(launch for most, launch in GROUPED if mean <= most)
 
@@ -139,12 +141,12 @@ class Sorting:
     """The pairs of a step, sorted by expert."""
 
     pairs: torch.Tensor  # [T top_k] int32: token * top_k + rank
-    ends: torch.Tensor  # [E] int32: where each expert's pairs end
-    tile_ends: torch.Tensor  # [E] int32: where its tiles end
-    shares: torch.Tensor  # [T, top_k] float32, to be divided
+    ends: torch.Tensor  # [E] int32: the end of each expert's pairs
+    tile_ends: torch.Tensor  # [E] int32: the end of each expert's tiles
+    shares: torch.Tensor  # [T, top_k] float32, not yet divided by `divisors`
     divisors: torch.Tensor  # [T] float32
     most_tiles: int
-    """More tiles than any choice of experts has."""
+    """An upper bound on the number of tiles, for any choice of experts."""
 
 
 def router_logits(x: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -234,8 +236,10 @@ def _clamp(rule: ExpertRule) -> tuple[float, float]:
 
 
 def _block(inputs: int, most: int) -> int:
-    """The largest power of two up to `most` that divides the inputs, if it is at least 64; else `most` or a smaller
-    power that covers them."""
+    """The largest power of two up to `most` that divides the inputs, if it is at least 64.
+
+    Otherwise `most`, or a smaller power of two that covers the inputs.
+    """
     block = most
     while block > 64 and inputs % block:
         block //= 2

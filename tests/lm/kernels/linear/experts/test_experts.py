@@ -113,7 +113,7 @@ def test_a_few_tokens_get_the_weighted_sum_of_their_experts(
     assert error(out, 2 * expected(x, experts)) < 1e-6
 
 
-def test_a_norm_that_is_not_computed_yet_is_computed_by_who_reads_it(device: str) -> None:
+def test_the_reader_of_a_norm_computes_it_if_nobody_has(device: str) -> None:
     experts = draw(RULES[0], 6, 64, 32, device)
     x, norm = 3 * torch.randn(2, 64, device=device), torch.rand(64, device=device)
     out = torch.empty_like(x)

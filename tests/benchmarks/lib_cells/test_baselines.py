@@ -15,7 +15,7 @@ from holdfast.cells.graph import CellGraph
 from holdfast.cells.plan import CellRequest
 from holdfast.cells.planner import CellPlanner
 from holdfast.loop.loop import Loop
-from tests.benchmarks.cells.in_numpy import (
+from tests.benchmarks.lib_cells.in_numpy import (
     VOCABULARY,
     NumpyExecutor,
     encoder_and_decoder,

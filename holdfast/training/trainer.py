@@ -136,6 +136,11 @@ class Trainer:
     # Jobs
 
     @property
+    def base_digest(self) -> str:
+        """The digest of the model that jobs are tuned on."""
+        return self._base_digest
+
+    @property
     def block_bytes(self) -> int:
         """Size of one block of the cache in bytes, over all layers."""
         return 2 * len(self._arena.planes) * self._arena.block_bytes

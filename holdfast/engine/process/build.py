@@ -31,12 +31,13 @@ from holdfast.engine.process.parts.tuning import TuningBuilder
 from holdfast.engine.profiles import CostProfile, cached_profile_path, held
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
-from holdfast.engine.ranks.paged import check_layout, make_paged_device, make_rank, threads_of
+from holdfast.engine.ranks.paged import MoreParts, check_layout, make_paged_device, make_rank, no_more, threads_of
 from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
 from holdfast.lm.choice import choose_policy, make_scheduler, steps_in_flight
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
-from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, UnsupportedCheckpoint
+from holdfast.lm.execution.part import DevicePart
+from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, UnsupportedCheckpoint
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
@@ -141,11 +142,18 @@ def build_engine(
 def load(config: EngineConfig, checkpoint: Checkpoint, ranks: AnyRanks, order: Order) -> Site:
     """The model on its device."""
     order.on_progress(f"loading {checkpoint.name}")
+    more = partial(device_parts, config, order)
     with order.stages.stage("weights"):
-        device, reason = choose_device(config, checkpoint, order.stages, ranks)
+        device, reason = choose_device(config, checkpoint, order.stages, ranks, more)
     if isinstance(device, PagedDevice | ManyDevice):
         return Site(config, checkpoint, device, reason, ranks, order, clock)
     return Site(config, checkpoint, device, f"{reason}; {on_rows(config, device)}", ranks, order, clock)
+
+
+def device_parts(config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]) -> Sequence[DevicePart]:
+    """What the wanted parts have on a device beside the `parts` of every rank, in the order of PARTS."""
+    wanted = [part for part in PARTS if part.wanted(config)]
+    return [each for part in wanted for each in part.device_parts(config, order, model, parts)]
 
 
 def compose(site: Site) -> Engine:
@@ -185,10 +193,7 @@ def allocate(site: Site, builders: Sequence[PartBuilder]) -> tuple[MemoryMeasure
             device.compile()
     order.on_progress("measuring memory")
     with order.stages.stage("memory"):
-        if isinstance(device, PagedDevice):
-            memory = device.measure(lambda: sum(builder.workspace_bytes() for builder in builders))
-        else:
-            memory = device.measure()
+        memory = device.measure()
     if device.captures:
         order.on_progress("capturing graphs")
     shape = device.allocate(memory)
@@ -278,7 +283,13 @@ class Choice(NamedTuple):
     """Why it is this executor, in words that can follow "because"."""
 
 
-def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, ranks: AnyRanks = NO_RANKS) -> Choice:
+def choose_device(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    stages: Stages,
+    ranks: AnyRanks = NO_RANKS,
+    more: MoreParts = no_more,
+) -> Choice:
     """The model on its device, before there is a cache: paged if it can be, else padded, or as `executor` says.
 
     With the other `ranks` it is on all their devices. Raises UnsupportedCheckpoint with both reasons if neither can run
@@ -292,7 +303,7 @@ def choose_device(config: EngineConfig, checkpoint: Checkpoint, stages: Stages, 
         reason = f"scheduler is {config.scheduler}, which plans padded rows"
         return Choice(make_padded_device(config, checkpoint, stages), reason)
     try:
-        return Choice(*make_paged_device(config, checkpoint, stages))
+        return Choice(*make_paged_device(config, checkpoint, stages, more=more))
     except UnsupportedCheckpoint as error:
         if config.executor == "paged" or isinstance(error, DamagedCheckpoint):
             raise

@@ -15,7 +15,10 @@ from holdfast.engine.process.handler import Handler
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.ranks import AnyRanks
 from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.execution.part import DevicePart
+from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, LanguageDevice, StepPlan, StepResult
 from holdfast.loop.contracts import Clock, Observer
@@ -89,7 +92,7 @@ class Served:
 
 
 class PartBuilder(ABC):
-    """Builds one part of an engine. Its methods are called in the order in which they stand here, once each.
+    """Builds one part of an engine. What it has is called in the order in which it stands here, once each.
 
     A builder overrides what its part needs.
     """
@@ -99,18 +102,23 @@ class PartBuilder(ABC):
     is_optional: ClassVar[bool] = False
     """Whether an engine that cannot have the part serves without it."""
 
-    def __init__(self, site: Site) -> None:
-        """The weights are on the device, and there is no cache yet. Raises ValueError."""
-        self.site = site
-
     @staticmethod
     def wanted(config: EngineConfig) -> bool:
         """Whether a configuration asks for the part."""
         return True
 
-    def workspace_bytes(self) -> int:
-        """Bytes that the part takes on the device beside the cache. Asked while the memory is measured."""
-        return 0
+    @staticmethod
+    def device_parts(
+        config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]
+    ) -> Sequence[DevicePart]:
+        """What only an engine on one device has of the part there. Its work comes before that of `parts`, which all
+        ranks have. The weights are there.
+        """
+        return ()
+
+    def __init__(self, site: Site) -> None:
+        """The device has its parts, and there is no cache yet. Raises ValueError."""
+        self.site = site
 
     def allocated(self, shape: EngineShape) -> EngineShape:
         """The memory is allocated. Returns the engine's shape with what the part adds to it."""
@@ -198,7 +206,7 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no address")
     if not isinstance(device, PagedDevice | ManyDevice):
         found.add("padded rows")
-    if not isinstance(device, PagedDevice) or not device.adapter_slots:
+    if not isinstance(device, PagedDevice) or not any(isinstance(part, AdapterDevice) for part in device.parts):
         found.add("no slots for adapters")
     if not isinstance(device, PagedDevice) or not isinstance(device.model, Decoder):
         return found | {"no native decoder on one device"}

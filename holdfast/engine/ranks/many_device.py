@@ -32,11 +32,12 @@ from holdfast.engine.ranks.messages import (
 )
 from holdfast.engine.ranks.paged import weights_of
 from holdfast.engine.ranks.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, STEP_SECONDS, Ranks
-from holdfast.lm.execution.executor import PagedExecutor, PagedMemory
+from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.host_memory import HostPart
 from holdfast.lm.execution.link_times import LinkTimes
 from holdfast.lm.execution.paged_device import PagedDevice
-from holdfast.lm.grammar.matchers import Matchers
+from holdfast.lm.execution.paged_memory import PagedMemory
+from holdfast.lm.execution.part import Kind
 from holdfast.lm.kernels.attention.protocol import Attention
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
@@ -138,9 +139,9 @@ class ManyDevice(LanguageDevice):
         digests = [weights_of(self._own), *(loaded.weights for loaded in self._loaded)]
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
-    def follow(self, matchers: Matchers) -> None:
-        """As `PagedDevice.follow`, where rank 0 draws: it gives the others its masks."""
-        self._own.follow(matchers)
+    def part(self, kind: type[Kind]) -> Kind:
+        """Rank 0's part of this class. Raises LookupError if it has none."""
+        return self._own.part(kind)
 
     def expect(self, grammar: Grammar) -> None:
         """Let the rank that draws compile a grammar in time, where that is another. Raises RankFailure."""
@@ -154,7 +155,7 @@ class ManyDevice(LanguageDevice):
     def measure(self) -> MemoryMeasurement:
         """What all ranks have together. A block is what all keep of it, and there are as many as the least rank has."""
         whole = self.block_bytes
-        own, answers = self._ranks.together(Measure(whole), partial(self._own.measure, whole_block_bytes=whole))
+        own, answers = self._ranks.together(Measure(whole), partial(self._own.measure, whole))
         others = [answer.memory for answer in answers if isinstance(answer, Measured)]
         self._measured = own
         return combined([own, *others], self._ranks.layout, self.kind)

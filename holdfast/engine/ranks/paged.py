@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,14 +14,19 @@ from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client.text import read_tokenizer
 from holdfast.lm.choice import capacity_of
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
+from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.execution.place import Place
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.kernels.attention import backends as attention
-from holdfast.lm.models.base import Model
+from holdfast.lm.models.base import HiddenModel, Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.hf import TransformersModel
 from holdfast.lm.models.loader import decoder_spec, load
 from holdfast.lm.models.shard import shard_of
+from holdfast.lm.parts.adapters.device import adapter_device
+from holdfast.lm.parts.grammars.device import GivenGrammarDevice, GrammarDevice
+from holdfast.lm.parts.prompts.device import PromptDevice
+from holdfast.lm.parts.vectors.device import VectorDevice
 from holdfast.lm.types import DEFAULT_TOKEN_BUDGET
 from holdfast.training.base import digest_of_model
 
@@ -81,15 +86,34 @@ def grammar_compiler(
     return GrammarCompiler(read, vocab_size, eos_token_ids, tested=tested)
 
 
-def rank_grammars(config: EngineConfig, rank: int, device: PagedDevice) -> list[GrammarCompiler]:
-    """What compiles grammars on a rank that draws by them, beside rank 0's own; empty on others.
+MoreParts = Callable[[Model, Sequence[DevicePart]], Sequence[DevicePart]]
+"""Makes parts of a device whose model is given, and the parts that come after these."""
 
-    Rank 0 tests them all before any comes here.
+
+def no_more(model: Model, parts: Sequence[DevicePart]) -> Sequence[DevicePart]:
+    """No part."""
+    return ()
+
+
+def parts_of(
+    config: EngineConfig, checkpoint: Checkpoint, model: Model, rank: int, more: MoreParts
+) -> list[DevicePart]:
+    """What the steps of a model may carry on one rank, in the order of the parts' work. Raises ValueError.
+
+    `more` makes parts whose work comes before that of the others.
     """
-    if rank != config.layout.drawing_rank:
-        return []
-    spec = device.model.spec
-    return [grammar_compiler(Checkpoint.of(config), spec.vocab_size, spec.eos_token_ids, tested=True)]
+    parts: list[DevicePart] = []
+    if config.adapter_slots:
+        parts.append(adapter_device(model, config))
+    if isinstance(model, HiddenModel):
+        parts += [PromptDevice(model), VectorDevice()]
+    spec = model.spec
+    if rank in (0, config.layout.drawing_rank):  # rank 0 tests every grammar, before the one that draws has it
+        compiler = grammar_compiler(checkpoint, spec.vocab_size, spec.eos_token_ids, tested=rank > 0)
+        parts.append(GrammarDevice(compiler))
+    else:
+        parts.append(GivenGrammarDevice(spec.vocab_size))
+    return [*more(model, parts), *parts]
 
 
 def lengths_of(model: Model) -> str:
@@ -113,22 +137,9 @@ class PagedChoice(NamedTuple):
     """As in Choice."""
 
 
-def make_paged_device(
-    config: EngineConfig, checkpoint: Checkpoint, stages: Stages | None, place: Place | None = None
-) -> PagedChoice:
-    """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped.
-
-    With a `place`, this rank's part of it.
-    """
-    device, rank, group = (
-        (resolve_device(config.device), 0, None) if place is None else (place.device, place.rank, place.group)
-    )
-    if device.type == "cuda" and config.cuda_graphs:
-        from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
-
-        prepare()
-    attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
-    model = load(
+def load_part(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, place: Place | None) -> Model:
+    """The model on this device, or this rank's part of it."""
+    return load(
         checkpoint.directory,
         device=device,
         dtype=config.dtype,
@@ -136,9 +147,29 @@ def make_paged_device(
         load_format=config.load_format,
         quantization=config.quantization,
         layout=config.layout,
-        rank=rank,
-        group=group,
+        rank=0 if place is None else place.rank,
+        group=None if place is None else place.group,
     )
+
+
+def make_paged_device(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    stages: Stages | None,
+    place: Place | None = None,
+    more: MoreParts = no_more,
+) -> PagedChoice:
+    """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped.
+
+    With a `place`, this rank's part of it. `more` is for `parts_of`.
+    """
+    device = resolve_device(config.device) if place is None else place.device
+    if device.type == "cuda" and config.cuda_graphs:
+        from holdfast.lm.kernels.compilation import prepare  # a CPU installation has no Triton
+
+        prepare()
+    attention.require(config.attention_backend, device, fp8_cache=config.kv_cache_dtype == "fp8")
+    model = load_part(config, checkpoint, device, place)
     refuse_padded_options(config, model.spec.architecture)
     capacity = capacity_of(
         config.scheduler,
@@ -148,7 +179,15 @@ def make_paged_device(
         limit=config.fixed_token_budget or LARGE_STEP * DEFAULT_TOKEN_BUDGET[device.type],
     )
     return PagedChoice(
-        PagedDevice(model, config, name=checkpoint.name, max_step_tokens=capacity, stages=stages, place=place),
+        PagedDevice(
+            model,
+            config,
+            parts=parts_of(config, checkpoint, model, 0 if place is None else place.rank, more),
+            name=checkpoint.name,
+            max_step_tokens=capacity,
+            stages=stages,
+            place=place,
+        ),
         reason_of(model),
     )
 

@@ -56,7 +56,7 @@ class Rank:
         self._hosts: list[HostMemory] = []
         """This rank's part of the host tier, once it is allocated."""
         self._grammars: list[GrammarCompiler] = []
-        """What this rank compiles grammars with, if it draws by them."""
+        """What this rank compiles grammars with; empty if it does not draw by them."""
         self._compiling = ThreadPoolExecutor(GRAMMAR_THREADS, "holdfast-grammar")
         threading.Thread(target=self._beat, name="holdfast-beat", daemon=True).start()
 
@@ -65,10 +65,11 @@ class Rank:
         start = self._next()
         assert isinstance(start, messages.StartRank), f"the first command was {start}"
         gc.disable()  # it would look at all modules again and again while they are imported
-        from holdfast.engine.ranks.paged import make_rank, rank_grammars, weights_of  # it imports PyTorch
+        from holdfast.engine.ranks.paged import make_rank, weights_of  # it imports PyTorch
+        from holdfast.lm.parts.grammars.device import GrammarDevice
 
         device = make_rank(start.config, self._seat.rank, start.meeting, host=self._seat.host).device
-        self._grammars = rank_grammars(start.config, self._seat.rank, device)
+        self._grammars = [part.compiler for part in device.parts if isinstance(part, GrammarDevice)]
         weights = weights_of(device) if start.config.lower_tiers else ""
         self._answer(messages.Loaded(device.block_bytes, weights))
         self._obey(device, reports=start.config.pp > 1 and start.config.layout.shard_of(self._seat.rank) == 0)
@@ -84,8 +85,6 @@ class Rank:
 
     def _obey(self, device: PagedDevice, *, reports: bool) -> None:
         """Do what is commanded until the end. `reports`: whether rank 0 needs to know of every step."""
-        from holdfast.lm.grammar.matchers import Matchers
-
         plans = messages.PlanReader()
         while True:
             match self._next():
@@ -96,12 +95,10 @@ class Rank:
                     device.compile()
                     self._answer(messages.Done())
                 case messages.Measure(block_bytes):
-                    measured = device.measure(whole_block_bytes=block_bytes)
+                    measured = device.measure(block_bytes)
                     self._answer(messages.Measured(measured))
                 case messages.Allocate(num_blocks, num_host_blocks):
                     device.allocate(measured.with_blocks(num_blocks, num_host_blocks))
-                    for grammars in self._grammars:
-                        device.follow(Matchers(grammars))
                     self._begin_steps(device, reports=reports)
                     self._answer(messages.Done())
                 case messages.TimeLinks():
@@ -115,8 +112,8 @@ class Rank:
                     self._submitted.join()
                     self._answer(messages.Done(device.executor.prepare()))
                 case messages.CompileGrammar(grammar):
-                    for grammars in self._grammars:  # rank 0 refuses what cannot be compiled
-                        self._compiling.submit(grammars.prepare, grammar)
+                    for compiler in self._grammars:  # rank 0 refuses what cannot be compiled
+                        self._compiling.submit(compiler.prepare, grammar)
                 case messages.End():
                     return
                 case other:

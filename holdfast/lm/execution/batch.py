@@ -6,25 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from holdfast.lm.kernels.attention.protocol import Segments
-from holdfast.lm.kernels.lora.groups import Groups, groups_of, most_tiles, tiles_of
-from holdfast.lm.kernels.lora.protocol import Lora
-from holdfast.lm.kernels.lora.torch_lora import TorchLora
 from holdfast.lm.kernels.sampling.sampler import Wishes
-from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, Sampling, StepPlan
-from holdfast.lm.types.adapters import AdapterPlan
-from holdfast.lm.types.grammars import Answer, ConstrainedRow, GrammarPlan
+from holdfast.lm.models.adapters import StepAdapters
+from holdfast.lm.types import PENDING, SAMPLING_COLUMNS, PartPlan, Sampling, StepPlan
 from holdfast.lm.types.penalties import PenaltyPlan
-from holdfast.lm.types.prompts import PromptPlan, PromptReport
-
-if TYPE_CHECKING:
-    from holdfast.lm.kernels.launch import SideStream  # a CPU installation has no Triton
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 
@@ -38,10 +30,25 @@ PADDING = {"ids": 0, "positions": 0, "slots": -1}
 TOKENS_PER_TABLE_WRITE = 4
 """A padded step has room for one new block table entry per this many tokens. Further entries are uploaded apart."""
 
+NO_SIZES: Mapping[str, int] = {}
 
-ADAPTED = ("adapted", "adapted_rows")
-"""The tiles of a step's tokens by adapter, and of its sampled rows: the beginning of the names of their fields."""
-TILE_FIELDS = ("slot", "start", "count")
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """The inputs of a step on the device; views of one persistent buffer."""
+
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    slot_mapping: torch.Tensor  # [T] int64
+    sample_at: torch.Tensor  # [R] int64
+    sample_rows: torch.Tensor  # [R] int64
+    sampling: Mapping[str, torch.Tensor]  # [R] each: SAMPLING_COLUMNS
+    sample_position: torch.Tensor  # [R] int64
+
+    @property
+    def columns(self) -> dict[str, torch.Tensor]:
+        """How the sampled rows are drawn, as `Sampler.draw` takes it."""
+        return {**self.sampling, "position": self.sample_position}
 
 
 class Fields:
@@ -81,6 +88,7 @@ class Fields:
 class StagedStep:
     """A plan packed into a host buffer, with its sizes and the kinds of sampling it needs."""
 
+    plan: StepPlan
     host: Fields
     """The buffer, pinned where there is a GPU."""
     segments: Segments
@@ -94,45 +102,63 @@ class StagedStep:
     any_filtered: bool
     wishes: Wishes | None = None
     """What sampled rows ask for beyond a token; None if none does."""
-    reports: tuple[PromptReport, ...] = ()
-    """The plan's own."""
-    constrained: tuple[ConstrainedRow, ...] = ()
-    """The sampled rows that follow a grammar."""
-    answers: tuple[Answer, ...] = ()
-    """Those of such rows that have a new sequence."""
-    adapted: tuple[Groups, Groups] | None = None
-    """The tokens, and the sampled rows, by the slot of their adapter: one object where all tokens are sampled rows.
-    None if no segment has an adapter."""
+    more: Any = None
+    """What else the model reads of the step, as `ModelInputs.pack` gave it; None: tokens only."""
 
     @property
-    def reads_hidden(self) -> bool:
-        """Whether hidden states are needed, and not only the logits that come from them."""
-        return bool(self.reports or (self.wishes is not None and self.wishes.embeds))
-
-    def told(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The step's tokens whose following token is told, and those tokens."""
-        starts = self.segments.query_start
-        spans = [(int(starts[each.segment]) + each.first, each.targets) for each in self.reports]
-        at = [np.arange(first, first + len(targets)) for first, targets in spans]
-        return np.concatenate(at), np.fromiter(chain.from_iterable(targets for _, targets in spans), np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedStep:
-    """The inputs of a step on the device; views of one persistent buffer."""
-
-    ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    slot_mapping: torch.Tensor  # [T] int64
-    sample_at: torch.Tensor  # [R] int64
-    sample_rows: torch.Tensor  # [R] int64
-    sampling: Mapping[str, torch.Tensor]  # [R] each: SAMPLING_COLUMNS
-    sample_position: torch.Tensor  # [R] int64
+    def kind(self) -> int:
+        """Index of the step's graphs: 0 where the model reads tokens only."""
+        return int(self.more is not None)
 
     @property
-    def columns(self) -> dict[str, torch.Tensor]:
-        """How the sampled rows are drawn, as `Sampler.draw` takes it."""
-        return {**self.sampling, "position": self.sample_position}
+    def masked(self) -> Sequence[int]:
+        """Indices of the sampled rows that may draw some tokens only."""
+        return () if self.wishes is None else self.wishes.masked
+
+    @property
+    def embeds(self) -> Sequence[int]:
+        """Indices of the sampled rows whose hidden states are given."""
+        return () if self.wishes is None else self.wishes.embeds
+
+
+class ModelInputs:
+    """What the model reads of some steps of one batch besides their tokens. This class itself adds nothing.
+
+    It has fields of its own at the end of the batch's buffer. They are copied to the device only for steps that have
+    such inputs. Those steps have graphs of their own as well.
+    """
+
+    plans: tuple[type[PartPlan], ...] = ()
+    """The classes of plans that `pack` reads."""
+    sizes: Mapping[str, int] = NO_SIZES
+    """By name, the capacities of the fields."""
+
+    def pack(self, plan: StepPlan, segments: Segments, num_sampled: int) -> Any:
+        """The inputs of a plan with these segments and so many sampled rows, on the host; None: it has none."""
+        return None
+
+    def write(self, packed: Any, arrays: Arrays, num_tokens: int, num_rows: int, *, apart: bool) -> None:
+        """Write what `pack` gave into the fields of a host buffer, for a step of so many tokens and sampled rows.
+
+        `apart`: rows are computed apart from tokens, even if all tokens are sampled.
+        """
+
+    def clear(self, fields: Fields) -> None:
+        """Replace the inputs in the device's fields by those of padding."""
+
+    def entered(self, packed: Any, fields: Fields, num_tokens: int, num_rows: int | None) -> StepAdapters | None:
+        """The inputs of a step that was copied to these fields as the model reads them; None: it has none.
+
+        `num_rows` is None where the model gives a row for each token.
+        """
+        return None
+
+    def captured(self, fields: Fields, num_tokens: int, num_rows: int | None) -> StepAdapters | None:
+        """As `entered`, for any step of this size that has inputs."""
+        return None
+
+
+TOKENS_ONLY = ModelInputs()
 
 
 class Batch:
@@ -154,12 +180,12 @@ class Batch:
         max_tokens: int,
         block_size: int,
         device: torch.device,
-        adapter_slots: int = 0,
         samples: int | None = None,
+        inputs: ModelInputs = TOKENS_ONLY,
     ) -> None:
-        """A batch of `adapter_slots` above 0 has room for the tiles of tokens by adapter.
+        """`samples` is the most tokens that a step draws, by default one for each row.
 
-        `samples` is the most tokens that a step draws, by default one for each row.
+        `inputs` are what the model reads of steps besides their tokens. They belong to this batch alone.
         """
         samples = samples or rows
         self.block_size, self.max_tokens, self.device = block_size, max_tokens, device
@@ -167,21 +193,15 @@ class Batch:
         self.block_tables = torch.zeros(rows + 1, max_blocks, dtype=torch.int32, device=device)
         self._padding_row = rows * max_blocks
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
-        most = most_tiles(max_tokens, adapter_slots) if adapter_slots else 0
-        self._counts = torch.zeros(3 * most, dtype=torch.int32, device=device)
-        """Counters of the adapters' kernels, which leave them at 0."""
-        self._beside: SideStream | None = None
-        """Where adapters are computed beside the layers."""
+        self.inputs = inputs
         # The places of the fields are fixed, so that a captured graph finds them.
         self._sizes = dict.fromkeys(("ids", "positions", "slots", "token_rows"), max_tokens)
         self._sizes |= dict.fromkeys(("sample_at", "sample_rows", "sample_position", *SAMPLING), samples)
         # A step's own tokens need at most this many new blocks. Only prefix hits bring more; those are uploaded apart.
         self._sizes |= dict.fromkeys(("write_at", "write_block"), max_tokens + rows)
         self._plain = sum(self._sizes.values())
-        """Numbers of the buffer that a step without adapters needs."""
-        for name, most in zip(ADAPTED, (max_tokens, samples), strict=True) if adapter_slots else ():
-            self._sizes |= {f"{name}_order": most, f"{name}_used": 2}
-            self._sizes |= dict.fromkeys([f"{name}_{field}" for field in TILE_FIELDS], most_tiles(most, adapter_slots))
+        """Numbers of the buffer that a step of tokens only needs."""
+        self._sizes |= inputs.sizes
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
         self._settings = np.zeros(rows, list(SAMPLING.items()))
         self._drawn: list[Sampling | None] = [None] * rows
@@ -208,14 +228,8 @@ class Batch:
         segments = self._pack_tokens(plan, arrays)
         num_sampled, any_random, any_filtered, wishes = self._pack_sampling(plan, segments, arrays)
         num_tokens = segments.num_tokens
-        adapted = None
-        if of_segments := plan.part(AdapterPlan).slots:
-            slots = np.array(of_segments, np.int64)
-            sampled = np.array([sampling is not None for sampling in plan.columns.column("sampling")])
-            tokens = groups_of(np.repeat(slots, np.diff(segments.query_start)))
-            drawn = slots[sampled] if plan.samples is None else np.repeat(slots[sampled], plan.samples)
-            adapted = tokens, tokens if num_sampled == num_tokens else groups_of(drawn)
         return StagedStep(
+            plan=plan,
             host=host,
             segments=segments,
             num_tokens=num_tokens,
@@ -226,10 +240,7 @@ class Batch:
             any_random=any_random,
             any_filtered=any_filtered,
             wishes=wishes,
-            reports=plan.part(PromptPlan).reports,
-            constrained=() if wishes is None or not wishes.masked else self._constrained(plan, wishes.masked),
-            answers=plan.part(GrammarPlan).answers,
-            adapted=adapted,
+            more=self.inputs.pack(plan, segments, num_sampled),
         )
 
     def enter(self, staged: StagedStep) -> PackedStep:
@@ -246,8 +257,8 @@ class Batch:
     def upload(self, staged: StagedStep, num_tokens: int, num_sampled: int, head_rows: int | None = None) -> PackedStep:
         """Copy a staged step to the device, padded to `num_tokens` and `num_sampled`, for a graph that applies it.
 
-        Padding tokens write no slot, and padding rows sample the first token. Returns the step without padding. The
-        adapters of sampled rows are for a head of `head_rows` rows, by default `num_sampled`.
+        Padding tokens write no slot, and padding rows sample the first token. Returns the step without padding. What
+        else the model reads of sampled rows is for a head of `head_rows` rows, by default `num_sampled`.
         """
         arrays = staged.host.arrays
         for name, value in PADDING.items():
@@ -255,7 +266,10 @@ class Batch:
         arrays["sample_at"][staged.num_sampled : num_sampled] = 0
         room = self._room(num_tokens)
         arrays["write_at"][staged.num_writes : room] = self._padding_row
-        self._copy(staged, num_tokens, num_sampled if head_rows is None else head_rows)
+        if head_rows is None:
+            self._copy(staged, num_tokens, num_sampled)
+        else:
+            self._copy(staged, num_tokens, head_rows, apart=True)
         self._write_tables(self._persistent, room, staged)
         return self._persistent.packed(staged.num_tokens, staged.num_sampled)
 
@@ -277,50 +291,32 @@ class Batch:
         """Replace the uploaded step by padding."""
         for name, value in {**PADDING, "token_rows": 0, "sample_at": 0, "write_at": self._padding_row}.items():
             self._persistent.tensors[name].fill_(value)
-        for name in ADAPTED:
-            if f"{name}_used" in self._sizes:
-                self._persistent.tensors[f"{name}_used"].zero_()
+        self.inputs.clear(self._persistent)
 
-    def adapters(self, staged: StagedStep) -> tuple[Lora, Lora]:
-        """The adapters of an entered step's tokens, and of its sampled rows."""
-        assert staged.adapted is not None
-        if self.device.type == "cuda":
-            return self.tiles(staged.num_tokens, staged.num_sampled)
-        tokens, rows = (TorchLora(groups, self.device) for groups in staged.adapted)
-        return tokens, rows
+    def more(self, staged: StagedStep, num_rows: int | None) -> StepAdapters | None:
+        """What the model reads of an entered step besides its tokens; None: nothing.
 
-    def tiles(self, num_tokens: int, num_rows: int) -> tuple[Lora, Lora]:
-        """The adapters of any uploaded step of this size: of its tokens, and of its sampled rows."""
-        from holdfast.lm.kernels.launch import SideStream
-        from holdfast.lm.kernels.lora.shrink_expand import TiledLora
+        `num_rows` is the number of rows that the model gives; None: one for each token.
+        """
+        return self.inputs.entered(staged.more, self._persistent, staged.num_tokens, num_rows)
 
-        self._beside = self._beside or SideStream(self.device)
-        tensors = self._persistent.tensors
-        tokens, rows = (
-            TiledLora(
-                count,
-                self._persistent.take(f"{name}_order", count),
-                **{field: tensors[f"{name}_{field}"] for field in (*TILE_FIELDS, "used")},
-                counts=self._counts,
-                beside=self._beside,
-            )
-            for name, count in zip(ADAPTED, (num_tokens, num_rows), strict=True)
-        )
-        return tokens, rows
+    def captured(self, num_tokens: int, num_rows: int | None) -> StepAdapters | None:
+        """As `more`, for any uploaded step of this size that has more than tokens."""
+        return self.inputs.captured(self._persistent, num_tokens, num_rows)
 
     def release(self, staged: StagedStep) -> None:
         """Give the host buffer back, once the step has ended."""
         self._free.append(staged.host)
 
-    def _copy(self, staged: StagedStep, num_tokens: int, num_rows: int) -> None:
-        """Copy a staged step to the device, with its adapters as tiles for so many tokens and sampled rows."""
+    def _copy(self, staged: StagedStep, num_tokens: int, num_rows: int, *, apart: bool = False) -> None:
+        """Copy a staged step to the device, with its further inputs for so many tokens and sampled rows.
+
+        `apart`: rows are computed apart from tokens, even if all tokens are sampled.
+        """
         used = self._plain
-        if staged.adapted is not None:
+        if staged.more is not None:
             used = len(staged.host.buffer)
-            tokens, rows = staged.adapted
-            write_tiles(staged.host.arrays, ADAPTED[0], tokens, num_tokens)
-            if rows is not tokens:
-                write_tiles(staged.host.arrays, ADAPTED[1], rows, num_rows)
+            self.inputs.write(staged.more, staged.host.arrays, num_tokens, num_rows, apart=apart)
         self._persistent.buffer[:used].copy_(staged.host.buffer[:used], non_blocking=True)
 
     def _room(self, num_tokens: int) -> int:
@@ -421,24 +417,3 @@ class Batch:
             records = [drawn[index] for index in at.tolist()]
             wishes = Wishes.of(records, rows.tolist(), positions.tolist(), plan.part(PenaltyPlan).histories)
         return count, any_random, any_filtered, wishes
-
-    def _constrained(self, plan: StepPlan, masked: Sequence[int]) -> tuple[ConstrainedRow, ...]:
-        """The sampled rows `masked` of a plan."""
-        sampled = [segment for segment in plan.segments if segment.sampling is not None]
-        most = plan.samples or [1] * len(sampled)
-        place_of = [place for place, count in enumerate(most) for _ in range(count)]
-        found = []
-        for at in masked:
-            place = place_of[at]
-            _, row, start, stop, tokens, sampling = sampled[place]
-            assert sampling is not None
-            found.append(ConstrainedRow(at, row, start, stop, tokens, sampling, place))
-        return tuple(found)
-
-
-def write_tiles(arrays: Arrays, name: str, groups: Groups, size: int) -> None:
-    """Write the tiles of a step of `size` tokens or rows into the fields that begin with `name`."""
-    tiles = tiles_of(groups, size)
-    for field in ("order", *TILE_FIELDS, "used"):
-        column = getattr(tiles, field)
-        arrays[f"{name}_{field}"][: len(column)] = column

@@ -19,7 +19,7 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
-from holdfast.lm.execution.executor import PagedMemory
+from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.kernels.attention.protocol import Attention, CapturableAttention, Segments
 from holdfast.lm.kernels.capture import capture
 from holdfast.lm.models.base import Model
@@ -131,7 +131,7 @@ def measure_cost(device: TimedDevice, *, name: str) -> CostModel:
     while device.executor.prepare():  # else steps would be measured as padded to larger sizes
         pass
     graphs = device.memory.graphs
-    sizes = [size for size in graphs.sizes.tokens if size < limit] if graphs is not None else []
+    sizes = [size for size in graphs[0].sizes.tokens if size < limit] if graphs else []
     measured = sorted({*powers(1, limit), *(size for size in sizes if size <= SPARSE)})
     rows = tuple(powers(1, min(device.config.max_sequences, device.memory.cache.num_blocks, limit)))
     chunks = [_chunks(device, count) for count in measured]
@@ -172,8 +172,8 @@ def estimate_cost(device: TimedDevice, *, name: str) -> CostModel:
     """
     limit, longest = device.max_step_tokens, _longest(device)
     graphs = device.memory.graphs
-    sizes = {limit, *(size for size in graphs.sizes.tokens if size < limit)} if graphs is not None else set()
-    timed = islice(powers(1, limit), 0, None, 2) if graphs is None else graphs.sizes.sparse_tokens
+    sizes = {limit, *(size for size in graphs[0].sizes.tokens if size < limit)} if graphs else set()
+    timed = islice(powers(1, limit), 0, None, 2) if not graphs else graphs[0].sizes.sparse_tokens
     tokens = sorted({limit, *(size for size in timed if size < limit)})
     chunks = {count: _chunks(device, count) for count in tokens}
     query = max(1, min(FAR, limit, longest // 2))

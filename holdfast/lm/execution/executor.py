@@ -5,116 +5,76 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.lm.execution.adapter_transfer import AdapterTransfers
-from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
-from holdfast.lm.execution.graphs import StepGraphs
-from holdfast.lm.execution.host_memory import HostMemory
+from holdfast.lm.execution.batch import PackedStep, StagedStep
+from holdfast.lm.execution.paged_memory import PagedMemory
+from holdfast.lm.execution.part import (
+    EVERY_TOKEN,
+    DrawRules,
+    Found,
+    HiddenWork,
+    Kind,
+    Launched,
+    PartExecutor,
+    PartHooks,
+)
 from holdfast.lm.execution.stage_link import StageEnd
-from holdfast.lm.execution.transfer import Transfers
-from holdfast.lm.grammar.matchers import Matchers
-from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.kernels.attention.protocol import Attention
-from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler
-from holdfast.lm.kernels.upload import upload
-from holdfast.lm.models.adapters import StepAdapters
-from holdfast.lm.models.base import HiddenModel, LayerCache, LayerCaches, Model, StepInput
+from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
+from holdfast.lm.models.base import HiddenModel, LayerCaches, Model, StepInput
 from holdfast.lm.types import PartResult, StepPlan, StepResult, TableWrite
-from holdfast.lm.types.adapters import AdapterResult
-from holdfast.lm.types.grammars import ConstrainedRow, Forced, GrammarResult
-from holdfast.lm.types.prompts import PromptResult
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport, TrainingSlice
-from holdfast.lm.types.vectors import VectorResult
-
-Layers = tuple[LayerCache, ...]
-"""By layer, its key cache and its value cache."""
-
-
-class LaunchedTraining(Protocol):
-    """A slice of training that the device computes, or has computed."""
-
-    def result(self) -> TrainingReport:
-        """What it took and gave. Waits for the device."""
-        ...
-
-
-class Training(Protocol):
-    """Computes slices of training: `holdfast.training.trainer.Trainer`."""
-
-    def launch(self, slice_: TrainingSlice, lent: int) -> LaunchedTraining:
-        """Compute a slice, of which all tensors lie in the cache's last `lent` blocks, after what was launched before.
-
-        Called in the thread that runs the steps. Raises ValueError for a slice that does not follow those before it.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PagedMemory:
-    """All that a `PagedDevice` allocates."""
-
-    cache: KVCache
-    layers: Layers
-    batch: Batch
-    graphs: StepGraphs | None
-    host: HostMemory | None
-    """The host tier, where it has to be locked."""
-    transfers: Transfers | None
-    adapter_graphs: StepGraphs | None = None
-    """The graphs of steps with adapters."""
-    adapters: AdapterTransfers | None = None
-    host_cache: KVCache | None = None
-    """The blocks of the host tier, each in one piece; None without one."""
-
-    def begin_copies(self, plan: StepPlan) -> LayerCaches:
-        """Move a plan's blocks, and start its copies between the tiers; the layers' caches for its computation."""
-        if moves := plan.part(TrainingPlan).moves:
-            on_gpu = self.cache.data.is_cuda
-            numbers = torch.tensor(moves, dtype=torch.int64, pin_memory=on_gpu)
-            pairs = numbers.to(self.cache.data.device, non_blocking=True).t().contiguous()
-            copy_blocks(self.cache, pairs[0], self.cache, pairs[1])
-        if self.adapters is not None:
-            self.adapters.begin(plan)
-        if self.transfers is None:
-            return self.layers
-        return self.transfers.begin(plan)
-
+from holdfast.lm.types.penalties import PenaltyPlan
 
 QUERY_SECONDS = 2e-5
 """How often a step in flight is looked at, where the wait for it must be able to end before it does."""
 
 
-class MaskBuffers:
-    """Where masks are written, and copied to a GPU beside the step that they are for."""
+class Work(NamedTuple):
+    """The segments of a step, and what the parts have to do with them."""
 
-    def __init__(self, rows: int, words: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._host = torch.empty(rows, words, dtype=torch.int32, pin_memory=on_gpu)
-        self._device = torch.empty_like(self._host, device=device) if on_gpu else self._host
-        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+    staged: StagedStep
+    hidden: Sequence[HiddenWork]
+    """What is computed from hidden states. Empty: the step needs logits only."""
+    rules: DrawRules
+    """What its rows may draw."""
 
-    def host(self, rows: int) -> torch.Tensor:
-        """Room for the masks of so many rows [rows, words]. The draw by the last masks must have ended."""
-        return self._host[:rows]
+    def masks(self) -> torch.Tensor | None:
+        """The masks of rows that may draw some tokens only [M, W] int32, on the device; None: there is no such row."""
+        return self.rules.masks() if self.rules.restricts else None
 
-    def upload(self, rows: int) -> torch.Tensor:
-        """The masks on the device, for what is launched from now on."""
-        masks = self._device[:rows]
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                masks.copy_(self._host[:rows], non_blocking=True)
-            torch.cuda.current_stream(masks.device).wait_stream(self._stream)
-        return masks
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the segments of a step gave."""
+
+    drawn: Drawn
+    wishes: Wishes | None = None
+    """What the sampled rows asked for."""
+    found: Sequence[Found] = ()
+    """What parts computed from hidden states."""
+
+    def on_host(self) -> Outcome:
+        """The same in the host's memory, once the work on the current stream is done."""
+        return Outcome(self.drawn.on_host(), self.wishes, [each.on_host() for each in self.found])
+
+    def result(self, step: int, seconds: float) -> StepResult:
+        """The step's result, once all is on the host."""
+        return StepResult(
+            step,
+            tuple(self.drawn.tokens.tolist()),
+            seconds,
+            logprobs=self.drawn.told(self.wishes),
+            parts=tuple([each.result() for each in self.found]),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -122,22 +82,25 @@ class CudaFlight:
     """A step in flight on a GPU. What it has drawn is in pinned memory once `done` has passed."""
 
     plan: StepPlan
-    staged: StagedStep | None
+    work: Work | None
+    """None for a plan without segments."""
     began: torch.cuda.Event
     done: torch.cuda.Event
-    """Before the slice of training."""
+    """Before the work of parts that follows the segments."""
     computed: tuple[PackedStep, torch.Tensor] | None = None
     """The step's inputs and its logits, until it is drawn."""
-    drawn: Drawn | None = None
-    forced: tuple[Forced, ...] = ()
-    """What must follow its tokens."""
-    training: LaunchedTraining | None = None
+    outcome: Outcome | None = None
+    """What it gives; None until it is drawn."""
+    launched: Sequence[Launched] = ()
+    """What parts do after the segments."""
+    follows: Sequence[PartResult] = ()
+    """What follows from its tokens."""
     error: Exception | None = None
 
     @property
-    def constrained(self) -> tuple[ConstrainedRow, ...]:
-        """Its sampled rows that follow a grammar."""
-        return () if self.staged is None else self.staged.constrained
+    def rules(self) -> DrawRules:
+        """What its rows may draw."""
+        return EVERY_TOKEN if self.work is None else self.work.rules
 
     def finish(self) -> None:
         """Wait for the device, if it has been drawn."""
@@ -146,19 +109,19 @@ class CudaFlight:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What it has drawn. Waits for the device."""
-        assert self.drawn is not None, f"step {self.plan.step} has not been drawn"
+        """What it has drawn. Waits for the device. Raises RuntimeError before it is drawn."""
+        outcome = self._drawn()
         self.done.synchronize()
-        return tuple(self.drawn.tokens.tolist())
+        return tuple(outcome.drawn.tokens.tolist())
 
     def result(self) -> StepResult:
         if self.error is not None:
             raise self.error
-        assert self.drawn is not None, f"step {self.plan.step} has not been drawn"
+        outcome = self._drawn()
         self.done.synchronize()
         seconds = self.began.elapsed_time(self.done) / 1000
-        result = _result(self.plan.step, self.drawn, self.staged, seconds)
-        return result.with_parts(*_parts(self.training, self.forced))
+        result = outcome.result(self.plan.step, seconds)
+        return result.with_parts(*[each.result() for each in self.launched], *self.follows)
 
     def wait(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -168,9 +131,24 @@ class CudaFlight:
             time.sleep(QUERY_SECONDS)
         return True
 
+    def _drawn(self) -> Outcome:
+        if self.outcome is None:
+            raise RuntimeError(f"step {self.plan.step} has not been drawn")
+        return self.outcome
+
 
 Flight = CudaFlight | Future[StepResult]
 """A step in flight. Its `result` waits for the step, and raises what the step raised."""
+
+
+class InFlight(NamedTuple):
+    """A step in flight, and what its collection needs."""
+
+    work: Work | None
+    waits: bool
+    """Whether it is complete only when its copies are."""
+    flight: Flight
+    drafts: list[tuple[int, ...]] | None
 
 
 class PagedExecutor:
@@ -180,10 +158,10 @@ class PagedExecutor:
     order, while the caller plans the next one. Sampled tokens feed the next step on the device: a plan may ask for a
     token (`PENDING`) that the step before it has not yet given to the host.
 
-    A row with a grammar needs the tokens before the one to draw. On CUDA such a step is launched up to its logits. Its
-    masks are computed when the host has the tokens of the step before it, while the device computes the logits. Then
-    the draw is launched. The oldest step in flight has always been drawn. In a pipeline all this happens on the last
-    stage, whose host has a sequence's token before the next step with that sequence arrives.
+    What a row may draw can follow from the tokens before it (`DrawRules`). On CUDA such a step is launched up to its
+    logits. Its masks are computed when the host has the tokens of the step before it, while the device computes the
+    logits. Then the draw is launched. The oldest step in flight has always been drawn. In a pipeline all this happens
+    on the last stage, whose host has a sequence's token before the next step with that sequence arrives.
 
     One thread submits, and the same or another one collects.
     """
@@ -193,34 +171,29 @@ class PagedExecutor:
         model: Model,
         attention: Attention[Any],
         memory: PagedMemory,
+        parts: Collection[PartExecutor] = (),
+        *,
         group: Group | None = None,
         stage: StageEnd | None = None,
     ) -> None:
-        """`group` is the devices that share the model's layers, if there are several.
+        """`parts` do their work in this order.
 
-        `stage` is where steps come from and go to, if this is a stage of a pipeline. Tokens are sampled on the last
-        one; on the others results have none.
+        `group` is the devices that share the model's layers, if there are several. `stage` is where steps come from and
+        go to, if this is a stage of a pipeline. Tokens are sampled on the last one; on the others results have none.
         """
         self._model, self._attention, self.memory, self._stage = model, attention, memory, stage
         self._draws = stage is None or stage.last
         self._sampler = Sampler(group, model.spec.vocab_size)
         self._device = model.spec.device
-        self.training: Training | None = None
-        """What computes the slices of plans. Set before the first of them."""
-        self.matchers: Matchers | None = None
-        """What follows grammars, on the first of the devices that draw. Set before the first of them."""
-        self._mask_buffers: MaskBuffers | None = None
-        self._unread: deque[CudaFlight] = deque()
-        """Drawn steps with grammars whose tokens the matchers have not read."""
+        self._hooks = PartHooks(parts, (PenaltyPlan, *memory.batch.inputs.plans))
         self._undrawn: CudaFlight | None = None
         """The newest step in flight, if its draw waits for tokens of earlier ones."""
-        self._in_flight: deque[tuple[StagedStep | None, bool, Flight, list[tuple[int, ...]] | None]] = deque()
-        """With each step, whether it is complete only when its copies are, and its drafts."""
+        self._in_flight: deque[InFlight] = deque()
         self._launching = threading.Lock()
-        """Held while draws are launched on a GPU, and while the matchers are used for that."""
+        """Held while draws are launched on a GPU, and while their rules are used for that."""
         self._late_writes: tuple[TableWrite, ...] = ()
         """Those of plans without segments, for the next batch."""
-        self._nothing = Drawn(torch.empty(0, dtype=torch.int64, device=self._device))
+        self._nothing = Outcome(Drawn(torch.empty(0, dtype=torch.int64, device=self._device)))
         self._worker = ThreadPoolExecutor(1, "holdfast-step") if self._device.type == "cpu" else None
 
     def submit(self, plan: StepPlan) -> None:
@@ -229,51 +202,57 @@ class PagedExecutor:
             plan, self._late_writes = replace(plan, table_writes=(*self._late_writes, *plan.table_writes)), ()
         if not plan.segments:
             self._late_writes = plan.table_writes
-        staged = self.memory.batch.stage(plan) if plan.segments else None
+        work = self._stage_segments(plan) if plan.segments else None
         flight: Flight
         with self._launching:
             if self._worker is not None:
-                flight = self._worker.submit(self._run_on_cpu, plan, staged)
+                flight = self._worker.submit(self._run_on_cpu, plan, work)
             else:
-                flight = self._start_on_cuda(plan, staged)
-            self._in_flight.append((staged, staged is None and not plan.part(TrainingPlan).slice, flight, plan.drafts))
+                flight = self._start_on_cuda(plan, work)
+            self._in_flight.append(InFlight(work, not plan.computes, flight, plan.drafts))
+
+    def part(self, kind: type[Kind]) -> Kind:
+        """The part of this class. Raises LookupError if there is none."""
+        return self._hooks.part(kind)
 
     def wait(self, seconds: float) -> bool:
         """Wait for the oldest step in flight, at most so long. Returns whether it has ended."""
-        flight = self._in_flight[0][2]
+        flight = self._in_flight[0].flight
         return bool(wait_for([flight], seconds).done) if isinstance(flight, Future) else flight.wait(seconds)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Raises what that step raised."""
-        flight = self._in_flight[0][2]
-        if isinstance(flight, CudaFlight) and self.matchers is not None and flight.constrained:
+        flight = self._in_flight[0].flight
+        if isinstance(flight, CudaFlight) and flight.rules.reads:
             flight.finish()  # others may submit meanwhile
         with self._launching:
-            staged, waits, flight, drafts = self._in_flight.popleft()
+            work, waits, flight, drafts = self._in_flight.popleft()
             if isinstance(flight, CudaFlight):
                 self._read(flight)
         result, memory = flight.result(), self.memory
         if drafts is not None and result.tokens:  # a stage before the last draws none
             result = result.verified(drafts)
-        if staged is not None:
-            memory.batch.release(staged)
+        if work is not None:
+            memory.batch.release(work.staged)
         if memory.transfers is not None:
             result = replace(result, copied=memory.transfers.completed(wait=waits))
-        if memory.adapters is not None:
-            loaded, lost = memory.adapters.completed(wait=waits)
-            result = result.with_parts(AdapterResult(loaded, lost))
+        for part in self._hooks.completed:
+            result = result.with_parts(*part.completed(wait=waits))
         return result
 
     def prepare(self) -> bool:
         """Use a pause to capture one more graph. Returns whether it did; never while a step is in flight."""
         memory = self.memory
-        if memory.graphs is None or self._in_flight:
+        if not memory.graphs or self._in_flight:
             return False
-        # No other thread locks memory or packs adapters while a graph is captured.
-        pinning = memory.host.pinning if memory.host is not None else nullcontext()
-        packing = memory.adapters.store.packing if memory.adapters is not None else nullcontext()
-        with pinning, packing, torch.inference_mode():
-            return any(graphs.capture_next() for graphs in (memory.graphs, memory.adapter_graphs) if graphs is not None)
+        # No other thread locks memory while a graph is captured.
+        with ExitStack() as quiet:
+            if memory.host is not None:
+                quiet.enter_context(memory.host.pinning)
+            for part in self._hooks.idle:
+                quiet.enter_context(part.idle())
+            with torch.inference_mode():
+                return any(graphs.capture_next() for graphs in memory.graphs)
 
     def close(self) -> None:
         """Stop the worker, or wait for the device, and unlock the host tier. Steps in flight are abandoned."""
@@ -283,39 +262,71 @@ class PagedExecutor:
         elif self.memory.host is not None:
             torch.cuda.synchronize(self._device)
             self.memory.host.close()
-        if self.memory.adapters is not None:
-            self.memory.adapters.close()
+        for part in self._hooks.close:
+            part.close()
 
-    def _run_on_cpu(self, plan: StepPlan, staged: StagedStep | None) -> StepResult:
+    def _stage_segments(self, plan: StepPlan) -> Work:
+        """Pack a plan's segments, and ask the parts what they have to do with them."""
+        staged = self.memory.batch.stage(plan)
+        hidden: list[HiddenWork] = []
+        if plan.parts or staged.wishes is not None:
+            for part in self._hooks.hidden:
+                hidden += part.hidden(staged)
+        rules = EVERY_TOKEN
+        if staged.masked and self._draws:
+            if not self._hooks.rules:
+                raise ValueError(f"step {plan.step} has a row with a grammar, and no part of this executor has rules")
+            rules = self._hooks.rules[0].rules(staged)
+        return Work(staged, hidden, rules)
+
+    def _begin(self, plan: StepPlan) -> LayerCaches:
+        """Begin a plan; the layers' caches for its computation. Raises ValueError for a part that nothing reads."""
+        if plan.parts:
+            self._hooks.check(plan)
+        for part in self._hooks.before:
+            part.before(plan)
+        memory = self.memory
+        return memory.layers if memory.transfers is None else memory.transfers.begin(plan)
+
+    def _after(self, plan: StepPlan) -> Sequence[Launched]:
+        """What the parts launch after a plan's segments."""
+        launched: list[Launched] = []
+        for part in self._hooks.after:
+            launched += part.after(plan)
+        return launched
+
+    def _run_on_cpu(self, plan: StepPlan, work: Work | None) -> StepResult:
         began = time.perf_counter()
-        layers = self.memory.begin_copies(plan)
-        if self._stage is not None and staged is not None:
-            self._stage.enter(staged, self.memory.batch.last_token)
+        layers = self._begin(plan)
+        if self._stage is not None and work is not None:
+            self._stage.enter(work.staged, self.memory.batch.last_token)
             began = time.perf_counter()  # the time that a stage waits for others is not the step's
-        drawn, forced = self._nothing, tuple[Forced, ...]()
-        if staged is not None:
-            drawn = self._draw(staged, *self._forward(staged, layers), self._masks(staged))
-        result = _result(plan.step, drawn, staged, 0.0)
-        if staged is not None and staged.constrained and self.matchers is not None:
-            self.matchers.read(staged.constrained, result.tokens)
-            forced = self.matchers.forced(staged.constrained)
+        outcome = self._nothing
+        follows: Sequence[PartResult] = ()
+        if work is not None:
+            outcome = self._draw(work, *self._forward(work, layers), work.masks())
+        result = outcome.result(plan.step, 0.0)
+        if work is not None and work.rules.reads:
+            work.rules.drawn(result)
+            work.rules.read()
+            follows = work.rules.results()
         seconds = time.perf_counter() - began
-        launched = self._train(plan)
-        return replace(result, seconds=seconds).with_parts(*_parts(launched, forced))
+        launched = self._after(plan)
+        return replace(result, seconds=seconds).with_parts(*[each.result() for each in launched], *follows)
 
-    def _start_on_cuda(self, plan: StepPlan, staged: StagedStep | None) -> Flight:
+    def _start_on_cuda(self, plan: StepPlan, work: Work | None) -> Flight:
         self._draw_late()
         began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        flight = CudaFlight(plan, staged, began, done)
+        flight = CudaFlight(plan, work, began, done)
         try:
             began.record()
-            layers = self.memory.begin_copies(plan)
-            if self._stage is not None and staged is not None:
-                self._stage.enter(staged, self.memory.batch.last_token)
+            layers = self._begin(plan)
+            if self._stage is not None and work is not None:
+                self._stage.enter(work.staged, self.memory.batch.last_token)
                 began.record()
-            if staged is not None:
-                flight.computed = self._forward(staged, layers)
-            if staged is not None and staged.constrained and self._unread:
+            if work is not None:
+                flight.computed = self._forward(work, layers)
+            if flight.rules.waits:
                 self._undrawn = flight
             else:
                 self._complete(flight)
@@ -333,164 +344,95 @@ class PagedExecutor:
                 flight.error = error
 
     def _complete(self, flight: CudaFlight) -> None:
-        """Launch a step's draw and its slice of training."""
-        staged, drawn = flight.staged, self._nothing
-        if staged is not None and flight.computed is not None:
-            masks = self._masks(staged)
-            drawn = self._draw(staged, *flight.computed, masks)
-            if masks is not None and self.matchers is not None:
-                self._unread.append(flight)
-        flight.computed, flight.drawn = None, drawn.on_host()
+        """Launch a step's draw and what its parts do after it."""
+        work, outcome = flight.work, self._nothing
+        if work is not None and flight.computed is not None:
+            outcome = self._draw(work, *flight.computed, work.masks())
+            if work.rules.reads:
+                work.rules.drawn(flight)
+        flight.computed, flight.outcome = None, outcome.on_host()
         flight.done.record()
-        flight.training = self._train(flight.plan)
+        flight.launched = self._after(flight.plan)
 
     def _read(self, flight: CudaFlight) -> None:
-        """Let the matchers read the oldest step in flight. Then draw the next one, if it waits for that."""
-        while flight in self._unread:
-            self._read_next()
-        if self._undrawn is not None and self._in_flight[0][2] is self._undrawn:
+        """Read the tokens of the oldest step in flight. Then draw the next one, if it waits for that."""
+        rules = flight.rules
+        if rules.reads:
+            rules.read()
+        if self._undrawn is not None and self._in_flight[0].flight is self._undrawn:
             self._draw_late()
-        if self.matchers is not None and flight.error is None:
-            flight.forced = self.matchers.forced(flight.constrained)
-
-    def _read_next(self) -> None:
-        """Let the matchers read the tokens of the oldest step that they have not read. Waits for the device."""
-        flight = self._unread.popleft()
-        assert self.matchers is not None
-        self.matchers.read(flight.constrained, flight.tokens)
-
-    def _masks(self, staged: StagedStep) -> torch.Tensor | None:
-        """The masks of a step's rows with grammars [M, W] int32, on the device; None if no such row is drawn here.
-
-        Other devices than the first of a group have empty ones; they get the first one's.
-        """
-        rows = staged.constrained
-        if not rows or not self._draws:
-            return None
-        if self.matchers is None:
-            words = mask_words(self._model.spec.vocab_size)
-            return torch.zeros(len(rows), words, dtype=torch.int32, device=self._device)
-        while self._unread:
-            self._read_next()
-        if self._mask_buffers is None:
-            rows_of_batch = len(self.memory.batch.last_token)
-            self._mask_buffers = MaskBuffers(rows_of_batch, self.matchers.words, self._device)
-        self.matchers.masks(rows, staged.answers, self._mask_buffers.host(len(rows)).numpy())
-        return self._mask_buffers.upload(len(rows))
-
-    def _train(self, plan: StepPlan) -> LaunchedTraining | None:
-        """Launch a plan's slice of training, if it has one. Raises ValueError without a trainer."""
-        training = plan.part(TrainingPlan)
-        if not training.slice:
-            return None
-        if self.training is None:
-            raise ValueError(f"step {plan.step} has a slice of training, and nothing trains")
-        return self.training.launch(training.slice, training.lent)
+        if rules.reads and flight.error is None:
+            flight.follows = rules.results()
 
     @torch.inference_mode()
-    def _forward(self, staged: StagedStep, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
+    def _forward(self, work: Work, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
         """Run one step on the device up to its logits [R, own_vocab_size]; these, and its inputs.
 
         Before the last stage of a pipeline: its stream [T, width]. Both are valid until the next step is run.
         """
-        memory = self.memory
+        graphs, staged = self.memory.graphs, work.staged
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
-        swapping_in = layers is not memory.layers
-        graphs = memory.graphs if staged.adapted is None else memory.adapter_graphs
-        captured = graphs is not None and not swapping_in and not staged.reads_hidden
-        started = graphs.run(staged) if graphs is not None and captured else None
-        return started or self._eager(staged, layers)
+        swapping_in = layers is not self.memory.layers
+        captured = graphs and not swapping_in and not work.hidden
+        started = graphs[staged.kind].run(staged) if captured else None
+        return started or self._eager(work, layers)
 
     @torch.inference_mode()
-    def _draw(self, staged: StagedStep, packed: PackedStep, given: torch.Tensor, masks: torch.Tensor | None) -> Drawn:
+    def _draw(self, work: Work, packed: PackedStep, given: torch.Tensor, masks: torch.Tensor | None) -> Outcome:
         """Sample after the rows of a step; the tokens [R], which also become the last tokens of their rows.
 
         Before the last stage of a pipeline there are none.
         """
-        stage, drawn, told = self._stage, self._nothing, dict[str, Any]()
+        stage, staged, outcome = self._stage, work.staged, self._nothing
         if self._draws:
-            if staged.reads_hidden:
-                given, told = self._read_hidden(staged, packed, given)
+            found: Sequence[Found] = ()
+            if work.hidden:
+                given, found = self._read_hidden(work, packed, given)
             kinds = {"any_random": staged.any_random, "any_filtered": staged.any_filtered}
             last = None if staged.wishes is None else packed.ids.index_select(0, packed.sample_at)
             drawn = self._sampler.draw(given, packed.columns, staged.wishes, **kinds, last=last, masks=masks)
-            drawn = drawn._replace(**told)
-            given = drawn.tokens
+            outcome, given = Outcome(drawn, staged.wishes, found), drawn.tokens
             self.memory.batch.last_token.index_copy_(0, packed.sample_rows, given)
         if stage is not None:
             stage.leave(staged, packed.sample_rows, given)
-        return drawn
+        return outcome
 
     def _read_hidden(
-        self, staged: StagedStep, packed: PackedStep, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The logits of sampled rows, and what is asked for besides, from a step's hidden states [T, hidden]."""
-        model, wishes, told = self._model, staged.wishes, dict[str, Any]()
-        assert isinstance(model, HiddenModel)
-        if staged.reports:
-            at, targets = (upload(numbers, self._device) for numbers in staged.told())
-            most = max(each.alternatives for each in staged.reports)
-            told["prompts"] = self._sampler.tell_targets(hidden.index_select(0, at), model.logits, targets, most)
+        self, work: Work, packed: PackedStep, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, Sequence[Found]]:
+        """The logits of sampled rows, and what the parts compute, from a step's hidden states [T, hidden]."""
         rows = hidden.index_select(0, packed.sample_at)
-        if wishes is not None and wishes.embeds:
-            told["hidden"] = rows.index_select(0, upload(wishes.embeds, self._device)).float()
-        return model.logits(rows), told
+        found = [each(hidden, rows) for each in work.hidden]
+        return self._hidden_model.logits(rows), found
 
-    def _eager(self, staged: StagedStep, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
+    def _eager(self, work: Work, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
         """Upload a step and launch its kernels one by one; its inputs, and its logits [R, own_vocab_size].
 
         Of a step that reads hidden states, those [T, hidden]. Before the last stage of a pipeline, its stream
         [T, width].
         """
-        batch, attention = self.memory.batch, self._attention
+        batch, attention, staged = self.memory.batch, self._attention, work.staged
         packed = batch.enter(staged)
-        sample_at = packed.sample_at if staged.num_sampled < staged.num_tokens and not staged.reads_hidden else None
+        some = staged.num_sampled < staged.num_tokens and not work.hidden
         tables, metadata = batch.block_tables, attention.make_metadata(staged.segments)
-        adapters = None
-        if staged.adapted is not None:
-            assert self.memory.adapters is not None
-            tokens, rows = batch.adapters(staged)
-            adapters = StepAdapters(self.memory.adapters.slots.layers, tokens, tokens if sample_at is None else rows)
         incoming = None if self._stage is None else self._stage.incoming
         step = StepInput(
             packed.ids,
             packed.positions,
-            sample_at,
+            packed.sample_at if some else None,
             packed.slot_mapping,
             tables,
             layers,
             attention,
             metadata,
-            adapters,
+            batch.more(staged, staged.num_sampled if some else None),
             None if incoming is None else incoming[: staged.num_tokens],
         )
-        if not staged.reads_hidden:
-            return packed, self._model.forward(step)
+        return packed, self._hidden_model.hidden(step) if work.hidden else self._model.forward(step)
+
+    @property
+    def _hidden_model(self) -> HiddenModel:
+        """The model as one that gives hidden states. Raises ValueError for another."""
         if not isinstance(self._model, HiddenModel):
             raise ValueError(f"hidden states are asked for, and {self._model.spec.architecture} gives none")
-        return packed, self._model.hidden(step)
-
-
-def _result(step: int, drawn: Drawn, staged: StagedStep | None, seconds: float) -> StepResult:
-    """What a step gave, once all of it is on the host."""
-    tokens = tuple(drawn.tokens.tolist())
-    if staged is None:
-        return StepResult(step, tokens, seconds)
-    prompts = (PromptResult(drawn.of_prompts(staged.reports)),) if staged.reports else ()
-    found = drawn.vectors(staged.wishes)
-    vectors = (VectorResult(found),) if found else ()
-    return StepResult(
-        step,
-        tokens,
-        seconds,
-        logprobs=drawn.told(staged.wishes),
-        parts=(*prompts, *vectors),
-    )
-
-
-def _parts(launched: LaunchedTraining | None, forced: tuple[Forced, ...]) -> Iterator[PartResult]:
-    """What a step's training and its grammars gave. Waits for the slice of training."""
-    if launched is not None:
-        yield launched.result()
-    if forced:
-        yield GrammarResult(forced)
+        return self._model

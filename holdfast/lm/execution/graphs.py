@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from holdfast.lm.execution.batch import Batch, PackedStep, StagedStep
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.capture import capture
 from holdfast.lm.kernels.collectives.protocol import Group
-from holdfast.lm.models.adapters import LayerStacks, StepAdapters
+from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import CapturableModel, StepInput
 
 KINDS = (1, 4, 16, 32, 64)
@@ -148,21 +148,20 @@ class StepGraphs:
         caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
         sizes: GraphSizes,
         *,
-        adapters: tuple[LayerStacks, ...] | None = None,
         beside: StepGraphs | None = None,
         group: Group | None = None,
         incoming: torch.Tensor | None = None,
     ) -> None:
         """Prepare graphs of `sizes`; `capture` makes them.
 
-        With the stacks of `adapters`, they are for steps in which a token has one. They share all memory with the
-        graphs `beside` them, which have the same sizes and are captured first. `group` is the devices that share the
-        model's layers, if there are several. All capture the same sizes, and none waits for another while it does.
+        `beside` are the graphs of steps of tokens only, where these are for steps of which the model reads more. They
+        share all memory with those, which have the same sizes and are captured first. `group` is the devices that share
+        the model's layers, if there are several. All capture the same sizes, and none waits for another while it does.
         `incoming` is where the stream [max tokens, width] of the stage before is when a step starts, if this is not the
         first stage; it is overwritten.
         """
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
-        self._adapters, self._beside, self._group = adapters, beside, group
+        self._beside, self._group = beside, group
         self.sizes, self._most_rows = sizes, sizes.rows[-1]
         spec = model.spec
         self._incoming = incoming
@@ -299,7 +298,7 @@ class StepGraphs:
 
     def _body(self, size: int, metadata: Any) -> None:
         packed = self._batch.apply(size, min(size, self._most_rows))
-        rows = self._model.body(self._input(packed, packed.sample_at, metadata, self._adapters_of(size, size)))
+        rows = self._model.body(self._input(packed, packed.sample_at, metadata, self._more(size, size)))
         if not self._model.spec.last:
             self._give(rows[0])
             return
@@ -310,28 +309,23 @@ class StepGraphs:
 
     def _head(self, size: int, metadata: Any) -> None:
         rows = tuple(part[:size] for part in self._between)
-        self._give(self._model.head(rows, self._adapters_of(size, size)))
+        self._give(self._model.head(rows, self._more(size, size)))
 
     def _decode(self, size: int, metadata: Any) -> None:
         packed = self._batch.apply(size, size)
-        adapters = self._adapters_of(size, size)
-        if adapters is not None:
-            adapters = replace(adapters, rows=adapters.tokens)
-        self._give(self._model.forward(self._input(packed, None, metadata, adapters)))
+        self._give(self._model.forward(self._input(packed, None, metadata, self._more(size, None))))
 
     def _give(self, result: torch.Tensor) -> None:
         """Keep a result outside of the pool: logits, or the stream of a stage before the last."""
         if self._given is not self._incoming:
             self._given[: len(result)].copy_(result)
 
-    def _adapters_of(self, tokens: int, rows: int) -> StepAdapters | None:
-        """The adapters of steps of this size."""
-        if self._adapters is None:
-            return None
-        return StepAdapters(self._adapters, *self._batch.tiles(tokens, rows))
+    def _more(self, tokens: int, rows: int | None) -> StepAdapters | None:
+        """What the model reads of steps of this size besides their tokens. `rows` is None where each token has one."""
+        return None if self._beside is None else self._batch.captured(tokens, rows)
 
     def _input(
-        self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any, adapters: StepAdapters | None
+        self, packed: PackedStep, sample_at: torch.Tensor | None, metadata: Any, more: StepAdapters | None
     ) -> StepInput:
         stream = None if self._incoming is None else self._incoming[: len(packed.ids)]
         return StepInput(
@@ -343,7 +337,7 @@ class StepGraphs:
             self._caches,
             self._attention,
             metadata,
-            adapters,
+            more,
             stream,
         )
 

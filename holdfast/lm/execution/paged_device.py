@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -18,16 +19,16 @@ from holdfast.core.stages import Stages
 from holdfast.core.version import __version__
 from holdfast.lm.copy_streams import CopyStream, stream_for
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
-from holdfast.lm.execution.adapter_transfer import AdapterStore, AdapterTransfers
-from holdfast.lm.execution.batch import Batch
-from holdfast.lm.execution.executor import Layers, PagedExecutor, PagedMemory, Training
+from holdfast.lm.execution.batch import TOKENS_ONLY, Batch, ModelInputs
+from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.graphs import GraphSizes, StepGraphs
 from holdfast.lm.execution.host_memory import HostMemory, HostPart, cuda_pin, shared_memory
 from holdfast.lm.execution.link_times import LinkTimes, time_links
+from holdfast.lm.execution.paged_memory import Layers, PagedMemory
+from holdfast.lm.execution.part import Allocated, DevicePart, Kind, PartExecutor, part_of
 from holdfast.lm.execution.place import Place
 from holdfast.lm.execution.stage_link import StageEnd
 from holdfast.lm.execution.transfer import Transfers
-from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
@@ -35,10 +36,8 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
 from holdfast.lm.kernels.fp8 import FP8
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sampler import Sampler
-from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.base import CapturableModel, HiddenModel, Model
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.families import NATIVE
 from holdfast.lm.types import (
     BUDGET_TILE,
     COPIES_AHEAD_BYTES,
@@ -52,7 +51,6 @@ from holdfast.lm.types import (
     TableWrite,
     precision_of,
 )
-from holdfast.lm.types.adapters import AdapterPlan
 from holdfast.loop.contracts import Device
 
 CPU_CACHE_BYTES = 4_000_000_000
@@ -77,13 +75,16 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         model: Model,
         config: EngineConfig,
         *,
+        parts: Collection[DevicePart] = (),
         name: str = "",
         max_step_tokens: int | None = None,
         make_stream: Callable[[], CopyStream] | None = None,
         stages: Stages | None = None,
         place: Place | None = None,
     ) -> None:
-        """`name` is the name under which the model is served. `max_step_tokens` is by default the token budget.
+        """`parts` are what steps may carry besides segments, in the order of their work.
+
+        `name` is the name under which the model is served. `max_step_tokens` is by default the token budget.
 
         `make_stream` makes the streams that blocks are copied on; by default those of the device's kind. `stages`
         notes what `allocate` spends its time on. `place` is this rank's, where `model` is its part of a model that
@@ -109,11 +110,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         link = None if place is None else place.link(spec, self.max_step_tokens, config.max_sequences)
         self._link, self._shared = link, None if place is None else place.host
         self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
-        self.adapter_slots = make_slots(model, config)
-        """The adapters on the device; None if none are served."""
-        self.adapter_store = self._store_adapters()
-        """The adapters that may be loaded into the slots; None if there are none."""
-        self._memory: PagedMemory | None = None
+        self.parts = tuple(parts)
+        """What steps may carry besides segments, in the order of their work."""
+        self._allocated: tuple[PagedMemory, PagedExecutor] | None = None
         self._make_stream = make_stream or partial(stream_for, spec.device)
         self._stages = stages or Stages(0.0, time.monotonic)
 
@@ -144,25 +143,25 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         wanted = self.config.cuda_graphs and self.kind == "cuda"
         return wanted and isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention)
 
+    def part(self, kind: type[Kind]) -> Kind:
+        """The part of this class. Raises LookupError if the device has none."""
+        return part_of(self.parts, kind)
+
     @property
     def memory(self) -> PagedMemory:
         """The allocated memory. Raises RuntimeError before `allocate`."""
-        if self._memory is None:
-            raise RuntimeError("the device has no cache yet: call allocate first")
-        return self._memory
+        return self._required[0]
 
-    @cached_property
+    @property
     def executor(self) -> PagedExecutor:
-        """The executor over the allocated memory."""
-        return PagedExecutor(self.model, self.attention, self.memory, self.group, self._stage)
+        """The executor over the allocated memory. Raises RuntimeError before `allocate`."""
+        return self._required[1]
 
-    def follow(self, matchers: Matchers) -> None:
-        """Let steps have rows with grammars. Call it after `allocate`, before the first of them."""
-        self.executor.matchers = matchers
-
-    def train(self, training: Training) -> None:
-        """Let steps have slices of training. Call it after `allocate`, before the first of them."""
-        self.executor.training = training
+    @property
+    def _required(self) -> tuple[PagedMemory, PagedExecutor]:
+        if self._allocated is None:
+            raise RuntimeError("the device has no cache yet: call allocate first")
+        return self._allocated
 
     @property
     def host(self) -> HostMemory | None:
@@ -208,8 +207,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         captured.
         """
         _, layers, batch = self._empty(1)
-        graphs, adapter_graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
-        if graphs is None:
+        graphs = self._graphs(batch, layers, self._graph_sizes.kinds())
+        if not graphs:
             return
         spec, sampler = self.model.spec, Sampler(self.group, self.model.spec.vocab_size)
         logits = torch.zeros(1, spec.own_vocab_size, dtype=spec.dtype, device=self.device)
@@ -220,9 +219,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         ]
         masks = torch.zeros(1, mask_words(spec.vocab_size), dtype=torch.int32, device=self.device)
         draws.append(partial(forbid, logits, masks, np.zeros(1, np.int64)))
-        works: list[Callable[[], object]] = [*graphs.rehearsals(), *draws]
-        if adapter_graphs is not None:
-            works += adapter_graphs.rehearsals()
+        works: list[Callable[[], object]] = [*graphs[0].rehearsals(), *draws]
+        for more in graphs[1:]:
+            works += more.rehearsals()
         from holdfast.lm.kernels.compilation import compile_once  # a CPU installation has no Triton
 
         with nullcontext() if self.group is None else self.group.alone():
@@ -254,13 +253,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         with torch.cuda.device(self.device):
             work()
 
-    def measure(
-        self, workspace_bytes: Callable[[], int] = lambda: 0, *, whole_block_bytes: int = 0
-    ) -> MemoryMeasurement:
+    def measure(self, whole_block_bytes: int = 0) -> MemoryMeasurement:
         """Run the widest steps over a small cache to measure their memory. Raises MemoryError if no block fits.
 
-        `workspace_bytes` measures what parts take on the device beside the cache. `whole_block_bytes` are a block's
-        bytes on all ranks together: this rank's share of them is its share of a configured size. 0: it has all.
+        `whole_block_bytes` are a block's bytes on all ranks together: this rank's share of them is its share of a
+        configured size. 0: it has all.
         """
         on_gpu = self.kind == "cuda"
         plans = list(self._widest_plans())
@@ -269,7 +266,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             torch.cuda.empty_cache()
         before = taken_memory(self.device)
         self._run_once(plans, blocks)
-        activations = max(0, taken_memory(self.device) - before - blocks * self.block_bytes) + workspace_bytes()
+        activations = max(0, taken_memory(self.device) - before - blocks * self.block_bytes)
+        activations += sum(part.workspace_bytes() for part in self.parts)
         if on_gpu:
             torch.cuda.empty_cache()
         free, total = memory_of(self.device)
@@ -281,23 +279,26 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache=self._cache_bytes(free, total, activations, whole_block_bytes),
             block=self.block_bytes,
             host_cache=self._host_cache_bytes(whole_block_bytes),
-            adapters=0 if self.adapter_slots is None else self.adapter_slots.nbytes,
+            adapters=sum(part.nbytes for part in self.parts),
         )
 
     def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
         """Allocate the KV cache of both tiers, the batch and the graphs of steps; the engine that they make.
 
-        On CUDA no block of the host tier can be used before `memory.host` says so.
+        Then the parts' work and the executor are made. On CUDA no block of the host tier can be used before
+        `memory.host` says so.
         """
-        self._memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes)
+        memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes)
+        allocated = Allocated(memory, self._make_stream)
+        self._allocated = memory, self._executor(memory, [part.executor(allocated) for part in self.parts])
         spec = self.model.spec
         weights = spec.weight_bytes // spec.dtype.itemsize
-        return EngineShape(
+        shape = EngineShape(
             model=self.name,
             precision=self.precision,
             num_blocks=sizes.num_blocks,
             num_host_blocks=sizes.num_host_blocks,
-            host_blocks_ready=0 if self.memory.host is not None else sizes.num_host_blocks,
+            host_blocks_ready=0 if memory.host is not None else sizes.num_host_blocks,
             copies_ahead=max(1, COPIES_AHEAD_BYTES // self.block_bytes),
             copies_for_others=max(1, COPIES_FOR_OTHERS_BYTES[self.kind] // self.block_bytes),
             token_budget=self.token_budget,
@@ -307,12 +308,14 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             tile=BUDGET_TILE[self.kind],
-            adapter_slots=0 if self.adapter_slots is None else len(self.adapter_slots),
             gives_hidden=isinstance(self.model, HiddenModel),
             # A token takes 2 operations for each weight, and 4 for each position it attends to, in every dimension of
             # every head. A weight in FP8 takes half the time, so it counts as half of one.
             attention_balance=max(1, weights // (2 * spec.num_layers * spec.num_heads * spec.head_dim)),
         )
+        for part in self.parts:
+            shape = part.shaped(shape)
+        return shape
 
     @property
     def _graph_sizes(self) -> GraphSizes:
@@ -321,17 +324,19 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def _run_once(self, plans: list[StepPlan], blocks: int) -> None:
         """Run these steps over a cache of this many blocks, which is freed when this returns."""
         memory = self._allocate(blocks, 0, self._graph_sizes.largest())
-        executor = PagedExecutor(self.model, self.attention, memory, self.group, self._stage)
-        if self.adapter_slots is not None:
-            self.adapter_slots.fill()
-        try:
-            for plan in plans:
-                executor.submit(plan)
-                executor.collect()
-        finally:
-            executor.close()
-            if self.adapter_slots is not None:
-                self.adapter_slots.clear()
+        executor = self._executor(memory)
+        with ExitStack() as wide:
+            for part in self.parts:
+                wide.enter_context(part.widened())
+            try:
+                for plan in plans:
+                    executor.submit(plan)
+                    executor.collect()
+            finally:
+                executor.close()
+
+    def _executor(self, memory: PagedMemory, parts: Collection[PartExecutor] = ()) -> PagedExecutor:
+        return PagedExecutor(self.model, self.attention, memory, parts, group=self.group, stage=self._stage)
 
     def _allocate(self, num_blocks: int, host_blocks: int, sizes: GraphSizes) -> PagedMemory:
         cache, layers, batch = self._empty(num_blocks)
@@ -342,15 +347,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             if self.kind == "cuda":
                 host = HostMemory(kept, partial(cuda_pin, device=self.device))
                 self._compile_copies()
-        graphs, adapter_graphs = self._graphs(batch, layers, sizes)
-        for each in (graphs, adapter_graphs):
-            if each is not None:
-                with self._stages.stage("graphs"), torch.inference_mode():
-                    each.capture()
-        adapters = None
-        if self.adapter_slots is not None and self.adapter_store is not None:
-            adapters = AdapterTransfers(self.adapter_slots, self.adapter_store, self._make_stream)
-        return PagedMemory(cache, layers, batch, graphs, host, transfers, adapter_graphs, adapters, kept)
+        graphs = self._graphs(batch, layers, sizes)
+        for each in graphs:
+            with self._stages.stage("graphs"), torch.inference_mode():
+                each.capture()
+        return PagedMemory(cache, layers, batch, graphs, host, transfers, kept)
 
     def _empty(self, num_blocks: int) -> tuple[KVCache, Layers, Batch]:
         """A device's cache, its layers, and an empty batch."""
@@ -362,10 +363,18 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             max_tokens=self.max_step_tokens,
             block_size=config.block_size,
             device=spec.device,
-            adapter_slots=0 if self.adapter_slots is None else len(self.adapter_slots),
             samples=config.max_samples,
+            inputs=self._inputs(),
         )
         return cache, tuple(cache.layer(index) for index in range(spec.num_layers)), batch
+
+    def _inputs(self) -> ModelInputs:
+        """What the model reads of a new batch's steps besides tokens."""
+        found = [part.inputs(self.max_step_tokens, self.config.max_samples) for part in self.parts]
+        more = [each for each in found if each.sizes]
+        if len(more) > 1:
+            raise ValueError(f"{len(more)} parts have inputs of the model, and a batch has room for those of one")
+        return more[0] if more else TOKENS_ONLY
 
     def _compile_copies(self) -> None:
         """Copy one block each way, which compiles the kernel."""
@@ -396,24 +405,18 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             within=within,
         )
 
-    def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes) -> tuple[StepGraphs | None, StepGraphs | None]:
-        """The graphs of steps, and of those with adapters, still to be captured; None for what is not captured."""
-        if not self.captures:
-            return None, None
-        assert isinstance(self.model, CapturableModel) and isinstance(self.attention, CapturableAttention)
-        parts = self.model, self.attention, batch, layers, sizes
+    def _graphs(self, batch: Batch, layers: Layers, sizes: GraphSizes) -> tuple[StepGraphs, ...]:
+        """The graphs of steps by their kind, still to be captured; empty where steps are not captured."""
+        model, attention = self.model, self.attention
+        if not self.captures or not isinstance(model, CapturableModel):
+            return ()
+        if not isinstance(attention, CapturableAttention):
+            return ()
         incoming = None if self._stage is None else self._stage.incoming
-        graphs = StepGraphs(*parts, group=self.group, incoming=incoming)
-        if self.adapter_slots is None:
-            return graphs, None
-        return graphs, StepGraphs(*parts, adapters=self.adapter_slots.layers, beside=graphs)
-
-    def _store_adapters(self) -> AdapterStore | None:
-        if self.adapter_slots is None:
-            return None
-        assert isinstance(self.model, Decoder)
-        host_bytes = int(self.config.adapter_host_gb * 1e9)
-        return AdapterStore(self.adapter_slots, self.model.decoder, host_bytes=host_bytes, pinned=self.kind == "cuda")
+        graphs = StepGraphs(model, attention, batch, layers, sizes, group=self.group, incoming=incoming)
+        if not batch.inputs.sizes:
+            return (graphs,)
+        return graphs, StepGraphs(model, attention, batch, layers, sizes, beside=graphs)
 
     def _cache_bytes(self, free: int, total: int, activations: int, whole: int = 0) -> int:
         """Bytes of the KV cache; `whole` as for `_host_cache_bytes`. Raises MemoryError for a size that is not free, or
@@ -469,7 +472,6 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
         random, filtered = replace(greedy, temperature=1.0), Sampling(temperature=1.0, top_k=8, top_p=0.9, seed=0)
         most, longest, tokens = self.config.max_sequences, self.model.spec.max_model_len, self.max_step_tokens
-        slots = self.adapter_slots
         for step, (count, drawn) in enumerate(((1, greedy), (most, random), (most, filtered))):
             count = min(max(count, -(-tokens // longest)), tokens, most)
             length = min(tokens // count, longest)
@@ -482,34 +484,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
                 table_writes=tuple(
                     TableWrite(row, 0, tuple(range(row * width, (row + 1) * width))) for row in range(count)
                 ),
-                parts=() if slots is None else (AdapterPlan(slots=tuple(row % len(slots) for row in range(count))),),
+                parts=tuple(chain.from_iterable(part.widest(count) for part in self.parts)),
             )
-
-
-def make_slots(model: Model, config: EngineConfig) -> AdapterSlots | None:
-    """The slots of adapters that a configuration asks for. Raises ValueError for a model that takes no adapters."""
-    if not config.adapter_slots:
-        return None
-    if not isinstance(model, Decoder):
-        raise ValueError(
-            f"adapters need a native decoder, and {model.spec.architecture} runs by Transformers' code; leave out "
-            f"adapter and max_adapters, or serve one of {', '.join(NATIVE)}"
-        )
-    spec = model.spec
-    if model.decoder.experts is not None:
-        raise ValueError(
-            f"adapters need a decoder without experts, and {spec.architecture} is a mixture of experts; leave out "
-            "adapter and max_adapters"
-        )
-    if not model.decoder.takes_adapters:
-        raise ValueError(f"adapters are for layers like Llama's, and {spec.architecture} has others; leave them out")
-    return AdapterSlots(
-        model.decoder,
-        slots=config.adapter_slots,
-        max_rank=config.max_adapter_rank,
-        dtype=spec.dtype,
-        device=spec.device,
-    )
 
 
 def resolve_device(name: str, index: int | None = None) -> torch.device:

@@ -92,6 +92,11 @@ NO_FORECAST = Forecast()
 class PartPlan:
     """What a part adds to a plan. Every field has a default that stands for nothing."""
 
+    @property
+    def computes(self) -> bool:
+        """Whether the device computes something for it besides the segments."""
+        return False
+
 
 P = TypeVar("P")
 
@@ -139,6 +144,11 @@ class StepPlan:
             if isinstance(part, kind):
                 return part
         return nothing(kind)
+
+    @property
+    def computes(self) -> bool:
+        """Whether the device computes anything. A plan that computes nothing is complete when all its copies are."""
+        return bool(self.segments) or any(part.computes for part in self.parts)
 
     @property
     def columns(self) -> Columns[Segment]:

@@ -55,6 +55,10 @@ class TrainingPlan(PartPlan):
     moves: tuple[BlockMove, ...] = ()
     """Applied before everything else of the plan; table writes name the new places."""
 
+    @property
+    def computes(self) -> bool:
+        return bool(self.slice)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport(PartResult):

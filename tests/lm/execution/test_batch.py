@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.types import Grammar
 from holdfast.lm.execution.batch import Batch, PackedStep
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, TableWrite
-from holdfast.lm.types.grammars import ConstrainedRow
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -68,16 +66,6 @@ def test_a_draft_is_sampled_after_each_of_its_last_tokens_as_its_positions_ask()
     assert packed.sample_rows.tolist() == [0, 0, 0, 3]
     assert packed.sample_position.tolist() == [7, 8, 9, 3]
     assert packed.sampling["seed"].tolist() == [0, 0, 0, 9]
-
-
-def test_a_row_with_a_grammar_is_found_behind_drafts() -> None:
-    masked = replace(GREEDY, grammar=Grammar("regex", "[a-z]*"))
-    batch, writes = make_batch(rows=5), (TableWrite(0, 0, (5, 2)), TableWrite(2, 0, (7,)), TableWrite(3, 0, (6,)))
-    segments = (segment(0, 4, (1, 2, 3), GREEDY), segment(2, 0, (6, 7)), segment(2, 2, (8,), GREEDY))
-    segments = (*segments, segment(3, 0, (4, 9), masked))
-    for samples, at in ((3, 1, 1), 4), (None, 2):
-        staged = batch.stage(StepPlan(0, segments, writes, samples=samples))
-        assert staged.constrained == (ConstrainedRow(at, 3, 0, 2, (4, 9), masked, place=2),)
 
 
 def test_more_samples_than_there_is_room_for_are_refused() -> None:

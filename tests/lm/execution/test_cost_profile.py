@@ -180,7 +180,7 @@ def test_an_estimate_on_a_gpu_takes_half_a_second_of_its_time_and_knows_all_padd
             ran.append(0.003 + 25e-6 * padded + sum(2e-10 * (stop - start) * stop for start, stop in spans))
             return StepResult(plan.step, (), ran[-1])
 
-    made_up.memory.graphs = SimpleNamespace(sizes=sizes)
+    made_up.memory.graphs = (SimpleNamespace(sizes=sizes),)
     made_up.config.max_sequences = 256
     monkeypatch.setitem(profile.LOAD_SECONDS, "cuda", 0.0)
     cost = estimate_cost(Gpu(made_up, Burst()), name="m")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
@@ -15,13 +13,14 @@ import pytest
 import torch
 
 from holdfast.core.config import EngineConfig
+from holdfast.core.types import Grammar
 from holdfast.lm.execution.cost_profile import measure_cost
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
-from holdfast.lm.types import PENDING, BlockMove, Sampling, Segment, StepPlan, TableWrite
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport, TrainingSlice
+from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, TableWrite
+from holdfast.lm.types.tuning import TrainingPlan, TrainingSlice
 from tests.paged import allocated
 
 CONFIG = {
@@ -134,75 +133,16 @@ def test_a_failing_step_raises_where_it_is_collected(executor: PagedExecutor) ->
         executor.collect()
 
 
-class Slices:
-    """Computes nothing: notes what the executor asks for, and what the cache's first numbers were by then."""
-
-    def __init__(self, device: PagedDevice) -> None:
-        self.device = device
-        self.asked: list[tuple[TrainingSlice, int, str]] = []
-
-    def launch(self, slice_: TrainingSlice, lent: int) -> Slices:
-        self.asked.append((slice_, lent, threading.current_thread().name))
-        self.last = slice_
-        time.sleep(0.05)
-        return self
-
-    def result(self) -> TrainingReport:
-        slice_ = self.last
-        return TrainingReport(
-            slice_.job, slice_.step, slice_.micro_batch, slice_.action, slice_.first, slice_.stop, 0.05
-        )
-
-
-def test_a_slice_runs_after_its_segments_and_its_time_is_not_the_steps(
-    device: PagedDevice, executor: PagedExecutor
-) -> None:
-    expected = generate(executor, GREEDY, row=1)
-    slices = executor.training = Slices(device)
-    slice_ = TrainingSlice("job", 0, 0, "run", 0, 2)
-    executor.submit(replace(prefill(0, GREEDY), parts=(TrainingPlan(slice=slice_, lent=3),)))
-    executor.submit(StepPlan(1, (), parts=(TrainingPlan(slice=slice_, lent=4),)))
-    for index in range(1, 6):
-        executor.submit(decode(index + 1, (0, len(PROMPT) + index - 1, GREEDY)))
-    first, alone, *rest = (executor.collect() for _ in range(7))
-    assert [first.tokens[0], *(result.tokens[0] for result in rest)] == expected
-    assert alone.tokens == () and alone.part(TrainingReport) and not rest[0].part(TrainingReport)
-    assert first.part(TrainingReport) and first.part(TrainingReport).seconds == 0.05 > first.seconds > 0
-    assert [(lent, name.startswith("holdfast-step")) for _, lent, name in slices.asked] == [(3, True), (4, True)]
-
-
-def test_a_slice_without_anything_that_trains_is_refused(executor: PagedExecutor) -> None:
+def test_a_plan_with_a_part_that_nothing_reads_is_refused(executor: PagedExecutor) -> None:
     executor.submit(StepPlan(0, (), parts=(TrainingPlan(slice=TrainingSlice("job", 0, 0, "restore")),)))
-    with pytest.raises(ValueError, match="step 0 has a slice of training, and nothing trains"):
+    with pytest.raises(ValueError, match="step 0 has a TrainingPlan, and this executor has no part that reads it"):
         executor.collect()
 
 
-def test_moved_blocks_are_read_at_their_new_places(device: PagedDevice, executor: PagedExecutor) -> None:
-    expected = generate(executor, GREEDY, row=1)
-    executor.submit(prefill(1, GREEDY))
-    tokens = [executor.collect().tokens[0]]
-    # Table entries of a plan without segments are kept for the next batch.
-    executor.submit(
-        StepPlan(
-            1, (), (TableWrite(1, 0, (20, 21)),), parts=(TrainingPlan(moves=(BlockMove(8, 20), BlockMove(9, 21))),)
-        )
-    )
-    executor.collect()
-    cache = device.memory.cache.data
-    assert torch.equal(cache[:, :, 20:22], cache[:, :, 8:10])
-    cache[:, :, 8:10] = 100.0  # somebody else's by now
-    for index in range(1, 6):
-        executor.submit(decode(index + 1, (1, len(PROMPT) + index - 1, GREEDY)))
-        tokens.append(executor.collect().tokens[0])
-    assert tokens == expected
-
-
-def test_blocks_may_move_in_a_chain_within_one_plan(device: PagedDevice, executor: PagedExecutor) -> None:
-    cache = device.memory.cache.data
-    cache.copy_(torch.arange(cache.shape[2]).view(1, 1, -1, 1, 1, 1).expand_as(cache))
-    executor.submit(StepPlan(0, (), parts=(TrainingPlan(moves=(BlockMove(5, 4), BlockMove(6, 5), BlockMove(7, 6))),)))
-    executor.collect()
-    assert cache[0, 0, :8, 0, 0, 0].tolist() == [0, 1, 2, 3, 5, 6, 7, 7]
+def test_a_row_with_a_grammar_is_refused_where_no_part_has_rules(executor: PagedExecutor) -> None:
+    with pytest.raises(ValueError, match="step 0 has a row with a grammar, and no part of this executor has rules"):
+        executor.submit(prefill(0, replace(GREEDY, grammar=Grammar("regex", "a"))))
+    assert len(generate(executor, GREEDY, row=1)) == 6
 
 
 def test_the_cost_model_covers_budget_and_contexts(device: PagedDevice) -> None:

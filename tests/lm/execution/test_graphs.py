@@ -31,6 +31,7 @@ from holdfast.lm.models.adapters import AdapterSlots, StepAdapters
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
+from holdfast.lm.parts.adapters.inputs import AdapterInputs
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
 from holdfast.lm.types.adapters import AdapterPlan
 from tests.adapters import drawn
@@ -275,7 +276,7 @@ def test_a_step_larger_than_any_graph_runs_without_one(checkpoint: Path, monkeyp
         monkeypatch.setattr("holdfast.lm.execution.graphs.MAX_TOKENS", most)
         device = PagedDevice(model, EngineConfig(max_sequences=8, block_size=4, token_budget=64))
         device.allocate(sizes(5))
-        assert device.memory.graphs is not None and device.memory.graphs.sizes.tokens[-1] == min(most, 64)
+        assert [graphs.sizes.tokens[-1] for graphs in device.memory.graphs] == [min(most, 64)]
         executor = device.executor
         executor.submit(plan)
         tokens.append(executor.collect().tokens)
@@ -450,11 +451,10 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
     attention = PagedAttention(device=where, num_processors=4, num_heads=4, **heads)
     caches = [KVCache.allocate(layers=2, num_blocks=12, dtype=torch.float32, device=where, **heads) for _ in models]
     layers = [[cache.layer(index) for index in range(2)] for cache in caches]
-    batches = [Batch(rows=6, max_blocks=16, max_tokens=20, block_size=4, device=where, adapter_slots=3) for _ in models]
+    inputs = [AdapterInputs(slots.layers, 3, max_tokens=20, samples=6, device=where) for _ in models]
+    batches = [Batch(rows=6, max_blocks=16, max_tokens=20, block_size=4, device=where, inputs=each) for each in inputs]
     bare = StepGraphs(model, attention, batches[0], layers[0], GraphSizes.of(6, 20).kinds())
-    graphs = StepGraphs(
-        model, attention, batches[0], layers[0], GraphSizes.of(6, 20).kinds(), adapters=slots.layers, beside=bare
-    )
+    graphs = StepGraphs(model, attention, batches[0], layers[0], GraphSizes.of(6, 20).kinds(), beside=bare)
     for each in (bare, graphs):
         each.capture()
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -473,8 +473,8 @@ def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
             started = graphs.run(staged[0])
             assert started is not None
             packed = batches[1].enter(staged[1])
-            assert staged[1].adapted is not None
-            by_adapter = [TorchLora(groups, where) for groups in staged[1].adapted]
+            assert [each.kind for each in staged] == [1, 1]
+            by_adapter = [TorchLora(groups, where) for groups in staged[1].more]
             oracle = TorchAttention(device=where, num_heads=4, **heads)
             expected = plain.forward(
                 StepInput(

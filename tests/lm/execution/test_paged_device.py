@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.lm.execution import paged_device
+from holdfast.lm.execution.batch import TOKENS_ONLY, ModelInputs
 from holdfast.lm.execution.paged_device import PagedDevice
+from holdfast.lm.execution.part import Allocated, DevicePart, PartExecutor
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
+from holdfast.lm.types import EngineShape
 from tests.lm.execution.test_executor import CONFIG
 from tests.paged import sizes
 
@@ -32,6 +38,56 @@ def test_the_memory_measurement_adds_up(model: Model) -> None:
     assert measured.cache == 1_000_000
     assert 0 <= measured.activations < measured.total
     assert "CPU" in measured.device
+
+
+class Noting(DevicePart):
+    """Takes some memory, adds to the engine's shape, and notes what it is made over."""
+
+    nbytes = 1000
+
+    def __init__(self, inputs: ModelInputs = TOKENS_ONLY) -> None:
+        self.seen: list[str] = []
+        self._inputs = inputs
+
+    def workspace_bytes(self) -> int:
+        self.seen.append("workspace_bytes")
+        return 10**9
+
+    def inputs(self, max_tokens: int, samples: int) -> ModelInputs:
+        return self._inputs
+
+    def widened(self) -> AbstractContextManager[None]:
+        self.seen.append("widened")
+        return nullcontext()
+
+    def shaped(self, shape: EngineShape) -> EngineShape:
+        return replace(shape, adapter_slots=5)
+
+    def executor(self, allocated: Allocated) -> PartExecutor:
+        self.seen.append(f"executor over {allocated.memory.cache.num_blocks} blocks")
+        return PartExecutor()
+
+
+def test_a_part_is_measured_before_there_is_a_cache_and_works_over_the_allocated_one(model: Model) -> None:
+    config, part = EngineConfig(max_sequences=4, block_size=4, token_budget=16, cache_gb=0.001), Noting()
+    device = PagedDevice(model, config, parts=[part])
+    measured = device.measure()
+    assert measured.adapters == 1000 and measured.activations >= 10**9
+    shape = device.allocate(sizes(7))
+    assert shape.adapter_slots == 5 and device.part(Noting) is part
+    assert part.seen == ["widened", "workspace_bytes", "executor over 7 blocks"]
+    assert type(device.executor.part(PartExecutor)) is PartExecutor
+    device.executor.close()
+
+
+def test_two_parts_with_inputs_of_the_model_are_refused(model: Model) -> None:
+    class More(ModelInputs):
+        sizes = MappingProxyType({"more": 4})
+
+    config = EngineConfig(max_sequences=4, block_size=4, token_budget=16)
+    device = PagedDevice(model, config, parts=[Noting(More()), Noting(More())])
+    with pytest.raises(ValueError, match="2 parts have inputs of the model, and a batch has room for those of one"):
+        device.allocate(sizes(4))
 
 
 def test_an_fp8_block_takes_a_quarter_of_a_float32_block(model: Model) -> None:

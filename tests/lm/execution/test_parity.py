@@ -182,7 +182,7 @@ def run(
     blocks = blocks or 2048 // block_size
     device = allocated(model, config, blocks)
     executor = WatchedExecutor(device.model, device.attention, device.memory)
-    assert attention_backend == "auto" or device.memory.graphs is None
+    assert attention_backend == "auto" or device.memory.graphs == ()
     scheduler = Scheduler(
         StallFree(budget),
         BlockPool(blocks, block_size),

@@ -17,6 +17,7 @@ from holdfast.core.layout import Layout
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.kernels.collectives import torch_group
+from holdfast.lm.kernels.collectives.protocol import Group
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
@@ -101,8 +102,8 @@ class Staged(Watched):
 class Recorded(PagedExecutor):
     """An executor that keeps its plans, and the tokens that they gave."""
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, *over: Any, group: Group | None = None) -> None:
+        super().__init__(*over, group=group)
         self.plans: list[StepPlan] = []
         self.tokens: list[tuple[int, ...]] = []
 
@@ -165,7 +166,7 @@ def in_shards(directory: Path, layout: Layout, plans: Sequence[StepPlan], **opti
         assert isinstance(model, Decoder)
         device = allocated(model, CONFIG, BLOCKS)
         staged = Staged(model, rank)
-        executor = Recorded(staged, device.attention, device.memory, group)
+        executor = Recorded(staged, device.attention, device.memory, group=group)
         for plan in plans:
             executor.submit(plan)
             executor.collect()

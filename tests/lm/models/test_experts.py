@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
-from holdfast.lm.execution.paged_device import make_slots
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder
@@ -20,6 +19,7 @@ from holdfast.lm.models.decoder_spec import DecoderSpec, layer_elements
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.hf import _paged_logits
 from holdfast.lm.models.loader import load
+from holdfast.lm.parts.adapters.device import adapter_device
 from tests.checkpoints import make
 
 CONFIG: dict[str, Any] = {
@@ -144,7 +144,7 @@ def test_fp8_and_adapters_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpoint, match="quantization is fp8, which experts do not have"):
         load(tmp_path, device="cpu", quantization="fp8")
     with pytest.raises(ValueError, match="MixtralForCausalLM is a mixture of experts; leave out adapter"):
-        make_slots(load(tmp_path, device="cpu"), EngineConfig(max_adapters=2))
+        adapter_device(load(tmp_path, device="cpu"), EngineConfig(max_adapters=2))
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])

@@ -12,12 +12,12 @@ from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
 from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site
-from holdfast.lm.execution.adapter_transfer import AdapterStore
+from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.parts.adapters.planner import AdapterPart
 
 
 class AdapterFiles(Protocol):
-    """Reads adapters and keeps them for the device: `lm.execution.adapter_transfer.AdapterStore`."""
+    """Reads adapters and keeps them for the device: `lm.parts.adapters.device.AdapterStore`."""
 
     def read(self, name: str, directory: str) -> Any:
         """Read an adapter, in any thread. Raises ValueError."""
@@ -113,7 +113,7 @@ class AdapterBuilder(PartBuilder):
     def __init__(self, site: Site) -> None:
         """Raises ValueError naming the adapter that cannot be served."""
         super().__init__(site)
-        self._store, self._served = store_of(site), list[AdapterInfo]()
+        self._store, self._served = site.paged.part(AdapterDevice).store, list[AdapterInfo]()
         site.order.on_progress("reading adapters")
         with site.order.stages.stage("adapters"):
             for name, path in site.config.adapters:
@@ -135,11 +135,3 @@ class AdapterBuilder(PartBuilder):
             return self._store.register(self._store.read(name, path))
         except ValueError as error:
             raise ValueError(f"adapter {name} in {path}: {error}") from error
-
-
-def store_of(site: Site) -> AdapterStore:
-    """The adapters of a device that has slots for some. Raises TypeError for another."""
-    store = site.paged.adapter_store
-    if not isinstance(store, AdapterStore):
-        raise TypeError("the device has no slots for adapters")
-    return store

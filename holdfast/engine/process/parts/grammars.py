@@ -12,10 +12,9 @@ from holdfast.engine import messages
 from holdfast.engine.process.handler import Gate, Handler
 from holdfast.engine.process.part_builder import PartBuilder, Served, excluded
 from holdfast.engine.ranks.many_device import ManyDevice
-from holdfast.engine.ranks.paged import grammar_compiler
 from holdfast.lm.grammar.compiler import GrammarCompiler
-from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.grammar.sources import GrammarError
+from holdfast.lm.parts.grammars.device import GrammarDevice
 
 THREADS, OWN_THREADS = 4, 2
 """Grammars that are compiled at a time, and most of them for one tenant."""
@@ -189,12 +188,11 @@ class GrammarBuilder(PartBuilder):
     is_optional = True
 
     def handlers(self, served: Served) -> Iterable[Handler]:
-        site, shape = self.site, served.shape
+        site = self.site
         if reason := excluded({self.name}, site):
             return (GrammarRefusal(reason),)
-        compiler = grammar_compiler(site.checkpoint, shape.vocab_size, shape.eos_token_ids)
+        compiler = site.blocks.part(GrammarDevice).compiler
         device, add, wake = site.blocks, served.scheduler.add, site.order.wake
         if isinstance(device, ManyDevice) and site.config.layout.drawing_rank:
             return (GrammarHandler(add, compiler, wake, device.expect),)
-        device.follow(Matchers(compiler))
         return (GrammarHandler(add, compiler, wake),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,17 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.training_cost import MICRO_BATCHES
 from holdfast.engine.process.handler import Handler, find
-from holdfast.engine.process.part_builder import PartBuilder, Served, Site
-from holdfast.engine.process.parts.adapters import AdapterHandler, store_of
+from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site
+from holdfast.engine.process.parts.adapters import AdapterHandler
 from holdfast.engine.process.parts.tuning_handler import Notice, TuningHandler, TuningRules
+from holdfast.lm.execution.part import DevicePart, part_of
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.parts.tuning.choice import make_tuner
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
+from holdfast.lm.parts.tuning.device import TuningDevice, TuningExecutor
 from holdfast.lm.types import EngineShape
 from holdfast.training.base import digest_of_model, training_shape
 from holdfast.training.iteration import arena_of, workspace_bytes
@@ -25,6 +31,28 @@ from holdfast.training.trainer import Trainer
 
 HOST_BYTES_PER_SECOND = {"cuda": 40e9, "cpu": 5e9}
 """Speed of copies between the cache and the host, roughly. The planner only needs to know which slices are long."""
+
+
+class TuningOnDevice(TuningDevice[Trainer]):
+    """An engine's training on its device."""
+
+    def __init__(self, config: EngineConfig, order: Order, model: Decoder, adapters: AdapterDevice) -> None:
+        """Its adapters are served from `adapters`."""
+        self.notice = Notice(order.wake)
+        """What the trainer calls when it is done with a state."""
+
+        def make_trainer(cache: KVCache) -> Trainer:
+            with order.stages.stage("tuning"):
+                return Trainer(
+                    model,
+                    arena_of(cache),
+                    base_digest=digest_of_model(model),
+                    mirror=mirror_directory(config.tuning_mirror),
+                    pinning=adapters.store.packing,
+                    wake=self.notice,
+                )
+
+        super().__init__(make_trainer, partial(training_workspace, config, model))
 
 
 class TuningBuilder(PartBuilder):
@@ -36,29 +64,17 @@ class TuningBuilder(PartBuilder):
     def wanted(config: EngineConfig) -> bool:
         return config.tuning
 
+    @staticmethod
+    def device_parts(
+        config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]
+    ) -> Sequence[DevicePart]:
+        if not isinstance(model, Decoder):
+            return ()  # EXCLUSIONS say why
+        return (TuningOnDevice(config, order, model, part_of(parts, AdapterDevice)),)
+
     def __init__(self, site: Site) -> None:
         super().__init__(site)
         self._model = site.decoder
-        self._notice = Notice(site.order.wake)
-
-    def workspace_bytes(self) -> int:
-        return training_workspace(self.site.config, self._model)
-
-    def allocated(self, shape: EngineShape) -> EngineShape:
-        """Make the trainer, while nothing has used the executor."""
-        site = self.site
-        with site.order.stages.stage("tuning"):
-            self._digest = digest_of_model(self._model)
-            self._trainer = Trainer(
-                self._model,
-                arena_of(site.paged.memory.cache),
-                base_digest=self._digest,
-                mirror=mirror_directory(site.config.tuning_mirror),
-                pinning=store_of(site).packing,
-                wake=self._notice,
-            )
-        site.paged.train(self._trainer)
-        return shape
 
     def is_priced(self, shape: EngineShape) -> bool:
         return True
@@ -77,14 +93,16 @@ class TuningBuilder(PartBuilder):
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         adapters = find(served.handlers, AdapterHandler)
-        return (TuningHandler(self._tuner, self._trainer, adapters, self._rules, self._notice),)
+        device = self.site.paged
+        trainer: Trainer = device.executor.part(TuningExecutor).training
+        notice = device.part(TuningOnDevice).notice
+        return (TuningHandler(self._tuner, trainer, adapters, self._rules(trainer.base_digest), notice),)
 
-    @property
-    def _rules(self) -> TuningRules:
+    def _rules(self, base_digest: str) -> TuningRules:
         config, device = self.site.config, self.site.paged
         return TuningRules(
             base_model=self.site.checkpoint.name,
-            base_digest=self._digest,
+            base_digest=base_digest,
             micro_batch=None if config.tuning_micro_batch == "auto" else config.tuning_micro_batch,
             target=None if config.tbt_target is None else config.tbt_target / 1000,
             bound=DEFAULT_BOUND if config.deferral_bound is None else config.deferral_bound,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from holdfast.lm.kernels.sampling.sample import best_tokens, sample
 from holdfast.lm.kernels.sampling.shaping import Changes, Histories, shape
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.types import History, Sampling
-from holdfast.lm.types.prompts import PromptReport
 
 ToLogits = Callable[[torch.Tensor], torch.Tensor]
 
@@ -86,25 +84,6 @@ class Drawn(NamedTuple):
     tokens: torch.Tensor  # [R] int64
     logprobs: Logprobs | None = None
     """Log probabilities of the rows in `Wishes.told`."""
-    prompts: Logprobs | None = None
-    """Log probabilities of the targets of the plan's `reports`, one after the other."""
-    hidden: torch.Tensor | None = None  # [E, hidden] float32
-    """Hidden states of the rows in `Wishes.embeds`."""
-
-    def vectors(self, wishes: Wishes | None) -> tuple[bytes, ...]:
-        """`VectorResult.vectors`, once all is on the host."""
-        if self.hidden is None or wishes is None:
-            return ()
-        found = dict(zip(wishes.embeds, self.hidden.numpy(), strict=True))
-        return tuple(found[row].tobytes() if row in found else b"" for row in range(len(self.tokens)))
-
-    def of_prompts(self, reports: Sequence[PromptReport]) -> tuple[tuple[TokenLogprobs, ...], ...]:
-        """`PromptResult.logprobs`, once all is on the host."""
-        if self.prompts is None:
-            return ()
-        wanted = [each.alternatives for each in reports for _ in each.targets]
-        records = iter(self.prompts.records(wanted))
-        return tuple(tuple(islice(records, len(each.targets))) for each in reports)
 
     def told(self, wishes: Wishes | None) -> tuple[TokenLogprobs | None, ...]:
         """`StepResult.logprobs`, once all is on the host."""
@@ -117,11 +96,7 @@ class Drawn(NamedTuple):
         tokens = self.tokens
         if tokens.device.type == "cuda":
             tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
-        logprobs, prompts = (None if each is None else each.on_host() for each in (self.logprobs, self.prompts))
-        hidden = self.hidden
-        if hidden is not None and hidden.device.type == "cuda":
-            hidden = torch.empty(hidden.shape, pin_memory=True).copy_(hidden, non_blocking=True)
-        return Drawn(tokens, logprobs, prompts, hidden)
+        return Drawn(tokens, None if self.logprobs is None else self.logprobs.on_host())
 
 
 class Sampler:

@@ -9,7 +9,9 @@ import torch
 
 from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 from holdfast.lm.kernels.sampling import logprobs, sampler
+from holdfast.lm.kernels.sampling.logprobs import Logprobs
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
+from holdfast.lm.parts.prompts.device import records_of
 from holdfast.lm.types.prompts import PromptReport
 from tests.ranks import in_group
 
@@ -97,7 +99,7 @@ def test_prompts_are_reported_a_few_rows_at_a_time_on_one_device_and_on_several(
     targets, share = torch.arange(ROWS) * 7 % VOCAB, -(-VOCAB // size)
     tells = [PromptReport(0, 0, (1,) * 5, most), PromptReport(1, 2, (1,) * (ROWS - 5), 0)]
 
-    def work(group: TorchGroup | None) -> Drawn:
+    def work(group: TorchGroup | None) -> Logprobs:
         seen: list[int] = []
 
         def logits(some: torch.Tensor) -> torch.Tensor:
@@ -107,11 +109,11 @@ def test_prompts_are_reported_a_few_rows_at_a_time_on_one_device_and_on_several(
 
         told = Sampler(group, VOCAB).tell_targets(hidden, logits, targets, most)
         assert max(seen) <= at_once // VOCAB
-        return Drawn(targets, prompts=told)
+        return told
 
     expected = (hidden @ head.T).double().log_softmax(-1)
     for drawn in [work(None)] if size == 1 else in_group(size, work):
-        first, second = drawn.of_prompts(tells)
+        first, second = records_of(drawn, tells)
         assert (len(first), len(second)) == (5, ROWS - 5)
         for row, each in enumerate(first + second):
             best = expected[row].topk(most if row < 5 else 0)

@@ -14,12 +14,12 @@ import torch
 
 from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
-from holdfast.lm.execution.adapter_transfer import AdapterStore
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.models.peft_files import UnsupportedAdapter
+from holdfast.lm.parts.adapters.device import AdapterDevice, AdapterStore
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
 from holdfast.lm.scheduler.policies import StallFree
@@ -90,7 +90,8 @@ class Engine:
             token_budget=budget, max_sequences=sequences, max_adapters=slots, max_adapter_rank=128, block_size=4,
             adapter_host_gb=host_gb,
         )  # fmt: skip
-        self.device = PagedDevice(case.model, config)
+        self.slots = AdapterDevice(case.model, config)
+        self.device = PagedDevice(case.model, config, parts=[self.slots])
         shape = self.device.allocate(sizes(blocks, host_blocks))
         if self.device.memory.host is not None:
             self.device.memory.host.begin()
@@ -117,8 +118,7 @@ class Engine:
 
     @property
     def store(self) -> AdapterStore:
-        assert self.device.adapter_store is not None
-        return self.device.adapter_store
+        return self.slots.store
 
     def register(self, name: str, directory: Path) -> str:
         adapter = self.store.register(self.store.read(name, directory)).id
@@ -179,7 +179,7 @@ def test_tokens_are_equal_when_suspended_state_is_swapped_in_again(case: Case) -
 def test_tokens_are_equal_with_more_adapters_than_slots(case: Case, slots: int) -> None:
     engine = run(case, slots=slots)
     assert engine.tokens == case.expected
-    assert engine.adapters.loads >= len(RANKS) > len(engine.device.adapter_slots or ())
+    assert engine.adapters.loads >= len(RANKS) > len(engine.slots.slots)
 
 
 def test_adapters_that_do_not_fit_the_host_are_read_again(case: Case) -> None:
@@ -244,26 +244,24 @@ def test_steps_without_an_adapter_name_no_slots_and_upload_no_tiles(case: Case) 
     engine.run()
     engine.close()
     assert all(plan.part(AdapterPlan).slots == () and plan.part(AdapterPlan).loads == () for plan in engine.plans)
-    assert engine.device.memory.batch.stage(engine.plans[0]).adapted is None
+    assert engine.device.memory.batch.stage(engine.plans[0]).kind == 0
 
 
 def test_an_adapter_above_the_rank_limit_is_refused(case: Case, tmp_path: Path) -> None:
-    device = PagedDevice(case.model, EngineConfig(max_adapters=1, max_adapter_rank=8))
-    assert device.adapter_store is not None
+    device = AdapterDevice(case.model, EngineConfig(max_adapters=1, max_adapter_rank=8))
     with pytest.raises(UnsupportedAdapter, match="rank 16; it must be from 1 to 8"):
-        device.adapter_store.read("x", write(tmp_path, drawn(case.model.decoder, 16, seed=0)))
+        device.store.read("x", write(tmp_path, drawn(case.model.decoder, 16, seed=0)))
 
 
 def test_an_adapter_larger_than_the_host_has_room_for_is_refused(case: Case) -> None:
-    device = PagedDevice(case.model, EngineConfig(max_adapters=1, max_adapter_rank=128, adapter_host_gb=1e-6))
-    assert device.adapter_store is not None
+    device = AdapterDevice(case.model, EngineConfig(max_adapters=1, max_adapter_rank=128, adapter_host_gb=1e-6))
     with pytest.raises(UnsupportedAdapter, match="adapter_host_gb is 1e-06"):
-        device.adapter_store.read("x", case.directories["f"])
+        device.store.read("x", case.directories["f"])
 
 
 def test_slots_are_counted_beside_the_cache(case: Case) -> None:
     config = EngineConfig(max_adapters=3, max_adapter_rank=16, token_budget=32, max_sequences=4, cache_gb=0.01)
-    device = PagedDevice(case.model, config)
+    device = PagedDevice(case.model, config, parts=[AdapterDevice(case.model, config)])
     hidden, inner, layers = 64, 128, 2
     widths = (hidden * 3 + (64 + 32 + 32)) + (64 + hidden) + (hidden * 2 + 2 * inner) + (inner + hidden)
     assert device.measure().adapters == 3 * layers * (16 * widths * 4 + 7 * 8)

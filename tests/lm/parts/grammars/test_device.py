@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,10 +21,11 @@ from holdfast.core.types import Grammar, SamplingParams
 from holdfast.lm.execution import executor as module
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.grammar.compiler import GrammarCompiler
-from holdfast.lm.grammar.matchers import Matchers
 from holdfast.lm.models.loader import load
+from holdfast.lm.parts.grammars.device import GrammarDevice, GrammarExecutor, constrained_rows
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, StepResult, TableWrite
-from holdfast.lm.types.grammars import Answer, GrammarPlan, GrammarResult
+from holdfast.lm.types.grammars import Answer, ConstrainedRow, GrammarPlan, GrammarResult
+from tests.lm.execution.test_batch import GREEDY, make_batch, segment
 from tests.lm.execution.test_executor import CONFIG
 from tests.paged import allocated
 from tests.tokenizers_made import byte_level
@@ -61,9 +63,10 @@ def executor(
     """An executor that follows grammars; also one that launches steps as on CUDA, over a CPU that computes at once."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 330}))
     model = load(tmp_path, device="cpu", load_format="random")
-    device = allocated(model, EngineConfig(max_sequences=4, block_size=4, token_budget=16), 64)
+    grammars = GrammarDevice(GrammarCompiler(byte_level().to_str, 330, (END,)), 1)
+    config = EngineConfig(max_sequences=4, block_size=4, token_budget=16)
+    device = allocated(model, config, 64, parts=[grammars])
     executor = device.executor
-    device.follow(Matchers(GrammarCompiler(byte_level().to_str, 330, (END,)), 1))
     if request.param == "as on cuda":
         assert executor._worker is not None
         executor._worker.shutdown()
@@ -131,6 +134,16 @@ def run_in_two_threads(
         return collecting.result()
 
 
+def test_a_row_with_a_grammar_is_found_after_drafts() -> None:
+    masked = replace(GREEDY, grammar=Grammar("regex", "[a-z]*"))
+    batch, writes = make_batch(rows=5), (TableWrite(0, 0, (5, 2)), TableWrite(2, 0, (7,)), TableWrite(3, 0, (6,)))
+    segments = (segment(0, 4, (1, 2, 3), GREEDY), segment(2, 0, (6, 7)), segment(2, 2, (8,), GREEDY))
+    segments = (*segments, segment(3, 0, (4, 9), masked))
+    for samples, at in ((3, 1, 1), 4), (None, 2):
+        staged = batch.stage(StepPlan(0, segments, writes, samples=samples))
+        assert constrained_rows(staged) == (ConstrainedRow(at, 3, 0, 2, (4, 9), masked, place=2),)
+
+
 def test_the_tokens_are_the_same_with_any_number_of_steps_in_flight(executor: PagedExecutor) -> None:
     rows = (0, record(1, grammar=GRAMMAR)), (1, record(2)), (3, record(3, grammar=GRAMMAR, logprobs=2))
     runs = [[result.tokens for result in run(executor, depth, 20, *rows)] for depth in (1, 2, 3)]
@@ -148,8 +161,7 @@ def test_a_forward_is_launched_before_the_tokens_that_its_masks_need(
     executor: PagedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened = list[str]()
-    matchers = executor.matchers
-    assert matchers is not None
+    matchers = executor.part(GrammarExecutor).matchers
     forward, masks, read = executor._forward, matchers.masks, matchers.read
     monkeypatch.setattr(executor, "_forward", lambda *given: [happened.append("forward"), forward(*given)][1])
     monkeypatch.setattr(matchers, "masks", lambda *given: [happened.append("masks"), masks(*given)][1])
@@ -166,8 +178,7 @@ def test_the_tokens_are_the_same_where_another_thread_collects(
 ) -> None:
     rows, count = [(row, record(row, grammar=None if row == 1 else GRAMMAR)) for row in range(3)], 20
     expected = run(executor, 1, count, *rows)
-    matchers, using, choose = executor.matchers, Lock(), random.Random(2)
-    assert matchers is not None
+    matchers, using, choose = executor.part(GrammarExecutor).matchers, Lock(), random.Random(2)
 
     def watched(work: Callable[..., Any], *given: Any) -> Any:
         assert using.acquire(blocking=False), "two threads use the matchers"
@@ -214,8 +225,7 @@ def test_a_step_that_fails_late_raises_where_it_is_collected(
     executor.submit(decode(1, row))
     if executor._worker is not None:
         executor.collect()
-    assert executor.matchers is not None
-    monkeypatch.setattr(executor.matchers, "masks", fail)
+    monkeypatch.setattr(executor.part(GrammarExecutor).matchers, "masks", fail)
     executor.submit(decode(2, row))
     if executor._worker is None:
         executor.collect()
@@ -231,8 +241,9 @@ def test_a_gpu_draws_the_same_by_grammars_with_any_number_of_steps_in_flight(tmp
     found = []
     for depth, run_all in ((1, run), (2, run), (3, run), (3, run_in_two_threads)):
         model = load(tmp_path, device="cuda", load_format="random")
-        device = allocated(model, EngineConfig(max_sequences=4, block_size=16, token_budget=64), 64)
-        device.follow(Matchers(GrammarCompiler(byte_level().to_str, 330, (END,)), 2))
+        grammars = GrammarDevice(GrammarCompiler(byte_level().to_str, 330, (END,)), 2)
+        config = EngineConfig(max_sequences=4, block_size=16, token_budget=64)
+        device = allocated(model, config, 64, parts=[grammars])
         found.append([result.tokens for result in run_all(device.executor, depth, 20, *rows)])
         device.executor.close()
     assert found[0] == found[1] == found[2] == found[3]

@@ -1,24 +1,30 @@
-"""Adapters on their way to the device: from disk to the host, where those used last stay, and on to a slot."""
+"""Adapters on a device: their slots, and their way there from disk over the host, where those used last stay."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo
 from holdfast.lm.copy_streams import CopyEvent, CopyStream
+from holdfast.lm.execution.part import Allocated, DevicePart, PartExecutor
 from holdfast.lm.models.adapters import AdapterSlots, PackedAdapter
+from holdfast.lm.models.base import Model
+from holdfast.lm.models.decoder import Decoder
+from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.peft_files import DecoderSizes, UnsupportedAdapter, check_effect, read_peft
-from holdfast.lm.types import StepPlan
-from holdfast.lm.types.adapters import AdapterPlan
-from holdfast.lm.types.tuning import TrainingPlan
+from holdfast.lm.parts.adapters.inputs import AdapterInputs
+from holdfast.lm.types import EngineShape, PartPlan, PartResult, StepPlan
+from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
 
 log = logging.getLogger("holdfast.engine")
 
@@ -138,12 +144,14 @@ class Load:
     """The end of the copy, once it is begun."""
 
 
-class AdapterTransfers:
+class AdapterExecutor(PartExecutor):
     """Begins the adapter loads of each plan, and reports which are complete.
 
     A copy runs on a stream of its own, after the computation begun so far, which may still read what the slot held. If
     the adapter has to be read from disk, a thread does that, and the copy begins with a later plan.
     """
+
+    plans = (AdapterPlan,)
 
     def __init__(self, slots: AdapterSlots, store: AdapterStore, make_stream: Callable[[], CopyStream]) -> None:
         """`store` knows every adapter that a plan loads."""
@@ -153,11 +161,8 @@ class AdapterTransfers:
         self._loads: deque[Load] = deque()
         self._begun = -1
 
-    def begin(self, plan: StepPlan) -> None:
-        """Start a plan's loads. To be called before its computation is started, in the thread that starts it.
-
-        A plan without segments, and without training, waits until all loads are begun.
-        """
+    def before(self, plan: StepPlan) -> None:
+        """Start a plan's loads. A plan that computes nothing waits until all loads are begun."""
         for slot, adapter in plan.part(AdapterPlan).loads:
             packed: Future[PackedAdapter] = Future()
             if (kept := self.store.kept(adapter)) is not None:
@@ -165,14 +170,13 @@ class AdapterTransfers:
             else:
                 packed = self._reader.submit(self.store.fetch, adapter)
             self._loads.append(Load(plan.step, slot, adapter, packed))
-        self._copy(wait=not plan.segments and not plan.part(TrainingPlan).slice)
+        self._copy(wait=not plan.computes)
         self._begun = plan.step
 
-    def completed(self, *, wait: bool) -> tuple[int, tuple[str, ...]]:
-        """The last plan with all its loads complete, and those adapters of such plans that could not be read.
+    def completed(self, *, wait: bool) -> Sequence[PartResult]:
+        """How far the loads are. With `wait`, block until all that were begun so far are complete.
 
-        With `wait`, block until all loads begun so far are complete, after a plan without segments. Raises what reading
-        an adapter raised, if that was not an UnsupportedAdapter.
+        Raises what reading an adapter raised, if that was not an UnsupportedAdapter.
         """
         begun = self._begun
         lost: list[str] = []
@@ -183,15 +187,17 @@ class AdapterTransfers:
                 raise error
             if error is None:
                 if load.event is None or not (wait or load.event.done()):
-                    return load.step - 1, tuple(lost)
+                    return (AdapterResult(load.step - 1, tuple(lost)),)
                 load.event.finish()
             else:
                 lost.append(load.adapter)
             self._loads.popleft()
-        return begun, tuple(lost)
+        return (AdapterResult(begun, tuple(lost)),)
+
+    def idle(self) -> AbstractContextManager[object]:
+        return self.store.packing
 
     def close(self) -> None:
-        """Stop reading. The device must be idle."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _copy(self, *, wait: bool) -> None:
@@ -201,3 +207,64 @@ class AdapterTransfers:
                 continue
             self._stream.follow()
             load.event = self._stream.copy(partial(self.slots.write, load.slot, load.packed.result()))
+
+
+class AdapterDevice(DevicePart):
+    """The slots of adapters on a device, and the adapters that may be loaded into them."""
+
+    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+        """Allocate the slots that a configuration asks for."""
+        spec = model.spec
+        self._device = spec.device
+        self.slots = AdapterSlots(
+            model.decoder,
+            slots=config.adapter_slots,
+            max_rank=config.max_adapter_rank,
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+        host_bytes, pinned = int(config.adapter_host_gb * 1e9), spec.device.type == "cuda"
+        self.store = AdapterStore(self.slots, model.decoder, host_bytes=host_bytes, pinned=pinned)
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots.nbytes
+
+    def inputs(self, max_tokens: int, samples: int) -> AdapterInputs:
+        slots = self.slots
+        return AdapterInputs(slots.layers, len(slots), max_tokens=max_tokens, samples=samples, device=self._device)
+
+    def widest(self, rows: int) -> Sequence[PartPlan]:
+        return (AdapterPlan(slots=tuple(row % len(self.slots) for row in range(rows))),)
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        self.slots.fill()
+        try:
+            yield
+        finally:
+            self.slots.clear()
+
+    def shaped(self, shape: EngineShape) -> EngineShape:
+        return replace(shape, adapter_slots=len(self.slots))
+
+    def executor(self, allocated: Allocated) -> AdapterExecutor:
+        return AdapterExecutor(self.slots, self.store, allocated.make_stream)
+
+
+def adapter_device(model: Model, config: EngineConfig) -> AdapterDevice:
+    """The slots of adapters for a model. Raises ValueError for a model that takes no adapters."""
+    if not isinstance(model, Decoder):
+        raise ValueError(
+            f"adapters need a native decoder, and {model.spec.architecture} runs by Transformers' code; leave out "
+            f"adapter and max_adapters, or serve one of {', '.join(NATIVE)}"
+        )
+    name = model.spec.architecture
+    if model.decoder.experts is not None:
+        raise ValueError(
+            f"adapters need a decoder without experts, and {name} is a mixture of experts; leave out adapter and "
+            "max_adapters"
+        )
+    if not model.decoder.takes_adapters:
+        raise ValueError(f"adapters are for layers like Llama's, and {name} has others; leave them out")
+    return AdapterDevice(model, config)

@@ -1,0 +1,31 @@
+"""PagedMemory: all that a paged device allocates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.lm.execution.batch import Batch
+from holdfast.lm.execution.graphs import StepGraphs
+from holdfast.lm.execution.host_memory import HostMemory
+from holdfast.lm.execution.transfer import Transfers
+from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.models.base import LayerCache
+
+Layers = tuple[LayerCache, ...]
+"""By layer, its key cache and its value cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedMemory:
+    """All that a `PagedDevice` allocates."""
+
+    cache: KVCache
+    layers: Layers
+    batch: Batch
+    graphs: tuple[StepGraphs, ...] = ()
+    """The graphs of steps by their kind (`StagedStep.kind`); empty where steps are not captured."""
+    host: HostMemory | None = None
+    """The host tier, where it has to be locked."""
+    transfers: Transfers | None = None
+    host_cache: KVCache | None = None
+    """The blocks of the host tier, each in one piece; None without one."""

@@ -1,0 +1,109 @@
+"""AdapterInputs: which token of a step has which adapter, as the kernels read it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.lm.execution.batch import Arrays, Fields, ModelInputs
+from holdfast.lm.kernels.attention.protocol import Segments
+from holdfast.lm.kernels.lora.groups import Groups, groups_of, most_tiles, tiles_of
+from holdfast.lm.kernels.lora.torch_lora import TorchLora
+from holdfast.lm.models.adapters import LayerStacks, StepAdapters
+from holdfast.lm.types import StepPlan
+from holdfast.lm.types.adapters import AdapterPlan
+
+if TYPE_CHECKING:
+    from holdfast.lm.kernels.launch import SideStream  # a CPU installation has no Triton
+    from holdfast.lm.kernels.lora.shrink_expand import TiledLora
+
+TOKENS, ROWS = "adapted", "adapted_rows"
+"""The beginning of the names of the fields: the tiles of a step's tokens by adapter, and those of its sampled rows."""
+TILE_FIELDS = ("slot", "start", "count")
+
+
+class Adapted(NamedTuple):
+    """The adapters of one step, on the host."""
+
+    tokens: Groups
+    """The tokens by the slot of their adapter."""
+    rows: Groups
+    """The sampled rows likewise; the same object where all tokens are sampled."""
+
+
+class AdapterInputs(ModelInputs):
+    """The adapters of one batch's steps."""
+
+    plans = (AdapterPlan,)
+
+    def __init__(
+        self, layers: tuple[LayerStacks, ...], slots: int, *, max_tokens: int, samples: int, device: torch.device
+    ) -> None:
+        """`layers` are the adapters in the slots. A step has at most `max_tokens` tokens and `samples` sampled rows."""
+        self._layers, self._device = layers, device
+        sizes: dict[str, int] = {}
+        for name, most in ((TOKENS, max_tokens), (ROWS, samples)):
+            sizes |= {f"{name}_order": most, f"{name}_used": 2}
+            sizes |= dict.fromkeys([f"{name}_{field}" for field in TILE_FIELDS], most_tiles(most, slots))
+        self.sizes = sizes
+        self._counts = torch.zeros(3 * most_tiles(max_tokens, slots), dtype=torch.int32, device=device)
+        """Counters of the kernels, which leave them at 0."""
+        self._beside: SideStream | None = None
+        """Where adapters are computed next to the layers."""
+
+    def pack(self, plan: StepPlan, segments: Segments, num_sampled: int) -> Adapted | None:
+        of_segments = plan.part(AdapterPlan).slots
+        if not of_segments:
+            return None
+        slots = np.array(of_segments, np.int64)
+        sampled = np.array([sampling is not None for sampling in plan.columns.column("sampling")])
+        tokens = groups_of(np.repeat(slots, np.diff(segments.query_start)))
+        drawn = slots[sampled] if plan.samples is None else np.repeat(slots[sampled], plan.samples)
+        return Adapted(tokens, tokens if num_sampled == segments.num_tokens else groups_of(drawn))
+
+    def write(self, packed: Adapted, arrays: Arrays, num_tokens: int, num_rows: int, *, apart: bool) -> None:
+        _write_tiles(arrays, TOKENS, packed.tokens, num_tokens)
+        if apart or packed.rows is not packed.tokens:
+            _write_tiles(arrays, ROWS, packed.rows, num_rows)
+
+    def clear(self, fields: Fields) -> None:
+        for name in (TOKENS, ROWS):
+            fields.tensors[f"{name}_used"].zero_()
+
+    def entered(
+        self, packed: Adapted | None, fields: Fields, num_tokens: int, num_rows: int | None
+    ) -> StepAdapters | None:
+        if packed is None:
+            return None
+        if self._device.type == "cuda":
+            return self.captured(fields, num_tokens, num_rows)
+        tokens = TorchLora(packed.tokens, self._device)
+        return StepAdapters(self._layers, tokens, tokens if num_rows is None else TorchLora(packed.rows, self._device))
+
+    def captured(self, fields: Fields, num_tokens: int, num_rows: int | None) -> StepAdapters:
+        tokens = self._tiles(fields, TOKENS, num_tokens)
+        return StepAdapters(self._layers, tokens, tokens if num_rows is None else self._tiles(fields, ROWS, num_rows))
+
+    def _tiles(self, fields: Fields, name: str, count: int) -> TiledLora:
+        """The adapters of so many tokens or sampled rows, in the fields that begin with `name`."""
+        from holdfast.lm.kernels.launch import SideStream
+        from holdfast.lm.kernels.lora.shrink_expand import TiledLora
+
+        self._beside = self._beside or SideStream(self._device)
+        return TiledLora(
+            count,
+            fields.take(f"{name}_order", count),
+            **{field: fields.tensors[f"{name}_{field}"] for field in (*TILE_FIELDS, "used")},
+            counts=self._counts,
+            beside=self._beside,
+        )
+
+
+def _write_tiles(arrays: Arrays, name: str, groups: Groups, size: int) -> None:
+    """Write the tiles of a step of `size` tokens or rows into the fields that begin with `name`."""
+    tiles = tiles_of(groups, size)
+    for field in ("order", *TILE_FIELDS, "used"):
+        column = getattr(tiles, field)
+        arrays[f"{name}_{field}"][: len(column)] = column

@@ -1,4 +1,4 @@
-"""A conversation as a tree: its turns with all branches, the branch that it goes on from, and copies of whole trees."""
+"""A conversation as a tree: its turns with all branches, its current branch, and copies of whole trees."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from holdfast.server.conversations.values import GOOD, RUNNING, Conflict, Contex
 from holdfast.server.replies import encode
 
 MOST_BYTES = 64 << 20
-"""A tree is told whole up to this size."""
+"""Maximum size in bytes of a tree that is returned. A tree is always returned whole."""
 TOLD = (
     "status", "created_at", "completed_at", "model", "instructions", "temperature", "max_output_tokens", "output",
     "usage", "timings", "error", "incomplete_details", "background", "metadata",
 )  # fmt: skip
-"""What a turn tells of its response."""
+"""Fields of the response that a turn reports."""
 
 
 class Tree:
-    """The trees of a store. Each method is one transaction. Raises NotFound for what does not exist."""
+    """Trees of a store. Each method is one transaction. Raises NotFound for an object that does not exist."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Tree:
         find: Callable[[Connection, str, str], Row[Any]],
         chain: Callable[[Connection, Row[Any]], Context],
     ) -> None:
-        """`find` gives a tenant's conversation's row, `chain` the context that ends with a turn."""
+        """`find` returns the row of a tenant's conversation, and `chain` the context that ends with a turn."""
         self._database = database
         self._space = space
         self._cache = cache
@@ -47,10 +47,10 @@ class Tree:
         self._chain = chain
 
     def turns(self, tenant: str, conversation: str) -> dict[str, Any]:
-        """All turns, each behind its parent, older siblings first; and `head`, behind which the conversation goes on.
+        """Return all turns, each after its parent, older siblings first, and `head`, the turn to continue from.
 
-        A deleted turn is left out, and those behind it have its parent. `running` says that another server writes a
-        turn. Raises Conflict for a tree that is too large.
+        A deleted turn is left out, and its children get its parent. `running` says that another server writes a turn.
+        Raises Conflict if the tree is too large.
         """
         with self._database.read() as db:
             row = self._find(db, tenant, conversation)
@@ -81,9 +81,9 @@ class Tree:
         return {"object": "conversation.tree", "id": conversation, "head": above(row.head), "turns": ordered}
 
     def move(self, tenant: str, conversation: str, response: str, *, behind: bool) -> None:
-        """Make the conversation go on behind one of its turns, or before it; its items become that branch's.
+        """Continue the conversation after or before one of its turns. Its items become those of that branch.
 
-        Raises Conflict for a turn that nothing can follow.
+        Raises Conflict if no turn can follow this one.
         """
         with self._database.write() as db:
             row = self._find(db, tenant, conversation)
@@ -117,7 +117,7 @@ class Tree:
     def restore(
         self, tenant: str, conversation: str, metadata: Mapping[str, str], grown: Sequence[Turn], head: str | None
     ) -> None:
-        """Store a new conversation with turns from elsewhere. A turn's context has its parent, an earlier turn."""
+        """Store a new conversation with turns from elsewhere. Each turn's context names its parent, an earlier turn."""
         encoded, size = encode(metadata), 0
         with self._database.write() as db:
             row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}
@@ -143,7 +143,7 @@ class Tree:
 
 
 def _goes_on(turn: Row[Any]) -> bool:
-    """Whether a turn can follow this one: it has ended, or was stopped and has said something."""
+    """Whether a turn can follow this one: it ended normally, or it was stopped after some output."""
     return turn.status in GOOD or (turn.status == "cancelled" and bool(decode(turn.response)["output"]))
 
 

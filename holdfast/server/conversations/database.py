@@ -152,7 +152,7 @@ def _conversations(db: Connection) -> None:
 
 
 def _by_tenant(db: Connection) -> None:
-    by_tenant.create(db, checkfirst=True)  # `create` also makes the indexes of a new table.
+    by_tenant.create(db, checkfirst=True)  # A new table already has its index.
 
 
 MigrationStep = Callable[[Connection], None]

@@ -1,4 +1,4 @@
-"""The route of embeddings."""
+"""Route of embeddings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from holdfast.server.service import Service
 
 
 def add_embedding_route(app: FastAPI, service: Service) -> None:
-    """POST /v1/embeddings."""
+    """Add POST /v1/embeddings."""
 
     @app.post("/v1/embeddings", openapi_extra=described(EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
-        """A vector for each input, of a model that is made for embeddings."""
+        """A vector for each input, from an embedding model."""
         wanted = await read_request(request, service, EmbeddingRequest)
         request.state.usage = usage = RequestUsage()
         return JSON(await while_connected(request.receive, embed(service, wanted, tenant_of(request), usage)))

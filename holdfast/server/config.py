@@ -1,4 +1,4 @@
-"""ServerConfig: every choice of the HTTP server, frozen; flags and YAML keys are made from it."""
+"""ServerConfig: every option of the HTTP server, frozen. Flags and YAML keys are generated from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.server.formats.registry import check_names
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How requests come in over HTTP. Raises ValueError, naming the value and the limit, for an invalid option."""
+    """Options of the HTTP server. Raises ValueError with the value and the limit for an invalid option."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in (set an API key then)")
     port: int = option(8000, "port to listen on; 0 takes a free one")
@@ -146,7 +146,7 @@ class ServerConfig:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ValueError for a collector's address that is none, or if OpenTelemetry is not installed."""
+    """Raises ValueError for an invalid address of a collector, or if OpenTelemetry is not installed."""
     if urlsplit(endpoint).scheme not in ("http", "https"):
         raise ValueError(f"otlp_traces_endpoint is {endpoint}; it must look like http://localhost:4318/v1/traces")
     if importlib.util.find_spec("opentelemetry") is None:

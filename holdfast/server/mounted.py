@@ -1,4 +1,4 @@
-"""Mounted: the HTTP application within a server that is not ours, such as Ray Serve's, and all that runs behind it."""
+"""Mounted: the HTTP application within another server, such as Ray Serve's, with its engines, store and jobs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ log = logging.getLogger("holdfast.server")
 
 
 class Mounted:
-    """An ASGI application between `start` and `close`: engines, store and jobs come and go with it.
+    """An ASGI application with a `start` and a `close`, which also start and end its engines, store and jobs.
 
-    It is to be used on one event loop. Connections, and time limits on them, are the other server's.
+    Use it on one event loop. The other server is responsible for connections and their time limits.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class Mounted:
         *,
         threads: int | None = None,
     ) -> None:
-        """As `run.run`, of which this is the part behind the address. Starts nothing yet."""
+        """Parameters are those of `run.run`. Starts nothing yet."""
         self.engine, self.config, self.apps, self.cluster, self.threads = engine, config, apps, cluster, threads
         self._engines = Engines(None)
         self._app: Any = None
         self._open = False
-        """Whether there is anything to close."""
+        """Whether anything needs to be closed."""
         self._held = contextlib.ExitStack()
 
     async def start(self) -> None:
-        """Start the engines, and go on with jobs. If one cannot start, none runs. Raises EngineStartError, StoreError.
+        """Start the engines, and continue jobs. If an engine cannot start, none runs.
 
-        From then on requests are taken.
+        Requests are accepted afterwards. Raises EngineStartError, StoreError.
         """
         log_as(self.config)
         store = None if self.engine is None else self._held.enter_context(contextlib.closing(open_store(self.config)))
@@ -69,10 +69,10 @@ class Mounted:
         receive: Callable[[], Awaitable[Scope]],
         send: Callable[[Scope], Awaitable[None]],
     ) -> None:
-        """As ASGI defines it. Where the application is mounted below a path, its routes begin after that.
+        """Answer an ASGI request. If the application is mounted below a path, its routes begin after that path.
 
-        Nobody counts as a program on this machine, who may be an operator without a key: whoever speaks to the other
-        server may be anywhere.
+        No client counts as a program on this machine, which could be an operator without a key, because clients of the
+        other server may be anywhere.
         """
         if scope["type"] == "http":
             root: str = scope.get("root_path", "")
@@ -81,9 +81,9 @@ class Mounted:
         await self._app(scope, receive, send)
 
     async def check_health(self) -> None:
-        """Raises EngineDead if this will not serve again, so that a new one is to be started in its place.
+        """Raises EngineDead if this application cannot serve again and must be replaced.
 
-        While replicas of the model start anew, requests wait, and /health says so: that is not such a case.
+        It can while replicas restart: requests wait, and /health reports the state.
         """
         for client in self._engines.all:
             if client.dead.is_set():
@@ -92,7 +92,7 @@ class Mounted:
             raise EngineDead(reason)
 
     async def close(self) -> None:
-        """End it all. Requests in progress end with an error. May be called in any state, and more than once."""
+        """End everything. Requests in progress end with an error. May be called in any state, and more than once."""
         if not self._open:
             return
         self._open = False

@@ -16,7 +16,7 @@ NAME = re.compile(r"[\w.:-]+", re.ASCII)
 
 
 class MistralCalls(Parser):
-    """Reads either kind."""
+    """Reads both kinds of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class MistralCalls(Parser):
         return True
 
     def _name(self) -> bool:
-        """A name, and what may stand between it and the arguments."""
+        """Read a name, and any id between it and the arguments."""
         found = NAME.match(self.rest)
         end = found.end() if found else 0
         if found and end == len(self.rest):

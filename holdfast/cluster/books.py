@@ -1,4 +1,4 @@
-"""A router's books: which replicas have which prefixes, and which requests are under way where. Bounded and pure."""
+"""A router's records: the prefixes that each replica has, and its requests in progress. Bounded and pure."""
 
 from __future__ import annotations
 
@@ -9,67 +9,69 @@ from math import inf
 from typing import NamedTuple
 
 STRIDE = 8
-"""Of this many blocks of a prompt, one is remembered, and the last one always."""
+"""Distance in blocks between two remembered blocks of a prompt. The last block is always remembered."""
 
 
 class Held(NamedTuple):
-    """Blocks of a chain that a replica has."""
+    """Numbers of blocks of a chain that a replica has."""
 
     expected: int
-    """There already, or once it has computed what was sent to it."""
+    """Number of blocks that the replica has, or will have after its current requests."""
     there: int
-    """Computed: what others may copy."""
+    """Number of blocks that are computed, so that other replicas may copy them."""
 
 
 @dataclass(slots=True)
 class Shelf:
-    """The remembered digests of one replica."""
+    """Remembered digests of one replica."""
 
     bit: int
-    """Its bit in the masks: what it is expected to have. The next higher bit is what is there."""
+    """Bit of the replica in the masks for expected blocks. The next higher bit is for computed blocks."""
     blocks: OrderedDict[bytes, list[int]] = field(default_factory=OrderedDict)
-    """By digest, the blocks that it stands for, and the number of its last use; the least recently used first."""
+    """Number of blocks that each digest stands for, and the number of its last use; the least recently used first."""
     uses: int = 0
-    """Uses so far."""
+    """Number of uses so far."""
     used: int = 0
-    """Blocks that all digests stand for."""
+    """Number of blocks that all digests stand for."""
     size: int | None = None
-    """Blocks for which there is room; None: unknown, or without end."""
+    """Number of blocks for which there is room. None: unknown or unlimited."""
 
 
 class PrefixMap:
-    """Which replicas have which blocks of prompts, by the digest of a prefix's last block.
+    """Map from a prefix to the replicas that have it, by the digest of the prefix's last block.
 
-    A digest identifies all tokens up to the end of its block. One block in STRIDE is remembered, and each chain's last
-    one: it stands for those before it, back to the last multiple of STRIDE. A replica of known size has the blocks that
-    it used last, up to that size. As in an engine, the first blocks of a chain go before its last ones.
+    A digest identifies all tokens up to the end of its block. Of each chain, one block in STRIDE and the last block are
+    remembered. A remembered block stands for those before it, back to the last multiple of STRIDE. A replica of known
+    size has the blocks that it used last, up to that size. As in an engine, the first blocks of a chain are dropped
+    before its last ones.
     """
 
     def __init__(self, most: int, stride: int = STRIDE) -> None:
-        """Remembers at most `most` digests; the least recently used go first."""
+        """Remembers at most `most` digests. The least recently used are removed first."""
         self.given_up = 0
-        """Blocks that replicas gave up of late for want of room: both counts fade as all state is replaced."""
+        """Recent number of blocks that replicas dropped for lack of room. Both counts are halved as state is
+        replaced."""
         self.missed = 0
-        """Blocks that were given up, and asked for again when no replica had them any more."""
+        """Recent number of dropped blocks that were needed again when no replica had them."""
         self._most, self._stride = most, stride
         self._masks: OrderedDict[bytes, int] = OrderedDict()
-        """By digest, the bits of those that have it; 0: all have given it up."""
+        """Bits of the replicas that have a digest, by digest. 0: all have dropped it."""
         self._shelves: dict[str, Shelf] = {}
 
     def __len__(self) -> int:
         return len(self._masks)
 
     def resize(self, replica: str, blocks: int | None) -> None:
-        """A replica has room for so many blocks; None: unknown, or without end."""
+        """Set the number of blocks for which a replica has room. None: unknown or unlimited."""
         self._shelf(replica).size = blocks
 
     def room(self, replica: str) -> float:
-        """Blocks that a replica can add without giving up others; infinite where its size is not known."""
+        """Return the number of blocks that a replica can add without dropping others; infinite if unknown."""
         shelf = self._shelf(replica)
         return inf if shelf.size is None else max(0, shelf.size - shelf.used)
 
     def add(self, chain: Sequence[bytes], replica: str, *, there: bool) -> None:
-        """The replica has the blocks of this chain, or is about to compute them."""
+        """Record that a replica has the blocks of this chain, or is about to compute them."""
         masks, stride, shelf = self._masks, self._stride, self._shelf(replica)
         shelf.uses += 1
         bits = shelf.bit | shelf.bit << 1 if there else shelf.bit
@@ -101,7 +103,10 @@ class PrefixMap:
                     each.used -= each.blocks.pop(digest)[0]
 
     def give_way(self, chain: Sequence[bytes], replica: str) -> None:
-        """Another replica gets this chain: what this one has used for nothing else since goes first."""
+        """Make a replica drop this chain first, because another one gets it.
+
+        Only blocks that the replica has not used for another chain since are affected.
+        """
         held, latest = self._shelf(replica).blocks, 0
         for digest in reversed(chain):
             if digest in held:
@@ -110,7 +115,7 @@ class PrefixMap:
                     held.move_to_end(digest, last=False)
 
     def find(self, chain: Sequence[bytes]) -> dict[str, Held]:
-        """By replica, how much of this chain it has; without those that have nothing."""
+        """Return how much of this chain each replica has. Replicas without any block are left out."""
         masks, stride, counts = self._masks, self._stride, Counter[int]()
         for start in range(0, len(chain), stride):
             seen = 0
@@ -128,7 +133,7 @@ class PrefixMap:
         return found
 
     def forget(self, replica: str) -> None:
-        """This replica has nothing any more."""
+        """Remove all blocks of a replica."""
         shelf = self._shelves.pop(replica, None)
         if shelf is None:
             return
@@ -148,17 +153,17 @@ class PrefixMap:
 
 @dataclass(slots=True)
 class Underway:
-    """A request that a replica has, in ms of its device."""
+    """A request of a replica, priced in ms of its device."""
 
     replica: str
     work: float
-    """Until the first token."""
+    """Work until the first token, in ms."""
     decode: float
-    """What its whole answer adds to the steps that it is in."""
+    """Time in ms that the whole answer adds to its steps."""
     per_token: float
-    """What one token of the answer adds."""
+    """Time in ms that one token of the answer adds."""
     chain: Sequence[bytes] = ()
-    """Of its prompt."""
+    """Digests of the prompt's blocks."""
     key: str | None = None
     started: bool = False
 
@@ -168,19 +173,19 @@ class Backlog:
     """The requests of one replica, as their router prices them."""
 
     waiting: OrderedDict[str, Underway] = field(default_factory=OrderedDict)
-    """Those without a first token, by id, in the order in which they were sent."""
+    """Requests without a first token, by id, in the order in which they were sent."""
     running: dict[str, Underway] = field(default_factory=dict)
     work: float = 0.0
-    """Of those that wait, in ms."""
+    """Work of the waiting requests, in ms."""
     decode: float = 0.0
-    """Of all requests, in ms."""
+    """Decode time of all requests, in ms."""
     per_token: float = 0.0
-    """What the next tokens of those that run add to a step, in ms."""
+    """Time in ms that the next tokens of the running requests add to a step."""
     since: float = 0.0
-    """When work on the first of those that wait began, in seconds."""
+    """Time in seconds at which work on the first waiting request began."""
 
     def wait(self, now: float, step: float) -> float:
-        """Milliseconds until all prompts here are computed. Each step of `step` ms carries the decodes along."""
+        """Return the milliseconds until all prompts here are computed. Each step of `step` ms includes the decodes."""
         if not self.waiting:
             return 0.0
         stretch = 1 + self.per_token / step
@@ -189,7 +194,10 @@ class Backlog:
 
 
 class Requests:
-    """Every request under way, by replica. What is unknown is ignored: an answer may come after its replica is lost."""
+    """Every request in progress, by replica.
+
+    Unknown requests are ignored, because an answer may come after its replica is lost.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[str, Underway] = {}
@@ -199,19 +207,19 @@ class Requests:
         return len(self._by_id)
 
     def __getitem__(self, replica: str) -> Backlog:
-        """The backlog of a replica; empty for an unknown one."""
+        """Return the backlog of a replica; empty for an unknown one."""
         return self._backlogs.get(replica) or Backlog()
 
     def get(self, request: str) -> Underway | None:
         return self._by_id.get(request)
 
     def count(self, replica: str) -> int:
-        """Requests under way at a replica."""
+        """Return the number of requests in progress at a replica."""
         backlog = self._backlogs.get(replica)
         return len(backlog.waiting) + len(backlog.running) if backlog else 0
 
     def sent(self, request: str, underway: Underway, now: float) -> None:
-        """Raises ValueError if the id is under way already."""
+        """Add a request. Raises ValueError if its id is in progress already."""
         if request in self._by_id:
             raise ValueError(f"request {request} is under way already; give each request an id of its own")
         backlog = self._backlogs.setdefault(underway.replica, Backlog())
@@ -222,7 +230,7 @@ class Requests:
         backlog.decode += underway.decode
 
     def started(self, request: str, now: float) -> Underway | None:
-        """Its prompt is computed. None if that was known, or the request is not."""
+        """Record that a request's prompt is computed. Returns None if that is known, or if the request is unknown."""
         underway = self._by_id.get(request)
         if underway is None or underway.started:
             return None
@@ -234,7 +242,7 @@ class Requests:
         return underway
 
     def ended(self, request: str, now: float) -> Underway | None:
-        """Remove a request; None if it is unknown."""
+        """Remove a request. Returns None if it is unknown."""
         underway = self._by_id.pop(request, None)
         if underway is not None:
             backlog = self._backlogs[underway.replica]
@@ -247,7 +255,7 @@ class Requests:
         return underway
 
     def forget(self, replica: str) -> Iterable[Underway]:
-        """Remove a replica with all of its requests, which are returned."""
+        """Remove a replica, and return its requests."""
         backlog = self._backlogs.pop(replica, None)
         if backlog is None:
             return ()

@@ -1,4 +1,4 @@
-"""ClusterConfig: how many replicas of the engine there are, and how requests reach them; flags are made from it."""
+"""ClusterConfig: the number of replicas of the engine, and how requests reach them. Flags are generated from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Replicas behind one address. Raises ValueError, naming the value and the limit, for an invalid option."""
+    """Options of the replicas behind one address. Raises ValueError with the value and the limit if one is invalid."""
 
     replicas: int = option(
         1, "engines that serve the model side by side, each on a GPU (or tp times pp GPUs) of its own where there are"
@@ -64,16 +64,16 @@ class ClusterConfig:
 
     @property
     def most(self) -> int:
-        """Most replicas at a time."""
+        """Maximum number of replicas at a time."""
         return self.max_replicas or self.replicas
 
     @property
     def many(self) -> bool:
-        """Whether requests are routed, as there may be several engines."""
+        """Whether requests are routed, because there may be several engines."""
         return self.most > 1 or self.ray is not None
 
     def check(self, engine: EngineConfig) -> None:
-        """Raises ValueError for what one engine can do, and several cannot."""
+        """Raises ValueError for an option that works with one engine but not with several."""
         if self.many and engine.tuning:
             raise ValueError(
                 f"replicas is {self.most}, and tuning is on: a tuning job needs an engine of its own; run "

@@ -1,4 +1,4 @@
-"""An application of Ray Serve around one that answers HTTP: a deployment with one replica, which sees every request."""
+"""Ray Serve application around an HTTP application. Its deployment has one replica, which sees every request."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ except ImportError as error:
     ) from error
 
 LEAST_RAY = (2, 56)
-"""From this version on, Ray Serve asks a deployment for its ASGI application after the start."""
+"""First version of Ray whose Serve asks a deployment for its ASGI application after the start."""
 if tuple(map(int, ray.__version__.split(".")[:2])) < LEAST_RAY:
     raise EngineStartError(f"Ray is {ray.__version__}; an application of Ray Serve needs 2.56 or newer")
 
 DEPLOYMENT = "Holdfast"
 CHECK_SECONDS = 5.0
-"""Ray Serve asks so often whether the replica is well, and replaces it after the third time that it is not."""
+"""Seconds between two health checks by Ray Serve. It replaces the replica after three failures."""
 CLOSE_SECONDS = 10.0
-"""Time to end engines and to write the store, after requests have finished."""
+"""Seconds for ending engines and writing the store, after requests have finished."""
 STARTS = 3
-"""Starts that may fail one after another. What they fail for, such as a missing model, rarely mends itself."""
+"""Maximum number of failed starts in a row. Their usual cause, such as a missing model, does not go away by itself."""
 
 
 class Served(Protocol):
-    """What answers the requests: an ASGI application that is started and ended."""
+    """Protocol of the served application: an ASGI application with a start and an end."""
 
     async def start(self) -> None:
-        """Return when requests can be taken. Raises the reason if that will not be."""
+        """Return when requests are accepted. Raises the reason if that is impossible."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """As ASGI defines it."""
+        """Answer an ASGI request."""
 
     async def check_health(self) -> None:
-        """Raises the reason if another one should be started in its place."""
+        """Raises the reason if the application must be replaced."""
 
     async def close(self) -> None:
-        """End it, in whatever state it is."""
+        """End the application, in whatever state it is."""
 
 
 def application(
     make: Callable[[], Served], *, drain_seconds: float, health_seconds: float, most_requests: int
 ) -> serve.Application:
-    """The application of Ray Serve, to be run or deployed.
+    """Return the application of Ray Serve, to be run or deployed.
 
-    `make` is called in the replica, wherever Ray puts that. A replica that ends gets no more requests, and those in
-    progress have `drain_seconds`. A check of its health may take `health_seconds`. Of more than `most_requests` at a
-    time, the rest wait in the proxy. The replica itself asks for no CPU: as an API process, it computes little.
+    `make` is called in the replica, wherever Ray puts that. A replica that ends gets no more requests, and its requests
+    in progress have `drain_seconds`. A health check may take `health_seconds`. Requests beyond `most_requests` at a
+    time wait in the proxy. The replica itself reserves no CPU, because an API process computes little.
     """
     return serve.deployment(
         Ingress,
@@ -70,10 +70,10 @@ def application(
 
 @serve.ingress()
 class Ingress:
-    """The replica of the deployment. Its methods have the names that Ray Serve looks for."""
+    """Replica of the deployment. Its methods have the names that Ray Serve looks for."""
 
     def __init__(self, make: Callable[[], Served]) -> None:
-        """Raises ValueError if there would be several replicas."""
+        """Raises ValueError if the deployment has several replicas."""
         self.served = make()
         replicas = serve.get_replica_context().world_size
         if replicas > 1:

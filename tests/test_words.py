@@ -1,9 +1,14 @@
-"""One word for one thing: the words that docs/glossary.md replaces do not come back as public names."""
+"""One word for one thing: the words that docs/glossary.md replaces do not come back as public names.
+
+In rooms whose texts have been cleaned, docstrings and comments keep to plain words.
+"""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -196,3 +201,90 @@ def test_no_public_name_uses_a_word_that_was_replaced(rule: Rule) -> None:
 @pytest.mark.parametrize("term", sorted({rule.instead for rule in RULES}))
 def test_the_glossary_has_the_word_to_use_instead(term: str) -> None:
     assert term in TERMS
+
+
+CLEAN_ROOMS = (
+    "holdfast/cluster",
+    "holdfast/server",
+    "tests/cluster",
+    "tests/server",
+)
+"""Folders whose docstrings and comments were cleaned."""
+
+HEADLESS = re.compile(r"(Of|What|The same|Those|Whoever)\b|As `")
+"""A beginning of a sentence that stands for a noun. A fragment names its noun."""
+
+POSSESSIVE = re.compile(r"Their\b")
+"""A beginning of a text that needs a noun before it. In a later sentence, the noun is there."""
+
+VAGUE = re.compile(r"\b(so many|beside|behind|told|tells?)\b")
+"""Words for which there is a plainer one: the number itself, with or next to, after, report."""
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """The docstrings and comments of a module, with their line numbers. Docs of fields are docstrings too."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
+
+
+def faults(text: str) -> list[str]:
+    """The parts of a text that are not plain. Names in backquotes may be any."""
+    plain = " ".join(re.sub(r"`[^`]*`", "``", text).split())
+    sentences = re.split(r"(?<=[.]) ", plain)
+    headless = [each for each in sentences if HEADLESS.match(each)]
+    return [*VAGUE.findall(plain), *headless, *(sentences[:1] if POSSESSIVE.match(plain) else ())]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Of the step.",
+        "The queue. Of these, one runs.",
+        "What a step takes.",
+        "The same of slots.",
+        "Their tokens.",
+        "As `draw` in a group.",
+        "A step of so many tokens.",
+        "Copies that run beside the computation.",
+        "Rounds.\n\nThose of a worker complete in order.",
+    ],
+)
+def test_a_text_without_its_noun_is_found(text: str) -> None:
+    assert faults(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Offset of the block.",
+        "The field `beside`.",
+        "Assert that results are equal.",
+        "The sum of what both add.",
+        "Kernels in turns. Their order is fixed.",
+    ],
+)
+def test_a_plain_text_is_allowed(text: str) -> None:
+    assert not faults(text)
+
+
+def test_docstrings_docs_of_fields_and_comments_are_read() -> None:
+    source = 'class A:\n    """A."""\n    b: int = 1  # c\n    """B."""\n'
+    assert sorted(texts(source)) == [(2, "A."), (3, "c"), (4, "B.")]
+
+
+@pytest.mark.parametrize("room", CLEAN_ROOMS)
+def test_the_texts_of_a_clean_room_name_their_nouns(room: str) -> None:
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {fault}"
+        for file in files
+        for line, text in texts(file.read_text())
+        for fault in faults(text)
+    ]
+    assert found == [], "name the noun, or say it with the common word"

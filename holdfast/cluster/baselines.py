@@ -104,7 +104,7 @@ class LeastLoaded(CountingRouter):
 class PowerOfTwo(CountingRouter):
     """Draws two replicas and sends the turn to the one with fewer requests (Mitzenmacher 2001).
 
-    The same seed gives the same choices.
+    Equal seeds give equal choices.
     """
 
     name: RouterName = "power-of-two"

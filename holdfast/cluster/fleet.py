@@ -103,7 +103,7 @@ class Fleet:
             replica = Replica(number, self._spawner.place(number))
             self.members.append(replica)
             self._adopt(replica, engine)
-            replica.task = asyncio.create_task(self._live(replica))
+            replica.task = asyncio.create_task(self._run(replica))
 
     @property
     def serving(self) -> list[Replica]:
@@ -130,7 +130,7 @@ class Fleet:
         replica = Replica(number, self._spawner.place(number))
         self.members.append(replica)
         self.members.sort(key=lambda each: each.number)
-        replica.task = asyncio.create_task(self._live(replica))
+        replica.task = asyncio.create_task(self._run(replica))
         return replica
 
     def drain(self, name: str) -> None:
@@ -144,7 +144,7 @@ class Fleet:
         if replica.serves and len(self.serving) == 1:
             raise ValueError(f"replica {name} is the only one that serves; add another one first")
         if replica.state in (State.READY, State.HANGING):
-            replica.state, replica.reason = State.DRAINING, "it is taken away"
+            replica.state, replica.reason = State.DRAINING, "it is being removed"
         replica.draining.set()
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
@@ -221,11 +221,11 @@ class Fleet:
                 sums[field.name] = max(known, value) if field.name in WIDEST else known + value
         return SchedulerStats(**sums)  # type: ignore[arg-type]
 
-    def look(self, now: float) -> None:
+    def check_replicas(self, now: float) -> None:
         """Ask each replica for its health, and handle those that still owe the last answer. Does not wait."""
         for replica in self.members:
             if replica in self._asking:
-                self._judge(replica, now)
+                self._check_silence(replica, now)
             elif replica.answers:
                 replica.asked_at = now
                 task = self._asking[replica] = asyncio.create_task(self._ask(replica, 2 * KILL_SECONDS))
@@ -277,7 +277,7 @@ class Fleet:
         replica.ready_at, replica.stats, replica.asked_at = time.monotonic(), None, None
         self.changed.set()
 
-    async def _live(self, replica: Replica) -> None:
+    async def _run(self, replica: Replica) -> None:
         """Run a replica: serve, restart after each end, until it is drained."""
         draining = asyncio.create_task(replica.draining.wait())
         try:
@@ -288,8 +288,8 @@ class Fleet:
                     continue
                 await self._wait_first(replica.engine.dead.wait(), draining)
                 if replica.engine.dead.is_set():
-                    await self._bury(replica, replica.engine)
-            await self._take_away(replica)
+                    await self._clean_up(replica, replica.engine)
+            await self._drain_and_end(replica)
         finally:
             draining.cancel()
 
@@ -342,7 +342,7 @@ class Fleet:
             if engine.adapters.get(name) != self.adapters[name]:
                 await engine.load_adapter(name, path, replace=name in engine.adapters)
 
-    async def _bury(self, replica: Replica, engine: EngineClient) -> None:
+    async def _clean_up(self, replica: Replica, engine: EngineClient) -> None:
         """Clean up after an engine that has ended."""
         log.error("replica %s (%s) has ended and is started again: %s", replica.name, replica.place, engine.reason)
         self.forget(replica, engine)
@@ -361,7 +361,7 @@ class Fleet:
                     self._past[field.name] = self._past.get(field.name, 0) + getattr(replica.stats, field.name)
             replica.stats = None
 
-    async def _take_away(self, replica: Replica) -> None:
+    async def _drain_and_end(self, replica: Replica) -> None:
         """Drain a replica and end it. Requests that do not finish in time continue on other replicas."""
         engine = replica.engine
         if engine is not None:
@@ -380,7 +380,7 @@ class Fleet:
             await self._spawner.stop(replica.number, engine)
         self.members.remove(replica)
         self.on_lost(replica)
-        log.warning("replica %s (%s) was taken away", replica.name, replica.place)
+        log.warning("replica %s (%s) was removed", replica.name, replica.place)
 
     async def _ask(self, replica: Replica, timeout: float) -> SchedulerStats | None:
         """Ask a replica for its stats; None if it does not answer in time."""
@@ -394,7 +394,7 @@ class Fleet:
             return replica.stats
         return None
 
-    def _judge(self, replica: Replica, now: float) -> None:
+    def _check_silence(self, replica: Replica, now: float) -> None:
         """Mark a replica as hanging, or kill it, if it has not answered for too long."""
         silent = now - (replica.asked_at or now)
         if silent >= KILL_SECONDS and replica.engine is not None and replica.answers:
@@ -404,5 +404,5 @@ class Fleet:
             replica.state, replica.reason = State.HANGING, "its engine does not answer"
 
     def _progress(self, number: int) -> Callable[[str], None]:
-        """Return the receiver of a start's stages. Those of the first replica stand for all."""
+        """Return the receiver of a start's stages. Only the first replica reports its stages."""
         return self._on_progress if number == 0 and not self.members else lambda stage: None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import exp
 
 from holdfast.cluster.baselines import ready
-from holdfast.cluster.books import PrefixMap, Requests, Underway
+from holdfast.cluster.router_state import PrefixMap, PricedRequest, Requests
 from holdfast.cluster.turns import Choice, FoundAt, Move, Price, ReplicaState, ReplicaView, RouterName, Turn
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Found
@@ -158,7 +158,7 @@ class PricedRouter:
         """
         most, size = max(0, turn.prompt_tokens - 1), self.rules.block_size
         held = self.prefixes.find(turn.chain).items()
-        return {name: (Found(min(most, each.expected * size)), min(most, each.there * size)) for name, each in held}
+        return {name: (Found(min(most, each.expected * size)), min(most, each.computed * size)) for name, each in held}
 
     def unknown(self, turn: Turn) -> int:
         """See `Router.unknown`."""
@@ -170,7 +170,7 @@ class PricedRouter:
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
         """Choose the cheapest of the eligible replicas. See `Router.choose`.
 
-        Of the replicas within a millisecond of it, the one with the least recent work is chosen. So while all are idle,
+        If several are within a millisecond of it, the one with the least recent work is chosen. So while all are idle,
         conversations are spread by their cost and not by their number.
 
         A replica is eligible unless its load exceeds the lowest load by more than `fair_ms` and by more than the factor
@@ -183,9 +183,9 @@ class PricedRouter:
             self.prefixes.resize(replica.name, size)
         known = self.known(turn)
         if found is not None:
-            told = {replica.name: found(replica.name) for replica in replicas}
+            answers = {replica.name: found(replica.name) for replica in replicas}
             # Copies go from host tier to host tier. State in lower tiers is not copied.
-            known |= {name: (held, held.device + held.host) for name, held in told.items() if held is not None}
+            known |= {name: (held, held.device + held.host) for name, held in answers.items() if held is not None}
         loads = {replica.name: self._load(replica, now) for replica in able}
         fair = self.fair(loads)
         conversation = self._conversations.get(self._key(turn) or "")
@@ -236,11 +236,11 @@ class PricedRouter:
         token = self.pricing.token(turn.prompt_tokens + turn.output_estimate // 2)
         if choice.move_from is not None and price is not None:
             self._occupy(choice.move_from, choice.replica, price.link, now)
-            self.prefixes.give_way(turn.chain, choice.move_from)
+            self.prefixes.drop_first(turn.chain, choice.move_from)
         key = self._key(turn) or (turn.chain[-1].hex() if turn.chain else None)
-        underway = Underway(choice.replica, work, token * turn.output_estimate, token, turn.chain, key)
+        underway = PricedRequest(choice.replica, work, token * turn.output_estimate, token, turn.chain, key)
         self.requests.sent(request, underway, now)
-        self.prefixes.add(turn.chain, choice.replica, there=False)
+        self.prefixes.add(turn.chain, choice.replica, computed=False)
         if key is None:
             self._add_work(choice.replica, work + underway.decode, now)
             return
@@ -265,7 +265,7 @@ class PricedRouter:
         """See `Router.started`."""
         underway = self.requests.started(request, now)
         if underway is not None:
-            self.prefixes.add(underway.chain, underway.replica, there=True)
+            self.prefixes.add(underway.chain, underway.replica, computed=True)
 
     def ended(self, request: str, now: float, chain: Sequence[bytes] = ()) -> None:
         """See `Router.ended`."""
@@ -273,7 +273,7 @@ class PricedRouter:
         if underway is None:
             return
         if chain:
-            self.prefixes.add(chain, underway.replica, there=True)
+            self.prefixes.add(chain, underway.replica, computed=True)
         conversation = self._conversations.get(underway.key or "")
         if underway.key is None or conversation is None:
             return
@@ -290,9 +290,9 @@ class PricedRouter:
             conversation.moving = False
         if tokens < self.rules.block_size:
             return
-        before = self._there(move.chain, move.target)
-        self.prefixes.add(move.chain[: before + tokens // self.rules.block_size], move.target, there=True)
-        self.prefixes.give_way(move.chain, move.source)
+        before = self._computed(move.chain, move.target)
+        self.prefixes.add(move.chain[: before + tokens // self.rules.block_size], move.target, computed=True)
+        self.prefixes.drop_first(move.chain, move.source)
         if conversation is not None and conversation.owner == move.source:
             self._hand_over(move.key, conversation, move.target, now)
 
@@ -351,7 +351,7 @@ class PricedRouter:
             if not draining and loads[target] + work >= loads[source]:
                 continue
             chain, link = unpack(conversation.chain), able[target].link_ms_per_token or 0.0
-            lacking = (len(chain) - self._there(chain, target)) * self.rules.block_size
+            lacking = (len(chain) - self._computed(chain, target)) * self.rules.block_size
             if link * lacking >= self.pricing.prefill(0, conversation.tokens):
                 continue
             if not draining:
@@ -414,9 +414,9 @@ class PricedRouter:
         """
         prefixes = self.prefixes
         beyond = tokens - prefixes.room(replica) * self.rules.block_size
-        if beyond <= 0 or not prefixes.given_up:
+        if beyond <= 0 or not prefixes.dropped:
             return 0.0
-        return beyond * prefixes.missed / prefixes.given_up * self.pricing.step / self.rules.step_tokens
+        return beyond * prefixes.missed / prefixes.dropped * self.pricing.step / self.rules.step_tokens
 
     def _load(self, replica: ReplicaView, now: float) -> float:
         if replica.waiting_ms is None:
@@ -453,10 +453,10 @@ class PricedRouter:
         self._give(conversation, replica, now)
         self._enter_idle(key, conversation)
 
-    def _there(self, chain: Sequence[bytes], replica: str) -> int:
+    def _computed(self, chain: Sequence[bytes], replica: str) -> int:
         """Return the number of blocks of a chain that a replica has computed or received."""
         held = self.prefixes.find(chain).get(replica)
-        return 0 if held is None else held.there
+        return 0 if held is None else held.computed
 
     def _enter_idle(self, key: str, conversation: Conversation) -> None:
         if conversation.owner is not None and not conversation.underway:

@@ -224,13 +224,14 @@ class Replicas:
                                 begun, self._streams[request_id] = True, 0.0
                                 self.router.started(request_id, time.monotonic())
                             yield delta
+                    # An exponential mean over about the last 50 answers.
                     self._answer_tokens += 0.02 * (len(stream.answer) - self._answer_tokens)
                     return
                 except RequestRefused as error:
                     if not resumed:
                         raise
                     self.counts.lost += 1
-                    raise ReplicaLost(f"the answer could not go on at another replica: {error}") from error
+                    raise ReplicaLost(f"the answer could not continue on another replica: {error}") from error
                 except QueueFull:
                     if not resumed:
                         raise
@@ -246,7 +247,7 @@ class Replicas:
                             f"{ends} replicas ended while they had this request; it is not tried again, as it may be "
                             "the cause"
                         ) from error
-                    log.info("request %s goes on elsewhere with %d tokens", request_id, len(stream.answer))
+                    log.info("request %s continues on another replica with %d tokens", request_id, len(stream.answer))
                     stream.resume()
                     turn, resumed = self._turn(stream, key), True
                     self.counts.resumed += 1
@@ -442,7 +443,7 @@ class Replicas:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
-            self.fleet.look(now)
+            self.fleet.check_replicas(now)
             if self.cluster.max_replicas is not None:
                 self._scale(scaler, now)
             if len(self.members) > 1:

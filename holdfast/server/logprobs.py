@@ -15,7 +15,7 @@ LEAST = -9999.0
 """Value that replaces minus infinity, which JSON does not have. vLLM uses the same."""
 
 
-class ToldToken(NamedTuple):
+class TokenRecord(NamedTuple):
     """A token with its log probabilities."""
 
     token: int
@@ -23,9 +23,9 @@ class ToldToken(NamedTuple):
     """Log probabilities; None for the first token of a prompt."""
 
 
-def told_tokens(delta: Delta) -> list[ToldToken]:
+def tokens_with_logprobs(delta: Delta) -> list[TokenRecord]:
     """Return the tokens of a delta that have log probabilities."""
-    return [ToldToken(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=False)]
+    return [TokenRecord(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=False)]
 
 
 def echoed(prompt: Sequence[int], text: str, of_prompt: Sequence[TokenLogprobs], delta: Delta, most: int) -> Delta:
@@ -39,14 +39,14 @@ def echoed(prompt: Sequence[int], text: str, of_prompt: Sequence[TokenLogprobs],
 
 
 def prompt_records(
-    text: Text, prompt: Sequence[int], told: Sequence[TokenLogprobs], most: int
+    text: Text, prompt: Sequence[int], of_prompt: Sequence[TokenLogprobs], most: int
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`: for each prompt token, its record and those of the most probable ones, by id.
 
     The first token has None. The rank of a token outside the most probable ones is unknown.
     """
     records: list[dict[str, Any] | None] = [None]
-    for token, given in zip(prompt[1:], told, strict=True):
+    for token, given in zip(prompt[1:], of_prompt, strict=True):
         likely = list(zip(given.top_ids[:most], given.top_logprobs, strict=False))
         ranks = {each: rank for rank, (each, _) in enumerate(likely, 1)}
         records.append(
@@ -76,12 +76,12 @@ def record(text: Text, token: int, logprob: float) -> dict[str, Any]:
     return {"token": spelled(data), "bytes": list(data), "logprob": max(logprob, LEAST)}
 
 
-def records(text: Text, told: Iterable[ToldToken]) -> list[dict[str, Any]]:
+def records(text: Text, tokens: Iterable[TokenRecord]) -> list[dict[str, Any]]:
     """Return the records of the tokens of a chat or a response, each with its most probable alternatives."""
     return [
         record(text, token, given.logprob)
         | {"top_logprobs": [record(text, *pair) for pair in zip(given.top_ids, given.top_logprobs, strict=True)]}
-        for token, given in told
+        for token, given in tokens
         if given is not None
     ]
 
@@ -94,13 +94,13 @@ class CompletionLogprobs:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def columns(self, told: Iterable[ToldToken]) -> dict[str, Any]:
+    def columns(self, new: Iterable[TokenRecord]) -> dict[str, Any]:
         """Return the columns of the next tokens: strings, log probabilities, alternatives, and text offsets."""
         tokens: list[str] = []
         own: list[float | None] = []
         top: list[dict[str, float] | None] = []
         offsets: list[int] = []
-        for token, given in told:
+        for token, given in new:
             data = self._text.token_bytes(token)
             tokens.append(spelled(data))
             offsets.append(self._offset)

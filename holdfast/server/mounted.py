@@ -13,7 +13,7 @@ from holdfast.core.config import AppConfig, EngineConfig
 from holdfast.engine.client.connection import EngineDead
 from holdfast.server.app import create_app
 from holdfast.server.config import ServerConfig
-from holdfast.server.run import Engines, close_books, end_work, log_as, open_store, start, start_jobs
+from holdfast.server.run import Engines, close_store, end_work, log_as, open_store, start, start_jobs
 from holdfast.server.service import trouble
 
 Scope = MutableMapping[str, Any]
@@ -98,5 +98,5 @@ class Mounted:
         self._open = False
         state = self._app.state
         await end_work(state.admissions, state.jobs, self._engines)
-        await close_books(state.responses, state.tracing)
+        await close_store(state.responses, state.tracing)
         self._held.close()

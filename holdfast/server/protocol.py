@@ -366,7 +366,7 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
     @property
     def most_prompt_logprobs(self) -> int | None:
         if self.prompt_logprobs is not None and self.stream:
-            reason = "prompt_logprobs are told with whole answers alone; leave out stream"
+            reason = "prompt_logprobs need a whole answer; leave out stream"
             raise ApiError(reason, param="prompt_logprobs", code="invalid_value")
         return self.prompt_logprobs
 
@@ -615,10 +615,10 @@ ROLE_FIELDS = {
 
 def template_options(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
     """Return variables for the chat template: the request's own, and its reasoning effort under the usual names."""
-    told: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":
-        told = {"enable_thinking": False}
-    return told | dict(given)
+        variables = {"enable_thinking": False}
+    return variables | dict(given)
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]], name: str = "messages") -> list[dict[str, Any]]:

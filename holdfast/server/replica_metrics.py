@@ -51,8 +51,8 @@ class ReplicaMetrics(Collector):
             yield gauge
         counts = self._replicas.counts
         for name, help, value in (
-            ("requests_resumed", "Times that a request went on at another replica", counts.resumed),
-            ("requests_not_resumed", "Requests that could not go on at another replica", counts.lost),
+            ("requests_resumed", "Times that a request continued on another replica", counts.resumed),
+            ("requests_not_resumed", "Requests that could not continue on another replica", counts.lost),
             ("routed_tokens", "Prompt tokens of the requests that were routed", counts.routed_tokens),
             ("moves", "Conversations whose state was copied to another replica", counts.moves),
             ("moved_tokens", "Tokens of state that were copied from one replica to another", counts.moved_tokens),

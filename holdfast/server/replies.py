@@ -18,7 +18,7 @@ from holdfast.engine.client.text import Text
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said, joined
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
-from holdfast.server.logprobs import CompletionLogprobs, ToldToken, prompt_records, records, told_tokens
+from holdfast.server.logprobs import CompletionLogprobs, TokenRecord, prompt_records, records, tokens_with_logprobs
 from holdfast.server.protocol import REASONING_FIELDS, ChatRequest, GenerationRequest, SampledRequest
 
 encode = msgspec.json.Encoder().encode
@@ -92,29 +92,29 @@ class Written:
 
     parts: list[Part] = field(default_factory=list)
     reason: str = ""
-    told: list[ToldToken] = field(default_factory=list)
+    tokens: list[TokenRecord] = field(default_factory=list)
     """Tokens with their log probabilities, if requested."""
     prompt: Sequence[int] = ()
-    told_of_prompt: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log probabilities of the prompt's tokens except the first, if requested."""
 
     @property
     def likelihood(self) -> float:
         """Mean log probability of its tokens; minus infinity without any."""
-        values = [each.logprobs.logprob for each in self.told if each.logprobs is not None]
+        values = [each.logprobs.logprob for each in self.tokens if each.logprobs is not None]
         return sum(values) / len(values) if values else -math.inf
 
     def add(self, delta: Delta, parts: Sequence[Part]) -> None:
         """Add a delta and its parts."""
         self.parts += parts
         self.reason = delta.finish_reason or self.reason
-        self.told_of_prompt += delta.prompt_logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
         if delta.logprobs:
-            self.told += told_tokens(delta)
+            self.tokens += tokens_with_logprobs(delta)
 
 
 class Shape:
-    """Wire format of one answer's choices. Subclasses define `pieces`, `content`, `logprobs` and `tell_prompts`."""
+    """Wire format of one answer's choices. Subclasses define the methods that raise NotImplementedError."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
@@ -130,7 +130,7 @@ class Shape:
         self.prompt_logprobs = wanted.prompt_logprobs
         no_usage = {"usage": None} if wanted.stream_options.include_usage else {}
         self.chunk_head: Reply = {**self.head, "object": self.chunk_object, **no_usage}
-        self.held: dict[int, list[ToldToken]] = {}
+        self.held: dict[int, list[TokenRecord]] = {}
         """Tokens by choice whose log probabilities wait for its next chunk with text or finish reason."""
         self.reading = reading
         self.readers: dict[int, AnswerReader] = {}
@@ -154,7 +154,7 @@ class Shape:
     def chunks(self, choice: int, delta: Delta) -> Iterator[Reply]:
         """Yield the stream's next chunks: the new parts of `choice`, and its finish reason if it has ended."""
         if delta.logprobs:
-            self.held.setdefault(choice, []).extend(told_tokens(delta))
+            self.held.setdefault(choice, []).extend(tokens_with_logprobs(delta))
         yield from self.pieces(choice, self.read(choice, delta), delta.finish_reason)
 
     def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
@@ -165,7 +165,7 @@ class Shape:
         """Return the field with the content of a whole choice, and the choice's finish reason."""
         raise NotImplementedError
 
-    def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
+    def logprobs(self, choice: int, tokens: Sequence[TokenRecord]) -> Reply:
         """Return the `logprobs` field for the next tokens of a choice."""
         raise NotImplementedError
 
@@ -179,18 +179,18 @@ class Shape:
             _choice(
                 index,
                 *self.content(joined(choice.parts), choice.reason),
-                self.logprobs(index, choice.told) if choice.told else None,
+                self.logprobs(index, choice.tokens) if choice.tokens else None,
             )
             for index, choice in enumerate(written)
         ]
         reply = {**self.head, "object": self.whole_object, "choices": choices, "usage": self._usage(usage)}
         most = self.prompt_logprobs
         if most is not None:
-            told = [prompt_records(self.text, each.prompt, each.told_of_prompt, most) for each in written]
-            self.tell_prompts(reply, told)
+            records = [prompt_records(self.text, each.prompt, each.prompt_logprobs, most) for each in written]
+            self.add_prompt_logprobs(reply, records)
         return reply
 
-    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
+    def add_prompt_logprobs(self, reply: Reply, records: Sequence[Any]) -> None:
         """Add the prompt log probabilities of each choice to a whole answer."""
         raise NotImplementedError
 
@@ -199,8 +199,8 @@ class Shape:
         reasons = format.reasoning is not None or format.calls.channels
         return usage.reply(self.reasoning_tokens if reasons else None)
 
-    def _chunk(self, choice: int, content: Reply, reason: str | None = None, *, tells: bool = True) -> Reply:
-        held = self.held.pop(choice, None) if tells else None
+    def _chunk(self, choice: int, content: Reply, reason: str | None = None, *, with_logprobs: bool = True) -> Reply:
+        held = self.held.pop(choice, None) if with_logprobs else None
         logprobs = self.logprobs(choice, held) if held else None
         return {**self.chunk_head, "choices": [_choice(choice, content, reason, logprobs)]}
 
@@ -224,7 +224,7 @@ class ChatShape(Shape):
     def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
         if choice not in self.begun:
             self.begun.add(choice)
-            yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, tells=False)
+            yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, with_logprobs=False)
         calls = self.readers[choice].calls if choice in self.readers else 0
         at = calls - sum(isinstance(part, CallBegin) for part in parts) - 1
         for part in parts:
@@ -275,11 +275,11 @@ class ChatShape(Shape):
             message |= dict.fromkeys(REASONING_FIELDS, thought)
         return {"message": message}, self._reason(reason, len(calls))
 
-    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
-        reply["prompt_logprobs"] = told[0]
+    def add_prompt_logprobs(self, reply: Reply, records: Sequence[Any]) -> None:
+        reply["prompt_logprobs"] = records[0]
 
-    def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
-        return {"content": records(self.text, told), "refusal": None}
+    def logprobs(self, choice: int, tokens: Sequence[TokenRecord]) -> Reply:
+        return {"content": records(self.text, tokens), "refusal": None}
 
 
 class TextShape(Shape):
@@ -298,9 +298,9 @@ class TextShape(Shape):
     def content(self, parts: Sequence[Part], reason: str) -> tuple[Reply, str]:
         return {"text": "".join(part.text for part in parts if isinstance(part, Said))}, reason
 
-    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
-        for choice, each in zip(reply["choices"], told, strict=True):
+    def add_prompt_logprobs(self, reply: Reply, records: Sequence[Any]) -> None:
+        for choice, each in zip(reply["choices"], records, strict=True):
             choice["prompt_logprobs"] = each
 
-    def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
-        return self.columns[choice].columns(told)
+    def logprobs(self, choice: int, tokens: Sequence[TokenRecord]) -> Reply:
+        return self.columns[choice].columns(tokens)

@@ -111,7 +111,7 @@ async def start(
     elif engine is not None:
         starts.append(EngineClient.start(engine, on_progress=on_progress, process=process))
     for app in apps.app:
-        starts.append(AppClient.start(app, apps, partial(tell, on_progress, app), threads))
+        starts.append(AppClient.start(app, apps, partial(report_stage, on_progress, app), threads))
     tasks = [asyncio.create_task(each) for each in starts]
     try:
         clients = await asyncio.gather(*tasks)
@@ -130,7 +130,7 @@ async def start(
     return Engines(model, tuple(client for client in clients if isinstance(client, AppClient)))
 
 
-def tell(on_progress: Callable[[str], None], app: str, stage: str) -> None:
+def report_stage(on_progress: Callable[[str], None], app: str, stage: str) -> None:
     """Report the stage of an application's start."""
     on_progress(f"{app}: {stage}")
 
@@ -198,7 +198,7 @@ async def serve(
         for task in (died, stop):
             task.cancel()
         await asyncio.gather(serving, died, stop, return_exceptions=True)
-        await close_books(responses, app.state.tracing)
+        await close_store(responses, app.state.tracing)
     return code
 
 
@@ -208,7 +208,7 @@ async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
         try:
             await each.start()
         except ApiError as error:  # It is tried again every few seconds.
-            log.error("batches and tuning jobs of an earlier start cannot go on yet: %s", error.message)
+            log.error("batches and tuning jobs of an earlier start cannot continue yet: %s", error.message)
 
 
 async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batches], engines: Engines) -> None:
@@ -222,7 +222,7 @@ async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batc
         await asyncio.wait_for(all_idle(admissions), CUT_SECONDS)
 
 
-async def close_books(responses: Responses | None, tracing: Tracing | None) -> None:
+async def close_store(responses: Responses | None, tracing: Tracing | None) -> None:
     """Close the store and tracing once no request is in progress."""
     if responses is not None:
         await responses.close()

@@ -1,4 +1,4 @@
-"""WebSearch: the search engine behind the model's web searches, with SearXNG's JSON interface."""
+"""WebSearch: the search engine for the model's web searches, with SearXNG's JSON interface."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def read_query(arguments: str) -> str:
     return query[:MOST_QUERY]
 
 
-def told_results(results: Sequence[Result]) -> str:
+def format_results(results: Sequence[Result]) -> str:
     """Format results as the model reads them."""
     if not results:
         return NOTHING

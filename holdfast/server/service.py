@@ -160,7 +160,7 @@ class Service:
         """Tenant and tuning job by adapter name, for adapters that a tuning job made. Only that tenant may use them."""
         self.own: dict[str, str] = {}
         """Tenant by adapter name, for adapters that a tenant's key loaded. Only that tenant may use them."""
-        self.apart = bool(config.api_key) and len({*config.api_key, *config.operator_key}) > 1
+        self.separate_keys = bool(config.api_key) and len({*config.api_key, *config.operator_key}) > 1
         """Whether the server has several keys, so that an adapter belongs to the key that loaded it."""
         self.loading: set[str] = set()
         """Names of adapters that are being loaded."""
@@ -195,7 +195,7 @@ class Service:
             raise unknown_model(name, self.client.info.model)
 
     def adapter_of(self, name: str, tenant: str) -> str:
-        """Return the adapter that a request's `model` names, or "" for the model itself. Raises as `check_model`."""
+        """Return the adapter that a request's `model` names, or "" for the model itself. Raises ApiError."""
         self.check_model(name, tenant)
         return name if name in self.client.adapters else ""
 
@@ -206,11 +206,11 @@ class Service:
 
     def may_change(self, adapter: str, tenant: str, *, operator: bool) -> bool:
         """Whether a key may unload a loaded adapter or replace it by another one."""
-        return not self.apart or operator or self.own.get(adapter) == tenant
+        return not self.separate_keys or operator or self.own.get(adapter) == tenant
 
     def belongs(self, adapter: str, tenant: str, *, operator: bool) -> None:
         """Record the owner of a loaded adapter. An adapter loaded by an operator is available to everybody."""
-        if self.apart and not operator:
+        if self.separate_keys and not operator:
             self.own[adapter] = tenant
         else:
             self.own.pop(adapter, None)
@@ -353,7 +353,7 @@ class Answer:
             best += ranked[: wanted.n]
         if wanted.most_logprobs is None:
             for choice in best:
-                choice.told.clear()
+                choice.tokens.clear()
         return best
 
     def ended(self, outcome: str) -> None:
@@ -397,13 +397,13 @@ class Answer:
         self, number: int, prompt: Sequence[int], choice: AsyncGenerator[Delta, None]
     ) -> AsyncGenerator[Delta, None]:
         """Prepend the prompt to the deltas of one choice."""
-        given, begun, told = self.given[number], False, list[TokenLogprobs]()
+        given, begun, of_prompt = self.given[number], False, list[TokenLogprobs]()
         async with aclosing(choice) as deltas:
             async for delta in deltas:
                 if begun:
                     yield delta
                     continue
-                told += delta.prompt_logprobs
+                of_prompt += delta.prompt_logprobs
                 if not (delta.tokens or delta.finish_reason):  # More log probabilities of the prompt follow.
                     yield delta
                     continue
@@ -416,7 +416,7 @@ class Answer:
                 if self.most_tokens == 0:
                     delta = replace(delta, text="", tokens=(), logprobs=(), finish_reason=FinishReason.LENGTH)
                 most = self.wanted.most_logprobs
-                yield echoed(prompt, text, told if most is not None else (), delta, most or 0)
+                yield echoed(prompt, text, of_prompt if most is not None else (), delta, most or 0)
 
     async def _choice(self, prompt: Sequence[int], params: SamplingParams, number: int) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of choice `number` of a prompt. Records its metrics."""

@@ -67,7 +67,7 @@ def _read_tool(tool: Any, name: str, api: Api) -> Tool:
         raise ApiError(reason, param=f"{name}.type", code="unsupported_parameter")
     if api == "responses":
         if "function" in tool and "name" not in tool:
-            reason = f"{name} is invalid: in Responses a function's name and parameters stand beside its type"
+            reason = f"{name} is invalid: in Responses a function's name and parameters are next to its type"
             raise _invalid(reason, f"{name}.function")
         return read_function(tool, name)
     refuse_extra(tool, ("type", "function"), name)

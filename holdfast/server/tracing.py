@@ -96,7 +96,7 @@ class Tracing:
 
 def attributes_of(usage: RequestUsage) -> dict[str, Any]:
     """Return the attributes of a request that was begun: tokens, latencies in seconds, and sampling."""
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
@@ -105,12 +105,12 @@ def attributes_of(usage: RequestUsage) -> dict[str, Any]:
         "gen_ai.usage.completion_tokens": usage.completion_tokens,
     }
     if usage.queued is not None:
-        told["gen_ai.latency.time_in_queue"] = usage.queued
+        attributes["gen_ai.latency.time_in_queue"] = usage.queued
     if usage.ttft is not None:
-        told["gen_ai.latency.time_to_first_token"] = usage.ttft
+        attributes["gen_ai.latency.time_to_first_token"] = usage.ttft
     if usage.finish_reasons:
-        told["gen_ai.response.finish_reasons"] = sorted(usage.finish_reasons)
+        attributes["gen_ai.response.finish_reasons"] = sorted(usage.finish_reasons)
     for field, name in REQUESTED.items() if usage.wanted is not None else ():
         if (value := getattr(usage.wanted, field)) is not None:
-            told[f"gen_ai.request.{name}"] = value
-    return told
+            attributes[f"gen_ai.request.{name}"] = value
+    return attributes

@@ -49,7 +49,7 @@ class Viewers:
     async def events(self, *, named: bool) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of one viewer. With `named`, requests have their ids, otherwise short digests.
 
-        The first event is `engine`; all others are `activity`. The stream ends when the viewer falls too far behind.
+        The first event is `engine`; all others are `activity`. The stream ends if the viewer is too slow.
         Raises ApiError 503 if there are too many viewers, or if the engine has ended.
         """
         if len(self._viewers) >= MOST_VIEWERS:
@@ -131,7 +131,7 @@ class _Viewer:
         self._ended = False
 
     def offer(self, data: bytes) -> bool:
-        """Queue an event. Returns False if the viewer is too far behind."""
+        """Queue an event. Returns False if too many events are unsent."""
         if self._ended:
             return True
         if self.unsent.qsize() >= MOST_UNSENT:

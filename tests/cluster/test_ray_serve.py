@@ -1,6 +1,6 @@
-"""`serve run` of the application for Ray Serve: two nodes on this machine, an engine killed, the end.
+"""`serve run` of the application for Ray Serve: two nodes on this machine, a killed engine, and the end.
 
-Without Ray most of these are skipped: pip install 'holdfast[ray-serve]', then pytest -m ray.
+Most of these are skipped without Ray: pip install 'holdfast[ray-serve]', then pytest -m ray.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_without_ray_serve_the_import_says_how_to_install_it(monkeypatch: pytest
         ({"tuning": True}, "replicas is 1, and tuning is on"),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused_with_its_value(args: dict[str, Any], said: str) -> None:
+def test_an_invalid_argument_is_refused_with_its_value(args: dict[str, Any], said: str) -> None:
     from holdfast.cli.ray_serve import OptionError, build
 
     with pytest.raises(OptionError, match=re.escape(said)):
@@ -66,7 +66,7 @@ def test_an_argument_that_cannot_be_is_refused_with_its_value(args: dict[str, An
 
 @contextmanager
 def deployed(directory: Path, address: str, **args: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`serve run` of a configuration, and the URL of its proxy."""
+    """Run `serve run` with a configuration. Yields its process and the URL of its proxy."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
@@ -100,7 +100,7 @@ def wait_until_ok(url: str) -> None:
 
 
 def pids(url: str) -> list[int]:
-    """The engines' processes."""
+    """Return the process ids of the engines."""
     return [each["pid"] for each in httpx.get(f"{url}/replicas", headers=OPERATOR).json()["data"]]
 
 

@@ -1,4 +1,4 @@
-"""The application within another server: where its routes are, who is an operator, its health and its end."""
+"""The application within another server: the paths of its routes, its operators, its health and its end."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ async def test_routes_begin_after_the_path_at_which_it_is_mounted(served: Mounte
         assert (await api.post("/v1/chat/completions", json=HELLO)).status_code == 200
 
 
-async def test_a_program_beside_the_other_server_is_no_operator_without_a_key(served: Mounted) -> None:
+async def test_a_local_program_is_not_an_operator_without_a_key(served: Mounted) -> None:
     async with http(served) as api:
         refused = await api.get("/v1/engine/events")
     assert refused.status_code == 403 and "--operator-key" in refused.json()["error"]["message"]
 
 
-async def test_it_is_unwell_once_its_engine_has_died(served: Mounted, client: FakeClient) -> None:
+async def test_a_mounted_application_is_unhealthy_once_its_engine_has_died(served: Mounted, client: FakeClient) -> None:
     await served.check_health()
     client.die("the engine was killed")
     with pytest.raises(EngineDead, match="the engine was killed"):
         await served.check_health()
 
 
-async def test_after_the_end_its_engine_is_closed_and_requests_are_refused(served: Mounted, client: FakeClient) -> None:
+async def test_after_close_the_engine_is_closed_and_requests_are_refused(served: Mounted, client: FakeClient) -> None:
     asked = {"model": "tiny", "input": "hello"}
     async with http(served) as api:
         answers = [(await api.post("/v1/responses", json=asked)).status_code for _ in range(2)]
@@ -69,5 +69,5 @@ async def test_after_the_end_its_engine_is_closed_and_requests_are_refused(serve
     assert client.dead.is_set()
 
 
-async def test_one_that_never_started_may_be_closed() -> None:
+async def test_a_mounted_application_that_never_started_may_be_closed() -> None:
     await Mounted(EngineConfig(), ServerConfig(), AppConfig(), ClusterConfig()).close()

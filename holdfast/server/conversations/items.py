@@ -20,7 +20,7 @@ from holdfast.server.protocol import (
     shown,
     text_parts,
 )  # fmt: skip
-from holdfast.server.search import FAILED, SEARCH_TOOL, Result, told_results
+from holdfast.server.search import FAILED, SEARCH_TOOL, Result, format_results
 
 TEXT_KINDS = ("input_text", "output_text", "text")
 ITEM_FIELDS = ("type", "id", "status", "role", "content", "phase")
@@ -222,7 +222,7 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
                 call = _search_call(item) if searched else past_call(item["call_id"], item["name"], item["arguments"])
                 answering.setdefault("tool_calls", []).append(call)
                 if searched:
-                    found = told_results(item["results"]) if item["status"] == "completed" else FAILED
+                    found = format_results(item["results"]) if item["status"] == "completed" else FAILED
                     said.append({"role": "tool", "content": found, "tool_call_id": item["id"]})
                     said[-1]["name"] = SEARCH_TOOL.name
                     answering = None

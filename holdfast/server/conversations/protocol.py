@@ -290,7 +290,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
         "temperature": wanted.temperature,
         "text": {"format": wanted.text.format, "verbosity": wanted.text.verbosity or "medium"},
         "tool_choice": wanted.tool_choice,
-        "tools": [_told_tool(tool) for tool in wanted.tools],
+        "tools": [_full_tool(tool) for tool in wanted.tools],
         "top_logprobs": wanted.top_logprobs,
         "top_p": wanted.top_p,
         "truncation": wanted.truncation,
@@ -300,7 +300,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
     }
 
 
-def _told_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _full_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool as its response reports it, with all fields."""
     if tool.get("type") != "function":
         return dict(tool)
@@ -348,7 +348,7 @@ class ResponseShape:
                 if kind != "message":
                     yield from self._add(new_item("assistant", ""))
                 self.output[-1]["content"][0]["text"] += text
-                self.tell(logprobs)
+                self.add_logprobs(logprobs)
                 yield self._part("response.output_text.delta", delta=text, logprobs=_in_event(logprobs))
             case Reasoning(text):
                 if kind != "reasoning":
@@ -380,7 +380,7 @@ class ResponseShape:
             yield self._of_item("response.web_search_call.completed", at)
         yield self._event("response.output_item.done", output_index=at, item=item)
 
-    def tell(self, logprobs: Sequence[dict[str, Any]]) -> None:
+    def add_logprobs(self, logprobs: Sequence[dict[str, Any]]) -> None:
         """Add the records of further tokens to the last item if it is a message."""
         if self.output and self.output[-1]["type"] == "message":
             self.output[-1]["content"][0]["logprobs"] += logprobs

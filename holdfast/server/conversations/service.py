@@ -31,7 +31,7 @@ from holdfast.server.replies import encode
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Lane, Service, internal
 
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 """Seconds between two checks whether another server's response has ended."""
 KEPT_EVENTS = 1 << 16
 """Maximum number of kept events of ended background responses. They are kept for readers that come back."""
@@ -93,7 +93,7 @@ class Responses:
     async def _ended_elsewhere(self, tenant: str, response: Response) -> Response:
         """Wait until another server ends a response or dies. Raises ApiError."""
         while response["status"] in RUNNING:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             response = await self.retrieve(tenant, response["id"])
         return response
 

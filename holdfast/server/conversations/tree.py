@@ -19,7 +19,7 @@ from holdfast.server.replies import encode
 
 MOST_BYTES = 64 << 20
 """Maximum size in bytes of a tree that is returned. A tree is always returned whole."""
-TOLD = (
+REPORTED_FIELDS = (
     "status", "created_at", "completed_at", "model", "instructions", "temperature", "max_output_tokens", "output",
     "usage", "timings", "error", "incomplete_details", "background", "metadata",
 )  # fmt: skip
@@ -57,7 +57,7 @@ class Tree:
             inside = turns.c.thread == row.thread
             size = db.execute(select(func.sum(SIZE)).where(inside)).scalar() or 0
             if size > MOST_BYTES:
-                raise Conflict(f"this conversation has {size} bytes; at most {MOST_BYTES} are told at once")
+                raise Conflict(f"this conversation has {size} bytes; at most {MOST_BYTES} are shown at once")
             found = db.execute(select(turns).where(inside)).all()
             elsewhere = self._leases.held(db, [turn.id for turn in found if turn.status in RUNNING])
         parents = {turn.id: turn.parent for turn in found}
@@ -68,10 +68,10 @@ class Tree:
                 turn = parents.get(turn)
             return turn
 
-        told = [_told(turn, above(turn.parent), turn.id in elsewhere) for turn in found if turn.visible]
-        told.sort(key=lambda turn: (turn["created_at"], turn["metadata"].get("sent", ""), turn["id"]))
+        shown = [_shown(turn, above(turn.parent), turn.id in elsewhere) for turn in found if turn.visible]
+        shown.sort(key=lambda turn: (turn["created_at"], turn["metadata"].get("sent", ""), turn["id"]))
         children: dict[str | None, list[dict[str, Any]]] = {}
-        for turn in told:
+        for turn in shown:
             children.setdefault(turn["parent"], []).append(turn)
         ordered: list[dict[str, Any]] = []
         waiting = children.get(None, [])[::-1]
@@ -80,7 +80,7 @@ class Tree:
             waiting += children.get(ordered[-1]["id"], [])[::-1]
         return {"object": "conversation.tree", "id": conversation, "head": above(row.head), "turns": ordered}
 
-    def move(self, tenant: str, conversation: str, response: str, *, behind: bool) -> None:
+    def move(self, tenant: str, conversation: str, response: str, *, after: bool) -> None:
         """Continue the conversation after or before one of its turns. Its items become those of that branch.
 
         Raises Conflict if no turn can follow this one.
@@ -91,13 +91,13 @@ class Tree:
             turn = db.execute(select(turns).where(*this)).one_or_none()
             if turn is None:
                 raise NotFound("response", response)
-            if behind and not _goes_on(turn):
+            if after and not _goes_on(turn):
                 raise Conflict(f"response {response!r} is {turn.status} and has no output; nothing can follow it")
-            if not behind and turn.parent is None:
+            if not after and turn.parent is None:
                 head, branch = None, decode(turn.history, type=list[Item])
             else:
-                head = turn.id if behind else turn.parent
-                last = turn if behind else db.execute(select(turns).where(turns.c.id == head)).one()
+                head = turn.id if after else turn.parent
+                last = turn if after else db.execute(select(turns).where(turns.c.id == head)).one()
                 branch = list(self._chain(db, last).items)
             here = items.c.conversation == conversation
             db.execute(update(conversations).where(conversations.c.id == conversation).values(head=head))
@@ -147,16 +147,16 @@ def _goes_on(turn: Row[Any]) -> bool:
     return turn.status in GOOD or (turn.status == "cancelled" and bool(decode(turn.response)["output"]))
 
 
-def _told(turn: Row[Any], parent: str | None, running: bool) -> dict[str, Any]:
+def _shown(turn: Row[Any], parent: str | None, running: bool) -> dict[str, Any]:
     response = decode(turn.response, type=dict[str, Any])
     before = {} if turn.parent else {"history": Raw(turn.history)}
-    told = {name: response.get(name) for name in TOLD}
+    shown = {name: response.get(name) for name in REPORTED_FIELDS}
     return {
         "id": turn.id,
         "object": "conversation.turn",
         "parent": parent,
         **before,
         "input": Raw(turn.input),
-        **told,
+        **shown,
         "running": running,
     }

@@ -132,9 +132,9 @@ class TurnStore:
             row = db.execute(select(turns).where(turns.c.id == response, turns.c.status == "queued")).one_or_none()
             if row is None:
                 return
-            told = encode(decode(row.response, type=dict[str, Any]) | {"status": "in_progress"})
-            db.execute(update(turns).where(turns.c.id == response).values(status="in_progress", response=told))
-            self._space.grown(db, row.thread, row.tenant, len(told) - len(row.response))
+            running = encode(decode(row.response, type=dict[str, Any]) | {"status": "in_progress"})
+            db.execute(update(turns).where(turns.c.id == response).values(status="in_progress", response=running))
+            self._space.grown(db, row.thread, row.tenant, len(running) - len(row.response))
 
     def delete(self, tenant: str, response: str) -> None:
         """Delete a response. Its turn stays, invisible, while others build on it."""

@@ -20,7 +20,7 @@ from holdfast.server.conversations.values import GOOD, RUNNING, Context, Item, T
 from holdfast.server.formats.parts import Part, Said
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
-from holdfast.server.logprobs import records, told_tokens
+from holdfast.server.logprobs import records, tokens_with_logprobs
 from holdfast.server.protocol import ApiError
 from holdfast.server.search import MOST_SEARCHES, SEARCH_KINDS, SEARCH_TOOL, SearchFailed, WebSearch, read_query
 from holdfast.server.service import Answer, Lane, Service, check_length, refused
@@ -129,7 +129,7 @@ class Writing:
         A response that searches the web has several answers.
         """
         reader: AnswerReader | None = None
-        told: list[dict[str, Any]] = []
+        logprobs: list[dict[str, Any]] = []
         before = len(self.shape.output)
         async with aclosing(self.answer.deltas()) as deltas:
             async for _, delta in deltas:
@@ -140,12 +140,12 @@ class Writing:
                 written.tokens += delta.tokens
                 written.texts.append(delta.text)
                 if delta.logprobs:
-                    told += records(self.server.service.client.text, told_tokens(delta))
+                    logprobs += records(self.server.service.client.text, tokens_with_logprobs(delta))
                 thought = reader.thinking
                 for part in self._parts(reader, delta):
-                    for event in self.shape.part(part, told):
+                    for event in self.shape.part(part, logprobs):
                         yield event
-                    told = [] if isinstance(part, Said) else told
+                    logprobs = [] if isinstance(part, Said) else logprobs
                 if thought or reader.thinking:
                     written.reasoning += len(delta.tokens)
                 if delta.finish_reason is not None:
@@ -153,7 +153,7 @@ class Writing:
                     calls = any(item["type"] == "function_call" for item in self.shape.output[before:])
                     searched = bool(self.shape.searches) and delta.finish_reason is FinishReason.STOP
                     self.answer.goes_on = searched and not calls
-        self.shape.tell(told)
+        self.shape.add_logprobs(logprobs)
 
     async def _search(self, reason: FinishReason) -> AsyncGenerator[Event, None]:
         """Yield the events of a round's web searches.
@@ -181,7 +181,7 @@ class Writing:
             return False
         toolset = self.reading.toolset
         assert toolset is not None
-        toolset = toolset.behind(None if self._may_search else SEARCH_TOOL)
+        toolset = toolset.after_call(None if self._may_search else SEARCH_TOOL)
         reading = Reading(last.service.format, toolset, self.reading.options)
         name = self.name and f"{self.name}/{len(self.shape.output)}"
         self.wanted = wanted.changed(max_output_tokens=left)

@@ -254,10 +254,10 @@ def harmony(grammar: GrammarText, toolset: Toolset) -> str:
     if toolset.mode == "required":
         return call
     preamble = f"{grammar.tag(CHANNEL)} {literal('commentary')} {grammar.tag(MESSAGE)} {grammar.up_to('preamble', END)}"
-    return f"({preamble} {begun_again(grammar)})? ({call} | {final(grammar, 'TEXT')})"
+    return f"({preamble} {next_message(grammar)})? ({call} | {final(grammar, 'TEXT')})"
 
 
-def begun_again(grammar: GrammarText) -> str:
+def next_message(grammar: GrammarText) -> str:
     """Return the expression for the beginning of another message of the model."""
     return f"{grammar.tag(START)} {literal('assistant')}"
 
@@ -267,7 +267,7 @@ def final(grammar: GrammarText, answer: str) -> str:
     return f"{grammar.tag(CHANNEL)} {literal('final')} {grammar.tag(MESSAGE)} {answer}"
 
 
-def behind_analysis(grammar: GrammarText, body: str) -> str:
+def after_analysis(grammar: GrammarText, body: str) -> str:
     """Return the expression for `body` after optional reasoning of GPT-OSS."""
     thought = f"{grammar.tag(CHANNEL)} {literal('analysis')} {grammar.tag(MESSAGE)} {grammar.up_to('thought', END)}"
-    return f"({thought} {begun_again(grammar)})? {body}"
+    return f"({thought} {next_message(grammar)})? {body}"

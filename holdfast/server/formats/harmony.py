@@ -3,8 +3,8 @@
 <|channel|>analysis<|message|>They ask for the weather.<|end|><|start|>assistant<|channel|>commentary
 to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The prompt has written <|start|>assistant already. Analysis is reasoning, a recipient makes a message a call, and the
-rest is said: the final channel, and commentary without a recipient. As vLLM reads them.
+The prompt has written <|start|>assistant already. Analysis is reasoning, a recipient makes a message a call, and all
+other messages are text: the final channel, and commentary without a recipient. vLLM reads them in the same way.
 """
 
 from __future__ import annotations

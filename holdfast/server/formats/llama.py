@@ -1,4 +1,4 @@
-"""Llama 3's calls: JSON objects that are the whole answer, or that stand behind `<|python_tag|>`.
+"""Llama 3's calls: JSON objects that are the whole answer, or that follow `<|python_tag|>`.
 
 {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {"city": "Paris"}}
 """

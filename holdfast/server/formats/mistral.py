@@ -1,4 +1,4 @@
-"""Mistral's calls behind `[TOOL_CALLS]`: a JSON list, or in later models each call's name and its arguments.
+"""Mistral's calls after `[TOOL_CALLS]`: a JSON list, or in later models each call's name and its arguments.
 
 [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]
 [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[CALL_ID]a1b2c3d4e[ARGS]{}

@@ -54,7 +54,7 @@ class CallFormat:
     name: str
     parser: Callable[[Toolset], Parser]
     tags: tuple[str, ...]
-    """Tags of the format. Those that are special tokens are shown to the parser."""
+    """Tags of the format. The parser sees them even if they are special tokens."""
     grammar: Callable[[GrammarText, Toolset], str]
     """Function that writes the grammar of an answer after its reasoning."""
     short_ids: bool = False
@@ -255,7 +255,7 @@ class Reading:
             bodies.append(self.format.calls.grammar(grammar, calls))
         body = f"({' | '.join(bodies)})"
         if self.format.calls.channels:
-            body = grammars.behind_analysis(grammar, body)
+            body = grammars.after_analysis(grammar, body)
         if tags is not None:
             body = grammar.reasoning(tags.open, tags.close, self.opened) + body
         return replace(params, grammar=Grammar("lark", grammar.written(body)))

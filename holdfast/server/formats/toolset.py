@@ -53,7 +53,7 @@ class Toolset:
         """Whether a grammar must enforce the calls."""
         return self.mode == "required" or self.allowed is not None or any(tool.strict for tool in self.tools)
 
-    def behind(self, spent: Tool | None) -> Toolset | None:
+    def after_call(self, spent: Tool | None) -> Toolset | None:
         """Return the toolset after a required call: the model may then do anything, except call the tool `spent`."""
         tools = tuple(tool for tool in self.tools if tool != spent)
         allowed = self.allowed if self.mode == "auto" else None

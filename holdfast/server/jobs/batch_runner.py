@@ -99,7 +99,7 @@ class RunningBatch:
     def __init__(self, batch: Batch, attempts: Found | None = None) -> None:
         self.batch = batch
         self.attempts = attempts or {}
-        """Number of times that an engine or a server ended during a line, by line number."""
+        """Counts of engines and servers that ended during a line, by line number."""
         self.suspects: set[int] = set()
         """Lines that are suspected of having ended an engine. A line leaves the set when it is answered."""
         self.ending: Ending | None = batch.ending
@@ -303,7 +303,7 @@ class BatchRunner:
             self._turns.remove(running)
             await asyncio.gather(*running.in_flight.values(), return_exceptions=True)
             running.source = None
-            # In the reader's thread, after an opening that was cancelled while it was under way.
+            # In the reader's thread, which may still be opening a file for a cancelled call.
             self._reader.submit(lambda: [each.close() for each in opened])
 
     async def _finish(self, running: RunningBatch) -> None:

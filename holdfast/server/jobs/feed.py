@@ -11,7 +11,7 @@ from holdfast.server.protocol import ApiError
 
 MOST_LISTENERS = 64
 """Maximum number of listeners per tenant."""
-MOST_BEHIND = 8 << 20
+MOST_UNREAD = 8 << 20
 """Maximum number of unread bytes per listener. Beyond it, the stream ends and the listener starts anew."""
 HEARTBEAT_SECONDS = 15.0
 
@@ -64,7 +64,7 @@ class _Listener:
     def add(self, data: bytes) -> None:
         self._unread.append(data)
         self._size += len(data)
-        if self._size > MOST_BEHIND:
+        if self._size > MOST_UNREAD:
             self.close()
         self._changed.set()
 
@@ -81,7 +81,7 @@ class _Listener:
                     await self._changed.wait()
             except TimeoutError:
                 return b": still here\n\n"
-        if self._size > MOST_BEHIND or not self._unread:
+        if self._size > MOST_UNREAD or not self._unread:
             return None
         data = b"".join(self._unread)
         self._unread.clear()

@@ -534,8 +534,8 @@ def _page(
     if after is not None:
         at, last = after
         further = created < at if newest_first else created > at
-        beside = id < last if newest_first else id > last
-        wanted = wanted.where(or_(further, (created == at) & beside))
+        further_by_id = id < last if newest_first else id > last
+        wanted = wanted.where(or_(further, (created == at) & further_by_id))
     order = (created.desc(), id.desc()) if newest_first else (created, id)
     return db.execute(wanted.order_by(*order).limit(limit + 1)).all()
 

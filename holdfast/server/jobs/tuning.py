@@ -42,7 +42,7 @@ MOST_KEPT = 1000
 KEPT_SECONDS = DAYS_30
 """Seconds for which a job without adapters is kept."""
 TICK_SECONDS = 2.0
-"""Seconds between two checks for jobs that other servers changed or left behind when they ended."""
+"""Seconds between two checks for jobs that other servers changed, or did not finish before they ended."""
 SERVE_SECONDS = 60.0
 """Seconds between two checks for adapters of jobs at other servers. They are served if the directory has them."""
 CLEAN_SECONDS = 3600.0
@@ -399,8 +399,8 @@ class Tuning:
     def _open_directory(self) -> Path:
         """Return the directory of all jobs. It is created if this server accepts jobs. Raises StoreError."""
         config = self._service.config
-        beside = self.files.directory if config.store == MEMORY else data_directory()
-        directory = Path(config.tuning_state) if config.tuning_state is not None else beside / "tuning"
+        parent = self.files.directory if config.store == MEMORY else data_directory()
+        directory = Path(config.tuning_state) if config.tuning_state is not None else parent / "tuning"
         try:
             if self._tunes:
                 with OwnDirectory(directory):

@@ -52,7 +52,7 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.service import Service
 
 MOST_STEP_EVENTS = 10_000
-"""Maximum number of step events per job, about. A job with more steps has an event for every n-th step only."""
+"""Number of steps up to which each step has an event. A longer job has about this number of step events."""
 CLOSE_SECONDS = 5.0
 """Maximum number of seconds for pausing all jobs at the end."""
 COMMIT_SECONDS = 0.2
@@ -75,7 +75,7 @@ class RunningJob:
     def __init__(self, job: TuningJob, wanted: Wanted, attempt: Attempt) -> None:
         self.job = job
         self.attempt = attempt
-        """Number of times that an engine or a server ended while it had the job, since its last step."""
+        """Counts of engines and servers that ended while they had the job, since its last step."""
         self.begun = False
         """Whether the store has recorded that the job runs, so that an end counts as one during the job."""
         self.sent = False
@@ -85,7 +85,7 @@ class RunningJob:
         """Value of the job's change counter for which `wanted` holds."""
         self.paused = False
         """Whether the engine has paused the job, with its state on disk."""
-        self.told: deque[JobStep | JobStatus | JobEnded] = deque()
+        self.reported: deque[JobStep | JobStatus | JobEnded] = deque()
         """Events reported by the engine that are not stored yet."""
         self.dead = ""
         """Reason why the engine has ended; empty while it lives."""
@@ -325,7 +325,7 @@ class TuningRunner:
                         running.sent = True
                     with suppress(TuningError):  # The job has just ended.
                         await {"run": run.resume, "pause": run.pause, "cancel": run.cancel}[asked]()
-                ended = await self._store_told(running)
+                ended = await self._store_events(running)
                 if ended is not None:
                     await self._finish(running, ended)
                     return
@@ -342,7 +342,7 @@ class TuningRunner:
         """Collect the engine's events of a job."""
         try:
             async for event in run.events():
-                running.told.append(event)
+                running.reported.append(event)
                 running.changed.set()
         except EngineDead as error:
             running.dead = str(error) or "the engine has ended"
@@ -388,7 +388,7 @@ class TuningRunner:
             tokens = job.trained_tokens
             for each in info.untold:
                 tokens += each.tokens
-                if self._told_apart(each):
+                if self._has_event(each):
                     events.append(self._step_event(each, tokens))
             await self._note_progress(running)
         if info.step:
@@ -398,19 +398,19 @@ class TuningRunner:
         await self._change(running, fields, events)
         await self.serve(running.job)
 
-    async def _store_told(self, running: RunningJob) -> JobEnded | None:
+    async def _store_events(self, running: RunningJob) -> JobEnded | None:
         """Store the engine's events in one transaction. Returns the event that ends the job, if it is among them."""
-        job, told = running.job, list(running.told)
-        if not told:
+        job, reported = running.job, list(running.reported)
+        if not reported:
             return None
         step, tokens, loss, status = job.step, job.trained_tokens, job.loss, job.status
         checkpoints, events = list(job.checkpoints), []
         ended: JobEnded | None = None
-        for each in told:
+        for each in reported:
             match each:
                 case JobStep() if each.step > step:
                     step, tokens, loss = each.step, tokens + each.tokens, each.loss
-                    if self._told_apart(each):
+                    if self._has_event(each):
                         events.append(self._step_event(each, tokens))
                     if each.checkpoint:
                         checkpoints.append(self._new_checkpoint(each.step, each.loss, each.validation))
@@ -436,8 +436,8 @@ class TuningRunner:
             began, before = running.since
             fields["finishes"] = self._now() + (time.monotonic() - began) / (step - before) * (job.steps - step)
         await self._change(running, fields, events)
-        for _ in told:
-            running.told.popleft()
+        for _ in reported:
+            running.reported.popleft()
         if step > job.step:
             await self._note_progress(running)
         if running.paused and not self._closed:
@@ -449,7 +449,7 @@ class TuningRunner:
             await self.serve(running.job)
         return ended
 
-    def _told_apart(self, step: JobStep) -> bool:
+    def _has_event(self, step: JobStep) -> bool:
         """Whether a step has an event of its own."""
         every = -(-step.steps // MOST_STEP_EVENTS)
         return step.step % every == 0 or step.validation is not None or step.step == step.steps
@@ -514,13 +514,13 @@ class TuningRunner:
     async def _fail(self, running: RunningJob, faults: Sequence[tuple[str, LineFault]]) -> None:
         """End a job because its files or its training failed."""
         param, first = faults[0]
-        told = [in_words(param, fault) for param, fault in faults]
-        more = f"; and {len(told) - 1} more, in the job's events" if len(told) > 1 else ""
+        words = [in_words(param, fault) for param, fault in faults]
+        more = f"; and {len(words) - 1} more, in the job's events" if len(words) > 1 else ""
         code = f"invalid_{param}" if param else first.code
-        error = LineFault(code=code, message=f"{told[0]}{more}", line=first.line, param=param or None)
+        error = LineFault(code=code, message=f"{words[0]}{more}", line=first.line, param=param or None)
         now = self._now()
         fields = {"status": "failed", "finished": now, "error": error, "faults": [fault for _, fault in faults]}
-        await self._change(running, fields, [self._event(each, "error") for each in told])
+        await self._change(running, fields, [self._event(each, "error") for each in words])
         await self._tidy(running.job)
 
     async def _cancel(self, running: RunningJob) -> None:

@@ -28,7 +28,7 @@ TOOL_FIELDS = (
     "type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming", "input_examples",
     "defer_loading", "allowed_callers",
 )  # fmt: skip
-"""Fields of a tool that the client runs. Those after `strict` do not affect answers."""
+"""Fields of a tool that the client runs. Fields after `strict` do not affect answers."""
 BLOCK_FIELDS = {
     "text": ("text", "citations"),
     "tool_use": ("id", "name", "input", "caller"),

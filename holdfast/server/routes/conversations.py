@@ -119,9 +119,9 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
         response = wanted.after or wanted.before
         if response is None or (wanted.after is not None and wanted.before is not None):
             raise ApiError("give either after or before", param="after", code="invalid_value")
-        behind = wanted.after is not None
+        after = wanted.after is not None
         with responses.lock(tenant, conversation_id):
-            await store.run(lambda store: store.tree.move(tenant, conversation_id, response, behind=behind))
+            await store.run(lambda store: store.tree.move(tenant, conversation_id, response, after=after))
         return JSON(await store.read(lambda store: store.conversations.get(tenant, conversation_id)))
 
 

@@ -17,12 +17,12 @@ class Held(NamedTuple):
 
     expected: int
     """Number of blocks that the replica has, or will have after its current requests."""
-    there: int
+    computed: int
     """Number of blocks that are computed, so that other replicas may copy them."""
 
 
 @dataclass(slots=True)
-class Shelf:
+class ReplicaDigests:
     """Remembered digests of one replica."""
 
     bit: int
@@ -40,7 +40,7 @@ class Shelf:
 class PrefixMap:
     """Map from a prefix to the replicas that have it, by the digest of the prefix's last block.
 
-    A digest identifies all tokens up to the end of its block. Of each chain, one block in STRIDE and the last block are
+    A digest identifies all tokens up to the end of its block. One block in STRIDE and the last block of each chain are
     remembered. A remembered block stands for those before it, back to the last multiple of STRIDE. A replica of known
     size has the blocks that it used last, up to that size. As in an engine, the first blocks of a chain are dropped
     before its last ones.
@@ -48,7 +48,7 @@ class PrefixMap:
 
     def __init__(self, most: int, stride: int = STRIDE) -> None:
         """Remembers at most `most` digests. The least recently used are removed first."""
-        self.given_up = 0
+        self.dropped = 0
         """Recent number of blocks that replicas dropped for lack of room. Both counts are halved as state is
         replaced."""
         self.missed = 0
@@ -56,58 +56,59 @@ class PrefixMap:
         self._most, self._stride = most, stride
         self._masks: OrderedDict[bytes, int] = OrderedDict()
         """Bits of the replicas that have a digest, by digest. 0: all have dropped it."""
-        self._shelves: dict[str, Shelf] = {}
+        self._replicas: dict[str, ReplicaDigests] = {}
 
     def __len__(self) -> int:
         return len(self._masks)
 
     def resize(self, replica: str, blocks: int | None) -> None:
         """Set the number of blocks for which a replica has room. None: unknown or unlimited."""
-        self._shelf(replica).size = blocks
+        self._digests_of(replica).size = blocks
 
     def room(self, replica: str) -> float:
         """Return the number of blocks that a replica can add without dropping others; infinite if unknown."""
-        shelf = self._shelf(replica)
-        return inf if shelf.size is None else max(0, shelf.size - shelf.used)
+        digests = self._digests_of(replica)
+        return inf if digests.size is None else max(0, digests.size - digests.used)
 
-    def add(self, chain: Sequence[bytes], replica: str, *, there: bool) -> None:
+    def add(self, chain: Sequence[bytes], replica: str, *, computed: bool) -> None:
         """Record that a replica has the blocks of this chain, or is about to compute them."""
-        masks, stride, shelf = self._masks, self._stride, self._shelf(replica)
-        shelf.uses += 1
-        bits = shelf.bit | shelf.bit << 1 if there else shelf.bit
+        masks, stride, digests = self._masks, self._stride, self._digests_of(replica)
+        digests.uses += 1
+        bits = digests.bit | digests.bit << 1 if computed else digests.bit
         last = len(chain) - 1
         for index in (*range(stride - 1, last, stride), last) if last >= 0 else ():
-            digest, held = chain[index], shelf.blocks
+            digest, held = chain[index], digests.blocks
             if digest in held:
                 held.move_to_end(digest)
-                held[digest][1] = shelf.uses
+                held[digest][1] = digests.uses
             else:
                 start = index - index % stride
                 blocks = index + 1 - start - sum(held[each][0] for each in chain[start:index] if each in held)
-                held[digest] = [blocks, shelf.uses]
-                shelf.used += blocks
+                held[digest] = [blocks, digests.uses]
+                digests.used += blocks
                 self.missed += blocks if masks.get(digest) == 0 else 0
             masks[digest] = masks.get(digest, 0) | bits
             masks.move_to_end(digest)
-        while shelf.size is not None and shelf.used > shelf.size:
-            digest, (blocks, _) = shelf.blocks.popitem(last=False)
-            shelf.used -= blocks
-            self.given_up += blocks
-            masks[digest] &= ~(3 * shelf.bit)
-        if self.given_up > sum(each.size or 0 for each in self._shelves.values()):
-            self.given_up, self.missed = self.given_up // 2, self.missed // 2
+        while digests.size is not None and digests.used > digests.size:
+            digest, (blocks, _) = digests.blocks.popitem(last=False)
+            digests.used -= blocks
+            self.dropped += blocks
+            masks[digest] &= ~(3 * digests.bit)  # Both bits of the replica: expected and computed.
+        # Halving makes the counts follow recent use.
+        if self.dropped > sum(each.size or 0 for each in self._replicas.values()):
+            self.dropped, self.missed = self.dropped // 2, self.missed // 2
         while len(masks) > self._most:
             digest, mask = masks.popitem(last=False)
-            for each in self._shelves.values():
+            for each in self._replicas.values():
                 if mask & each.bit:
                     each.used -= each.blocks.pop(digest)[0]
 
-    def give_way(self, chain: Sequence[bytes], replica: str) -> None:
+    def drop_first(self, chain: Sequence[bytes], replica: str) -> None:
         """Make a replica drop this chain first, because another one gets it.
 
         Only blocks that the replica has not used for another chain since are affected.
         """
-        held, latest = self._shelf(replica).blocks, 0
+        held, latest = self._digests_of(replica).blocks, 0
         for digest in reversed(chain):
             if digest in held:
                 latest = latest or held[digest][1]
@@ -125,34 +126,35 @@ class PrefixMap:
                     counts[new] += index + 1 - start
                     seen |= new
         found = {}
-        for replica, shelf in self._shelves.items():
-            expected = sum(blocks for mask, blocks in counts.items() if mask & shelf.bit)
+        for replica, digests in self._replicas.items():
+            expected = sum(blocks for mask, blocks in counts.items() if mask & digests.bit)
             if expected:
-                there = sum(blocks for mask, blocks in counts.items() if mask & shelf.bit << 1)
-                found[replica] = Held(expected, there)
+                computed = sum(blocks for mask, blocks in counts.items() if mask & digests.bit << 1)
+                found[replica] = Held(expected, computed)
         return found
 
     def forget(self, replica: str) -> None:
         """Remove all blocks of a replica."""
-        shelf = self._shelves.pop(replica, None)
-        if shelf is None:
+        digests = self._replicas.pop(replica, None)
+        if digests is None:
             return
-        for digest in shelf.blocks:
-            self._masks[digest] &= ~(3 * shelf.bit)
+        for digest in digests.blocks:
+            self._masks[digest] &= ~(3 * digests.bit)
             if not self._masks[digest]:
                 del self._masks[digest]
 
-    def _shelf(self, replica: str) -> Shelf:
-        shelf = self._shelves.get(replica)
-        if shelf is None:
-            taken = {each.bit for each in self._shelves.values()}
+    def _digests_of(self, replica: str) -> ReplicaDigests:
+        digests = self._replicas.get(replica)
+        if digests is None:
+            taken = {each.bit for each in self._replicas.values()}
+            # Each replica has two adjacent bits, so only even places are used.
             bit = next(1 << place for place in range(0, 2 * len(taken) + 1, 2) if 1 << place not in taken)
-            shelf = self._shelves[replica] = Shelf(bit)
-        return shelf
+            digests = self._replicas[replica] = ReplicaDigests(bit)
+        return digests
 
 
 @dataclass(slots=True)
-class Underway:
+class PricedRequest:
     """A request of a replica, priced in ms of its device."""
 
     replica: str
@@ -172,9 +174,9 @@ class Underway:
 class Backlog:
     """The requests of one replica, as their router prices them."""
 
-    waiting: OrderedDict[str, Underway] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[str, PricedRequest] = field(default_factory=OrderedDict)
     """Requests without a first token, by id, in the order in which they were sent."""
-    running: dict[str, Underway] = field(default_factory=dict)
+    running: dict[str, PricedRequest] = field(default_factory=dict)
     work: float = 0.0
     """Work of the waiting requests, in ms."""
     decode: float = 0.0
@@ -200,7 +202,7 @@ class Requests:
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Underway] = {}
+        self._by_id: dict[str, PricedRequest] = {}
         self._backlogs: dict[str, Backlog] = {}
 
     def __len__(self) -> int:
@@ -210,7 +212,7 @@ class Requests:
         """Return the backlog of a replica; empty for an unknown one."""
         return self._backlogs.get(replica) or Backlog()
 
-    def get(self, request: str) -> Underway | None:
+    def get(self, request: str) -> PricedRequest | None:
         return self._by_id.get(request)
 
     def count(self, replica: str) -> int:
@@ -218,7 +220,7 @@ class Requests:
         backlog = self._backlogs.get(replica)
         return len(backlog.waiting) + len(backlog.running) if backlog else 0
 
-    def sent(self, request: str, underway: Underway, now: float) -> None:
+    def sent(self, request: str, underway: PricedRequest, now: float) -> None:
         """Add a request. Raises ValueError if its id is in progress already."""
         if request in self._by_id:
             raise ValueError(f"request {request} is under way already; give each request an id of its own")
@@ -229,7 +231,7 @@ class Requests:
         backlog.work += underway.work
         backlog.decode += underway.decode
 
-    def started(self, request: str, now: float) -> Underway | None:
+    def started(self, request: str, now: float) -> PricedRequest | None:
         """Record that a request's prompt is computed. Returns None if that is known, or if the request is unknown."""
         underway = self._by_id.get(request)
         if underway is None or underway.started:
@@ -241,7 +243,7 @@ class Requests:
         backlog.per_token += underway.per_token
         return underway
 
-    def ended(self, request: str, now: float) -> Underway | None:
+    def ended(self, request: str, now: float) -> PricedRequest | None:
         """Remove a request. Returns None if it is unknown."""
         underway = self._by_id.pop(request, None)
         if underway is not None:
@@ -254,7 +256,7 @@ class Requests:
             backlog.decode = backlog.decode - underway.decode if backlog.waiting or backlog.running else 0.0
         return underway
 
-    def forget(self, replica: str) -> Iterable[Underway]:
+    def forget(self, replica: str) -> Iterable[PricedRequest]:
         """Remove a replica, and return its requests."""
         backlog = self._backlogs.pop(replica, None)
         if backlog is None:
@@ -265,7 +267,7 @@ class Requests:
         return gone.values()
 
     @staticmethod
-    def _leave_queue(request: str, underway: Underway, backlog: Backlog, now: float) -> None:
+    def _leave_queue(request: str, underway: PricedRequest, backlog: Backlog, now: float) -> None:
         del backlog.waiting[request]
         backlog.work = backlog.work - underway.work if backlog.waiting else 0.0
         backlog.since = now

@@ -1,1 +1,1 @@
-"""Many engines behind one address: routing (pure), replicas and what starts them."""
+"""Several engines with one address: routing (pure), replicas and what starts them."""

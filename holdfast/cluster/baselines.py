@@ -1,4 +1,4 @@
-"""Policies of routing to compare with: none prices, and none moves state."""
+"""Routing policies for comparison. None of them prices replicas or moves state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.cluster.turns import Choice, FoundAt, Move, ReplicaState, ReplicaV
 
 
 def ready(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
-    """Those that take turns. Raises ValueError if there are none."""
+    """Return the replicas that take turns. Raises ValueError if there are none."""
     able = [replica for replica in replicas if replica.state is ReplicaState.READY]
     if not able:
         raise ValueError(f"none of {len(replicas)} replicas is ready; try again when one is")
@@ -19,67 +19,67 @@ def ready(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
 
 
 def digest_number(text: str) -> int:
-    """A number of 64 bits that depends on every character."""
+    """Return a 64-bit number that depends on every character."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 class CountingRouter(ABC):
-    """Knows how many requests each replica has under way."""
+    """Base of routers that know how many requests each replica has in progress."""
 
     name: RouterName
 
     def __init__(self) -> None:
         self._at: dict[str, str] = {}
-        """By request, its replica."""
+        """Replica of each request, by request id."""
         self._count: dict[str, int] = {}
 
     def unknown(self, turn: Turn) -> int:
-        """As `Router.unknown`."""
+        """See `Router.unknown`."""
         return 0
 
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
-        """As `Router.choose`."""
+        """See `Router.choose`."""
         return Choice(self.pick(turn, ready(replicas)))
 
     @abstractmethod
     def pick(self, turn: Turn, replicas: Sequence[ReplicaView]) -> str:
-        """The name of one of these replicas, all of which are ready."""
+        """Return the name of one of these replicas, all of which are ready."""
 
     def least(self, replicas: Sequence[ReplicaView]) -> str:
-        """The replica with the fewest requests; the first of several."""
+        """Return the replica with the fewest requests; the first of several."""
         return min(replicas, key=lambda replica: self._count.get(replica.name, 0)).name
 
     def sent(self, request: str, turn: Turn, choice: Choice, now: float) -> None:
-        """As `Router.sent`."""
+        """See `Router.sent`."""
         if request in self._at:
             raise ValueError(f"request {request} is under way already; give each request an id of its own")
         self._at[request] = choice.replica
         self._count[choice.replica] = self._count.get(choice.replica, 0) + 1
 
     def started(self, request: str, now: float) -> None:  # noqa: B027, it counts requests, not steps
-        """As `Router.started`."""
+        """See `Router.started`."""
 
     def ended(self, request: str, now: float, chain: Sequence[bytes] = ()) -> None:
-        """As `Router.ended`."""
+        """See `Router.ended`."""
         replica = self._at.pop(request, None)
         if replica is not None:
             self._count[replica] -= 1
 
     def moved(self, move: Move, tokens: int, now: float) -> None:  # noqa: B027, it moves none
-        """As `Router.moved`."""
+        """See `Router.moved`."""
 
     def lost(self, replica: str) -> None:
-        """As `Router.lost`."""
+        """See `Router.lost`."""
         self._count.pop(replica, None)
         self._at = {request: at for request, at in self._at.items() if at != replica}
 
     def rebalance(self, now: float, replicas: Sequence[ReplicaView]) -> list[Move]:
-        """No moves."""
+        """Return no moves."""
         return []
 
 
 class RoundRobin(CountingRouter):
-    """Each replica in turn."""
+    """Sends turns to each replica in turn."""
 
     name: RouterName = "round-robin"
 
@@ -93,7 +93,7 @@ class RoundRobin(CountingRouter):
 
 
 class LeastLoaded(CountingRouter):
-    """The replica with the fewest requests under way."""
+    """Sends each turn to the replica with the fewest requests in progress."""
 
     name: RouterName = "least-loaded"
 
@@ -102,7 +102,10 @@ class LeastLoaded(CountingRouter):
 
 
 class PowerOfTwo(CountingRouter):
-    """Of two replicas drawn at random, the one with fewer requests (Mitzenmacher 2001). One seed, one run."""
+    """Draws two replicas and sends the turn to the one with fewer requests (Mitzenmacher 2001).
+
+    Equal seeds give equal choices.
+    """
 
     name: RouterName = "power-of-two"
 
@@ -120,9 +123,10 @@ class PowerOfTwo(CountingRouter):
 
 
 class SessionHash(CountingRouter):
-    """A conversation always goes to one replica, by rendezvous hashing: others stay where they are if one is lost.
+    """Sends a conversation always to the same replica, by rendezvous hashing.
 
-    A turn without a key goes by its first block.
+    If a replica is lost, the conversations of the others stay where they are. A turn without a key is hashed by its
+    first block.
     """
 
     name: RouterName = "session-hash"
@@ -135,20 +139,20 @@ class SessionHash(CountingRouter):
 class PrefixTree(CountingRouter):
     """SGLang's cache-aware policy with its defaults (sgl-model-gateway, `policies/cache_aware.rs`).
 
-    While requests are balanced, a turn of whose prompt more than `match` was sent to some replica goes to the one that
-    got its longest known prefix last; another turn goes to the replica with the fewest requests. They are unbalanced
-    while the most exceed the fewest by more than `absolute` and by more than the factor `relative`; then each turn goes
-    to the fewest. The tree is of blocks here, and of characters or tokens there.
+    Replicas are unbalanced while the most requests exceed the fewest by more than `absolute` and by more than the
+    factor `relative`. Then each turn goes to the replica with the fewest requests. Otherwise, a turn goes to the last
+    replica that got its longest known prefix, if this prefix is more than the share `match` of its prompt, and else to
+    the replica with the fewest requests. The tree consists of blocks here, and of characters or tokens in SGLang.
     """
 
     name: RouterName = "prefix-tree"
 
     def __init__(self, most: int = 1 << 20, *, match: float = 0.3, absolute: int = 64, relative: float = 1.5) -> None:
-        """The tree has at most `most` blocks; the least recently used go first."""
+        """The tree has at most `most` blocks. The least recently used are removed first."""
         super().__init__()
         self._most, self._match, self._absolute, self._relative = most, match, absolute, relative
         self._last: OrderedDict[bytes, str] = OrderedDict()
-        """By block, the replica that got it last."""
+        """Replica that last got a block, by the block's digest."""
 
     def pick(self, turn: Turn, replicas: Sequence[ReplicaView]) -> str:
         counts = [self._count.get(replica.name, 0) for replica in replicas]
@@ -162,7 +166,7 @@ class PrefixTree(CountingRouter):
         return chosen
 
     def _matching(self, turn: Turn, replicas: Sequence[ReplicaView]) -> str | None:
-        """The replica with the longest known prefix, if that is long enough and the replica is ready."""
+        """Return the replica with the longest known prefix, if that is long enough and the replica is ready."""
         known, last = 0, None
         for digest in turn.chain:
             replica = self._last.get(digest)
@@ -174,7 +178,7 @@ class PrefixTree(CountingRouter):
         return last if any(replica.name == last for replica in replicas) else None
 
     def lost(self, replica: str) -> None:
-        """As `Router.lost`."""
+        """See `Router.lost`."""
         super().lost(replica)
         for digest in [digest for digest, at in self._last.items() if at == replica]:
             del self._last[digest]

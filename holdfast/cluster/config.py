@@ -1,4 +1,4 @@
-"""ClusterConfig: how many replicas of the engine there are, and how requests reach them; flags are made from it."""
+"""ClusterConfig: the number of replicas of the engine, and how requests reach them. Flags are generated from it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Replicas behind one address. Raises ValueError, naming the value and the limit, for an invalid option."""
+    """Options of the replicas of one server. Raises ValueError with the value and the limit if one is invalid."""
 
     replicas: int = option(
-        1, "engines that serve the model side by side, each on a GPU (or tp times pp GPUs) of its own where there are"
+        1, "engines that serve the model in parallel, each on its own GPU (or tp times pp GPUs) if the machine has any"
     )
     max_replicas: int | None = option(
-        None, "add replicas while requests queue, up to this many, and take them away again; default: as replicas says"
+        None,
+        "add replicas while requests queue, up to this number, and remove them again; default: the value of replicas",
     )
     ray: str | None = option(
         None,
@@ -28,7 +29,7 @@ class ClusterConfig:
         "runs on this host, else on a new one of this host alone",
         bare=AUTO,
     )
-    ray_cpus: float = option(1.0, "with ray: CPUs of a node that each replica takes; its GPUs come by tp times pp")
+    ray_cpus: float = option(1.0, "with ray: CPUs of a node for each replica; it also gets tp times pp GPUs")
     routing: RouterName = option(  # noqa: RUF009  a string
         "priced",
         "which replica a request goes to; priced: where its first token comes soonest, by the wait and the state there",
@@ -37,10 +38,10 @@ class ClusterConfig:
         1000.0, "with max_replicas: queueing time after which a replica is added, if it lasts for 3 seconds", unit="ms"
     )
     scale_down_seconds: float = option(
-        120.0, "with max_replicas: after so long without queueing, a replica that the rest can do without is drained"
+        120.0, "with max_replicas: time without queueing after which a replica that the others can replace is drained"
     )
     replica_drain_seconds: float = option(
-        30.0, "time that requests of a replica which is taken away have to finish there before they go on at another"
+        30.0, "time that requests of a drained replica have to finish there before they continue on another one"
     )
 
     def __post_init__(self) -> None:
@@ -64,16 +65,16 @@ class ClusterConfig:
 
     @property
     def most(self) -> int:
-        """Most replicas at a time."""
+        """Maximum number of replicas at a time."""
         return self.max_replicas or self.replicas
 
     @property
     def many(self) -> bool:
-        """Whether requests are routed, as there may be several engines."""
+        """Whether requests are routed, because there may be several engines."""
         return self.most > 1 or self.ray is not None
 
     def check(self, engine: EngineConfig) -> None:
-        """Raises ValueError for what one engine can do, and several cannot."""
+        """Raises ValueError for an option that works with one engine but not with several."""
         if self.many and engine.tuning:
             raise ValueError(
                 f"replicas is {self.most}, and tuning is on: a tuning job needs an engine of its own; run "

@@ -1,4 +1,4 @@
-"""Fleet: the replicas of an engine, kept alive: started, watched, started again, given adapters, taken away."""
+"""Fleet: starts the replicas of an engine, monitors and restarts them, loads their adapters, and removes them."""
 
 from __future__ import annotations
 
@@ -20,68 +20,68 @@ from holdfast.engine.client.connection import EngineDead, EngineStartError
 from holdfast.lm.types import SchedulerStats
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds before an engine is started again, by how many of its starts failed or did not last. Then the last one."""
+"""Seconds before an engine is started again, by its number of failed or short runs. The last value repeats."""
 LASTING_SECONDS = 60.0
-"""An engine that has served for so long did not fail to start."""
+"""Seconds of serving after which a start counts as successful."""
 MOST_FAILURES = 5
-"""While no replica serves: failed starts of one in a row after which the fleet ends."""
+"""Failed starts of one replica in a row after which the fleet ends, if no replica serves."""
 WATCH_SECONDS = 1.0
-"""Between two looks at all replicas."""
+"""Seconds between two checks of all replicas."""
 HANG_SECONDS = 10.0
-"""An engine that does not answer for so long gets no new requests."""
+"""Seconds without an answer after which an engine gets no new requests."""
 KILL_SECONDS = 60.0
-"""An engine that does not answer for so long is killed, and its requests go on elsewhere."""
+"""Seconds without an answer after which an engine is killed. Its requests continue on other replicas."""
 MOVE_SECONDS = 20.0
-"""How long the conversations of a replica that is taken away are moved to the others."""
+"""Maximum seconds for moving the conversations of a removed replica to the others."""
 GAUGES = frozenset({
     "waiting", "running", "blocks_total", "blocks_used", "blocks_cached", "host_blocks_total", "host_blocks_ready",
     "host_blocks_cached", "rows_prefilled", "blocks_training", "rows_wide", "adapters_known", "adapters_resident",
     "disk_blocks_total", "disk_blocks_cached", "remote_down", "chunk_rate",
 })  # fmt: skip
-"""Fields of SchedulerStats that say how things stand. The others count from an engine's start."""
+"""Fields of SchedulerStats that describe the current state. All other fields count from an engine's start."""
 WIDEST = frozenset({"rows_wide", "adapters_known"})
-"""Gauges of which the largest counts, and not the sum."""
+"""Gauges that are combined by the maximum and not by the sum."""
 
 log = logging.getLogger("holdfast.cluster")
 
 
 class NoReplica(EngineDead):
-    """No replica serves now. The message says so, for the client."""
+    """No replica serves now. The message is for the client."""
 
 
 class Fleet:
-    """All replicas. For one event loop."""
+    """All replicas. To be used on one event loop."""
 
     def __init__(self, config: ClusterConfig, spawner: Spawner, on_progress: Callable[[str], None]) -> None:
         """`on_progress` gets the stages of the first start."""
         self.members: list[Replica] = []
         """All replicas, by number."""
         self.adapters: dict[str, AdapterInfo] = {}
-        """The adapters that requests may name, by name. Every replica has them."""
+        """Adapters that requests may name, by name. Every replica has them."""
         self.changed = asyncio.Event()
-        """Set when a replica has become ready, or there will be none."""
+        """Set when a replica becomes ready, or when none ever will."""
         self.dead = asyncio.Event()
-        """Set when no replica will serve any more."""
+        """Set when no replica will serve any longer."""
         self.reason = ""
-        """Why, in one line."""
+        """Reason in one line why no replica will serve; empty before."""
         self.on_ready: Callable[[EngineClient], None] = lambda engine: None
         """Called with each new engine before it serves."""
         self.on_lost: Callable[[Replica], None] = lambda replica: None
-        """Called when a replica's state is lost: its engine has ended."""
+        """Called when a replica's engine has ended and its state is lost."""
         self.before_end: Callable[[Replica], Awaitable[None]]
-        """Awaited before the engine of a replica that has finished its requests is ended, for a limited time."""
+        """Awaited, for a limited time, before the engine of a drained replica is ended."""
         self._config, self._spawner, self._on_progress = config, spawner, on_progress
         self._paths: dict[str, str] = {}
-        """The directories of adapters that were loaded later, by name."""
+        """Directories of adapters that were loaded later, by name."""
         self._changing = asyncio.Lock()
-        """Held while adapters change, or a new engine gets them."""
+        """Held while adapters change, or while a new engine loads them."""
         self._past: dict[str, float] = {}
-        """Sums of the counters of engines that have ended."""
+        """Sums of the counters of ended engines, by field."""
         self._asking: dict[Replica, asyncio.Task[SchedulerStats | None]] = {}
         self._closing = False
 
     async def start(self) -> list[EngineClient]:
-        """Start the first engines side by side; returns when all are ready. Raises EngineStartError if one cannot."""
+        """Start the first engines in parallel, and return when all are ready. Raises EngineStartError."""
         numbers = range(self._config.replicas)
         starts = [asyncio.create_task(self._spawner.start(number, self._progress(number))) for number in numbers]
         try:
@@ -97,31 +97,31 @@ class Fleet:
             raise
 
     def begin(self, engines: Sequence[EngineClient]) -> None:
-        """Let the first engines serve, and keep them alive from now on."""
+        """Let the first engines serve, and monitor them from now on."""
         self.adapters.update(engines[0].adapters)
         for number, engine in enumerate(engines):
             replica = Replica(number, self._spawner.place(number))
             self.members.append(replica)
             self._adopt(replica, engine)
-            replica.task = asyncio.create_task(self._live(replica))
+            replica.task = asyncio.create_task(self._run(replica))
 
     @property
     def serving(self) -> list[Replica]:
-        """Those that may get requests."""
+        """Replicas that may get requests."""
         return [replica for replica in self.members if replica.serves]
 
     @property
     def answering(self) -> list[Replica]:
-        """Those whose engine lives and was ready."""
+        """Replicas whose engine lives and was ready."""
         return [replica for replica in self.members if replica.answers]
 
     @property
     def engines(self) -> dict[str, EngineClient]:
-        """The engines that live and were ready, by the name of their replica."""
+        """Engines that live and were ready, by the name of their replica."""
         return {each.name: each.engine for each in self.members if each.engine is not None and each.answers}
 
     def add(self) -> Replica:
-        """Start one more replica. Returns at once. Raises ValueError if there are as many as there may be."""
+        """Start one more replica, and return at once. Raises ValueError at the maximum number of replicas."""
         most = self._config.most if self._spawner.most is None else min(self._config.most, self._spawner.most)
         if len(self.members) >= most:
             raise ValueError(f"there are {len(self.members)} replicas, and max_replicas is {most}")
@@ -130,13 +130,13 @@ class Fleet:
         replica = Replica(number, self._spawner.place(number))
         self.members.append(replica)
         self.members.sort(key=lambda each: each.number)
-        replica.task = asyncio.create_task(self._live(replica))
+        replica.task = asyncio.create_task(self._run(replica))
         return replica
 
     def drain(self, name: str) -> None:
-        """Take a replica away: it finishes its requests, for as long as it may, and the others go on elsewhere.
+        """Remove a replica. Its requests may finish within the time limit; others continue on other replicas.
 
-        Returns at once. Raises KeyError for an unknown name, ValueError for the last one that serves.
+        Returns at once. Raises KeyError for an unknown name, and ValueError for the last replica that serves.
         """
         replica = next((each for each in self.members if each.name == name), None)
         if replica is None:
@@ -144,11 +144,11 @@ class Fleet:
         if replica.serves and len(self.serving) == 1:
             raise ValueError(f"replica {name} is the only one that serves; add another one first")
         if replica.state in (State.READY, State.HANGING):
-            replica.state, replica.reason = State.DRAINING, "it is taken away"
+            replica.state, replica.reason = State.DRAINING, "it is being removed"
         replica.draining.set()
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        """As `EngineClient.load_adapter`, at every replica: at all or none."""
+        """Load an adapter at every replica, or at none if one fails. See `EngineClient.load_adapter`."""
         async with self._changing:
             before, old = self.adapters.get(name), self._paths.get(name)
             engines = [*self.engines.values()]
@@ -178,9 +178,9 @@ class Fleet:
     async def _load_at_all(
         engines: Sequence[EngineClient], name: str, path: str, replace: bool
     ) -> list[AdapterInfo | BaseException]:
-        """Load an adapter at one engine, and then at the others. Returns what each of those that were asked gave.
+        """Load an adapter at one engine, and then at the others. Returns the result of each engine that was asked.
 
-        One that ends the first engine is given to no other.
+        An adapter that ends the first engine is given to no other one.
         """
         first = await asyncio.gather(engines[0].load_adapter(name, path, replace=replace), return_exceptions=True)
         if isinstance(first[0], EngineDead):
@@ -191,7 +191,7 @@ class Fleet:
         return [*first, *await asyncio.gather(*loads, return_exceptions=True)]
 
     async def unload_adapter(self, name: str) -> None:
-        """As `EngineClient.unload_adapter`, at every replica."""
+        """Unload an adapter at every replica. See `EngineClient.unload_adapter`."""
         async with self._changing:
             if name not in self.adapters:
                 raise AdapterError(f"there is no adapter {name}", missing=True)
@@ -204,7 +204,10 @@ class Fleet:
                     raise error
 
     async def health(self, timeout: float) -> SchedulerStats:
-        """Queues and memory of all replicas that answer in time, summed. Raises NoReplica, and TimeoutError if none."""
+        """Return the summed stats of all replicas that answer in time.
+
+        Raises NoReplica if there is none, and TimeoutError if none answers.
+        """
         asked = self.answering
         if not asked:
             raise NoReplica("no replica serves now; try again in a moment")
@@ -218,18 +221,18 @@ class Fleet:
                 sums[field.name] = max(known, value) if field.name in WIDEST else known + value
         return SchedulerStats(**sums)  # type: ignore[arg-type]
 
-    def look(self, now: float) -> None:
-        """Ask each replica how it is, and judge those that did not answer the last time. Does not wait."""
+    def check_replicas(self, now: float) -> None:
+        """Ask each replica for its health, and handle those that still owe the last answer. Does not wait."""
         for replica in self.members:
             if replica in self._asking:
-                self._judge(replica, now)
+                self._check_silence(replica, now)
             elif replica.answers:
                 replica.asked_at = now
                 task = self._asking[replica] = asyncio.create_task(self._ask(replica, 2 * KILL_SECONDS))
                 task.add_done_callback(partial(self._answered, replica))
 
     def forget(self, replica: Replica, engine: EngineClient) -> None:
-        """Note that a replica's engine has ended, if it has. Again and again does no harm."""
+        """Record that a replica's engine has ended, if it has. May be called repeatedly."""
         if replica.engine is engine and engine.dead.is_set() and replica.state is not State.DOWN:
             replica.state, replica.reason = State.DOWN, engine.reason
             replica.running.clear()
@@ -252,14 +255,14 @@ class Fleet:
         await self._spawner.close()
 
     def end(self, reason: str) -> None:
-        """Nothing serves any more. Only the first call counts."""
+        """Mark the fleet as dead. Only the first call counts."""
         if not self.dead.is_set():
             self.reason = reason
             self.dead.set()
             self.changed.set()
 
     def check_alive(self) -> None:
-        """Raises EngineDead once nothing serves any more."""
+        """Raises EngineDead once the fleet is dead."""
         if self.dead.is_set():
             raise EngineDead(self.reason)
 
@@ -274,8 +277,8 @@ class Fleet:
         replica.ready_at, replica.stats, replica.asked_at = time.monotonic(), None, None
         self.changed.set()
 
-    async def _live(self, replica: Replica) -> None:
-        """A replica's life: serve, start again after each end, until it is to leave."""
+    async def _run(self, replica: Replica) -> None:
+        """Run a replica: serve, restart after each end, until it is drained."""
         draining = asyncio.create_task(replica.draining.wait())
         try:
             while not replica.draining.is_set():
@@ -285,14 +288,14 @@ class Fleet:
                     continue
                 await self._wait_first(replica.engine.dead.wait(), draining)
                 if replica.engine.dead.is_set():
-                    await self._bury(replica, replica.engine)
-            await self._take_away(replica)
+                    await self._clean_up(replica, replica.engine)
+            await self._drain_and_end(replica)
         finally:
             draining.cancel()
 
     @staticmethod
     async def _wait_first(work: object, draining: asyncio.Task[bool]) -> None:
-        """Wait for the end of some work, which is cancelled if the replica is to leave first. Raises what it raises."""
+        """Wait for `work`, which is cancelled if the replica is drained first. Raises the exceptions of `work`."""
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         try:
             await asyncio.wait({task, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -305,7 +308,7 @@ class Fleet:
             task.result()
 
     async def _start_one(self, replica: Replica) -> None:
-        """Start a replica's engine, after a pause if it failed before. It has the adapters when it serves."""
+        """Start a replica's engine, after a pause if it failed before. It has all adapters before it serves."""
         pause = PAUSES[min(replica.failures, len(PAUSES) - 1)] if replica.failures else 0.0
         if pause:
             await asyncio.sleep(pause)
@@ -332,14 +335,14 @@ class Fleet:
         log.warning("replica %s (%s) is ready", replica.name, replica.place)
 
     async def _sync_adapters(self, engine: EngineClient) -> None:
-        """Give a new engine the adapters that requests may name, and no others."""
+        """Load the adapters that requests may name at a new engine, and unload others."""
         for name in [name for name in engine.adapters if name not in self.adapters]:
             await engine.unload_adapter(name)
         for name, path in self._paths.items():
             if engine.adapters.get(name) != self.adapters[name]:
                 await engine.load_adapter(name, path, replace=name in engine.adapters)
 
-    async def _bury(self, replica: Replica, engine: EngineClient) -> None:
+    async def _clean_up(self, replica: Replica, engine: EngineClient) -> None:
         """Clean up after an engine that has ended."""
         log.error("replica %s (%s) has ended and is started again: %s", replica.name, replica.place, engine.reason)
         self.forget(replica, engine)
@@ -351,15 +354,15 @@ class Fleet:
         await self._spawner.stop(replica.number, engine)
 
     def _keep_counters(self, replica: Replica) -> None:
-        """Add what an engine counted to that of all engines before."""
+        """Add an engine's counters to those of all ended engines."""
         if replica.stats is not None:
             for field in fields(SchedulerStats):
                 if field.name not in GAUGES:
                     self._past[field.name] = self._past.get(field.name, 0) + getattr(replica.stats, field.name)
             replica.stats = None
 
-    async def _take_away(self, replica: Replica) -> None:
-        """Drain a replica and end it. Requests that do not finish in time go on elsewhere."""
+    async def _drain_and_end(self, replica: Replica) -> None:
+        """Drain a replica and end it. Requests that do not finish in time continue on other replicas."""
         engine = replica.engine
         if engine is not None:
             died = asyncio.create_task(engine.dead.wait())
@@ -377,10 +380,10 @@ class Fleet:
             await self._spawner.stop(replica.number, engine)
         self.members.remove(replica)
         self.on_lost(replica)
-        log.warning("replica %s (%s) was taken away", replica.name, replica.place)
+        log.warning("replica %s (%s) was removed", replica.name, replica.place)
 
     async def _ask(self, replica: Replica, timeout: float) -> SchedulerStats | None:
-        """A replica's queues and memory; None if it does not answer in time."""
+        """Ask a replica for its stats; None if it does not answer in time."""
         engine = replica.engine
         assert engine is not None
         with suppress(TimeoutError, EngineDead):
@@ -391,8 +394,8 @@ class Fleet:
             return replica.stats
         return None
 
-    def _judge(self, replica: Replica, now: float) -> None:
-        """Look at a replica that has not answered the last question yet."""
+    def _check_silence(self, replica: Replica, now: float) -> None:
+        """Mark a replica as hanging, or kill it, if it has not answered for too long."""
         silent = now - (replica.asked_at or now)
         if silent >= KILL_SECONDS and replica.engine is not None and replica.answers:
             log.error("replica %s has not answered for %g s and is killed", replica.name, silent)
@@ -401,5 +404,5 @@ class Fleet:
             replica.state, replica.reason = State.HANGING, "its engine does not answer"
 
     def _progress(self, number: int) -> Callable[[str], None]:
-        """Where the stages of a replica's start go: those of the first one stand for all."""
+        """Return the receiver of a start's stages. Only the first replica reports its stages."""
         return self._on_progress if number == 0 and not self.members else lambda stage: None

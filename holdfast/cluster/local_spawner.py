@@ -1,4 +1,4 @@
-"""LocalSpawner: engines on this machine, a process each. They share its GPUs, or its cores and memory."""
+"""LocalSpawner: engines on this machine, each in a process. They share its GPUs, or its cores and memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.spawn import EngineProcess
 
 CPU_CACHE_GB = 4.0
-"""Most GB of KV cache of an engine on a CPU, where none are asked for."""
+"""Maximum GB of KV cache of an engine on a CPU, if no size is configured."""
 CPU_HOST_TIER_GB = 1.0
-"""Most GB of the host tier of an engine on a CPU, where none are asked for."""
+"""Maximum GB of the host tier of an engine on a CPU, if no size is configured."""
 HOST_TIER_GB = 32.0
-"""Most GB of the host tier of an engine on a GPU, where none are asked for."""
+"""Maximum GB of the host tier of an engine on a GPU, if no size is configured."""
 
 
 class LocalSpawner:
-    """As `Spawner`, for this machine."""
+    """Spawner for this machine."""
 
     kind = "local"
 
     def __init__(self, config: EngineConfig, most: int, process: EngineProcess | None = None) -> None:
-        """For at most `most` engines at a time. `process` is the first one's, if it was begun before; the caller ends
-        it. Raises EngineStartError if there are too few GPUs."""
+        """Prepare for at most `most` engines at a time.
+
+        `process` is the first engine's process if it was started before; the caller ends it. Raises EngineStartError if
+        there are too few GPUs.
+        """
         self._process = process
         self._gpus = [] if config.device == "cpu" else visible_gpus()
         self._each = config.layout.ranks
@@ -43,19 +46,19 @@ class LocalSpawner:
                 "for fewer replicas, or for --device cpu"
             )
         self.config = share(config, most, on_gpus=bool(self._gpus))
-        """How each engine runs."""
+        """Configuration of each engine."""
         self._secret = secrets.token_bytes(32)
         self._measured = asyncio.Event()
-        """Set once the first engine, which measures its pace, needs the cores for itself no more."""
+        """Set once the first engine has measured its pace, for which it needs the cores alone."""
         if self._gpus:
             self._measured.set()
 
     def place(self, number: int) -> str:
-        """As `Spawner.place`."""
+        """See `Spawner.place`."""
         return f"GPU {','.join(self._gpus_of(number))}" if self._gpus else "CPU"
 
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
-        """As `Spawner.start`."""
+        """See `Spawner.start`."""
         if number:
             await self._measured.wait()
         process, self._process = self._process, None
@@ -73,14 +76,14 @@ class LocalSpawner:
             self._measured.set()
 
     async def stop(self, number: int, engine: EngineClient) -> None:
-        """As `Spawner.stop`."""
+        """See `Spawner.stop`."""
         await engine.close()
 
     async def close(self) -> None:
-        """As `Spawner.close`."""
+        """See `Spawner.close`."""
 
     def environment(self, number: int) -> dict[str, str]:
-        """The variables that give the engine of this number its GPUs."""
+        """Return the environment variables that give an engine its GPUs."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus_of(number))} if self._gpus else {}
 
     def _gpus_of(self, number: int) -> list[str]:
@@ -88,7 +91,7 @@ class LocalSpawner:
 
 
 def with_own_files(config: EngineConfig, number: int) -> EngineConfig:
-    """The configuration of a replica, with files and directories that no other replica writes."""
+    """Return the configuration of a replica, with files and directories that no other replica writes."""
     if config.trace and number:
         config = replace(config, trace=f"{config.trace}.{number}")
     if config.disk_cache_dir is not None:
@@ -97,13 +100,13 @@ def with_own_files(config: EngineConfig, number: int) -> EngineConfig:
 
 
 def share(config: EngineConfig, engines: int, *, on_gpus: bool) -> EngineConfig:
-    """The configuration of one of several engines on this machine: its share of the cores and of the free memory.
+    """Return the configuration of each of several engines on this machine, with its share of cores and free memory.
 
-    Sizes that are given in GB are those of each engine. `threads` is divided, and so is what is measured.
+    Configured sizes in GB apply to each engine. `threads` is divided, like everything that is measured.
     """
     changes: dict[str, object] = {}
     if config.prefix_sharing and not config.chunk_host:
-        changes["chunk_host"] = "127.0.0.1"  # state moves between them
+        changes["chunk_host"] = "127.0.0.1"  # State moves between them.
     if not on_gpus:
         changes["threads"] = max(1, (config.threads or cores()) // engines)
         if config.cache_gb is None:
@@ -116,12 +119,12 @@ def share(config: EngineConfig, engines: int, *, on_gpus: bool) -> EngineConfig:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_gb() -> float:
-    """Free memory of this machine in GB."""
+    """Return the free memory of this machine in GB."""
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -130,15 +133,15 @@ def free_gb() -> float:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that a PyTorch here would use, as CUDA_VISIBLE_DEVICES names them. Neither PyTorch nor CUDA starts."""
-    torch = importlib.util.find_spec("torch")  # finds it, and imports nothing
+    """Return the GPUs that PyTorch would use, named as in CUDA_VISIBLE_DEVICES. Starts neither PyTorch nor CUDA."""
+    torch = importlib.util.find_spec("torch")  # Finds the package without importing it.
     if torch is None or torch.origin is None or not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
         return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [each.strip() for each in given.split(",") if each.strip() and each.strip() != "-1"]
     count = ctypes.c_uint()
-    with suppress(OSError, AttributeError):  # no driver
+    with suppress(OSError, AttributeError):  # There is no driver.
         library = ctypes.CDLL("libnvidia-ml.so.1")
         if library.nvmlInit_v2() == 0:
             library.nvmlDeviceGetCount_v2(ctypes.byref(count))

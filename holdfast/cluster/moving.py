@@ -1,4 +1,4 @@
-"""Moves of conversations' state between engines: how long they take, and doing them."""
+"""Moves conversations' state between engines, and measures how long moves take."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineDead
 
 FIRST_BYTES_PER_SECOND = 1e9
-"""What moves are believed to reach before any was measured."""
+"""Assumed bytes per second of moves until one is measured."""
 LEAST_TOKENS = 256
-"""A smaller move says little of the pace."""
+"""Minimum number of tokens for a move to count as a measurement."""
 WEIGHT = 0.3
-"""Of the newest measurement, in the pace."""
+"""Weight of the newest measurement in the pace."""
 PATIENCE = 4.0
-"""A move may take so many times as long as it should, and PATIENCE_SECONDS more."""
+"""Factor on a move's expected time that gives its time limit. PATIENCE_SECONDS are added."""
 PATIENCE_SECONDS = 2.0
 
 log = logging.getLogger("holdfast.cluster")
 
 
 class Mover:
-    """Moves state from one engine to another, and knows at what pace."""
+    """Moves state from one engine to another, and measures the pace."""
 
     def __init__(self, bytes_per_token: float, block_size: int) -> None:
         self.ms_per_token = bytes_per_token / FIRST_BYTES_PER_SECOND * 1e3
-        """Time that one token's state takes."""
+        """Milliseconds per moved token. Each measurement updates it."""
         self._block_size = block_size
 
     @staticmethod
@@ -38,10 +38,10 @@ class Mover:
         return bool(engine.chunk_address)
 
     async def move(self, chain: Sequence[bytes], source: EngineClient, target: EngineClient) -> int:
-        """Bring those blocks of a chain that the source has and the target lacks. Returns how many tokens have come.
+        """Copy the blocks of a chain that `target` lacks from `source`. Returns the number of tokens that arrived.
 
-        It is fewer, or none, if the source has them no more, if one of the two ends, or if it takes far too long:
-        nothing is lost then, and the rest is computed again.
+        There may be fewer tokens, or none, if the source no longer has them, if one of the engines ends, or if the move
+        takes too long. Nothing is lost then, because missing tokens are computed again.
         """
         tokens = len(chain) * self._block_size
         if not tokens or not (self.can(source) and self.can(target)):

@@ -1,8 +1,8 @@
-"""The priced router: each turn goes where its first token comes soonest, and idle conversations leave crowded replicas.
+"""The priced router: sends each turn where its first token comes soonest, and moves idle conversations.
 
-The price of a replica is the wait there, what copying state there adds, and the work that is left, in ms by the cost
-model. What another replica has is copied or computed again, whichever is less. Routers of other systems guess where a
-conversation's state lies, from a tree of prefixes or a hash; this one keeps a map of its own.
+The price of a replica is the wait there, the time to copy state there, and the remaining work, in ms by the cost model.
+State of another replica is copied or computed again, whichever takes less time. Other systems' routers guess where a
+conversation's state is, from a tree of prefixes or a hash. This one keeps a map of its own.
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ from dataclasses import dataclass
 from math import exp
 
 from holdfast.cluster.baselines import ready
-from holdfast.cluster.books import PrefixMap, Requests, Underway
+from holdfast.cluster.router_state import PrefixMap, PricedRequest, Requests
 from holdfast.cluster.turns import Choice, FoundAt, Move, Price, ReplicaState, ReplicaView, RouterName, Turn
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Found
 
 DIGEST = 32
-"""Bytes of a digest."""
+"""Number of bytes of a digest."""
 EQUAL = 1.0
-"""Milliseconds within which prices count as equal."""
+"""Difference in milliseconds within which prices count as equal."""
 RECENT = 64
-"""Of a replica's idle conversations, so many of those used last are looked at for a move."""
+"""Maximum number of a replica's most recently used idle conversations that are considered for a move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRules:
-    """The limits of the priced router. Raises ValueError for values out of range."""
+    """Limits of the priced router. Raises ValueError for values out of range."""
 
     block_size: int = 16
-    """Tokens of each block of a chain."""
+    """Number of tokens per block of a chain."""
     step_tokens: int = 2048
-    """Tokens of a full step of a replica."""
+    """Number of tokens in a full step of a replica."""
     fair_ratio: float = 1.5
     fair_ms: float = 1000.0
-    """A replica gets no turn while its load exceeds the least load by more than this, and by more than the ratio."""
+    """A replica gets no turn while its load exceeds the lowest load by more than this many ms and by `fair_ratio`."""
     thrift: float = 0.5
-    """How much a ms of computing weighs beyond itself, as it also delays the turns that come later."""
+    """Extra weight of a ms of computing, because it also delays later turns."""
     settle: float = 30.0
-    """Seconds after a change of replica in which a conversation does not go back, nor move ahead of need."""
+    """Seconds after a change of replica in which a conversation neither returns nor moves again while idle."""
     window: float = 60.0
-    """Seconds in which work that a replica got fades to 1/e: the time over which its share is judged."""
+    """Seconds in which recorded work of a replica decays to 1/e. Its share of the work is judged over this time."""
     uneven: float = 0.2
-    """Conversations move away from a replica whose work of late exceeds the mean by more than this share of it."""
+    """Excess of a replica's recent work over the mean, as a share of the mean, above which conversations move away."""
     most_moves: int = 4
-    """Moves ahead of need that `rebalance` gives for one replica at a time."""
+    """Maximum number of moves that `rebalance` returns for one replica at a time."""
     most_conversations: int = 1 << 16
     most_prefixes: int = 1 << 18
     most_blocks: int = 1 << 21
-    """Of all conversations' chains together, at 32 bytes each."""
+    """Maximum number of blocks in all conversations' chains, at 32 bytes each."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "step_tokens", "most_moves", "most_conversations", "most_prefixes", "most_blocks"):
@@ -71,10 +71,10 @@ class Pricing:
     def __init__(self, cost: CostModel, step_tokens: int) -> None:
         self._cost, self._step_tokens = cost, step_tokens
         self.step = cost.linear(step_tokens) * 1e3
-        """A full step without its attention."""
+        """Milliseconds of a full step without its attention."""
 
     def prefill(self, start: int, stop: int) -> float:
-        """Computing positions [start, stop) of a prompt in full steps."""
+        """Return the ms to compute positions [start, stop) of a prompt in full steps."""
         tokens = stop - start
         if tokens <= 0:
             return 0.0
@@ -83,38 +83,38 @@ class Pricing:
         return (linear + self._cost.attention(tokens, stop)) * 1e3
 
     def token(self, context: int) -> float:
-        """What one decode at this context adds to a step of many."""
+        """Return the ms that one decode at this context adds to a step of many decodes."""
         rows = self._cost.decode_rows[-1] if self._cost.decode_rows else 64
         return (self._cost.decode(rows, context) + self._cost.decode_only(rows) / rows) * 1e3
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What the router knows of a conversation."""
+    """The router's record of a conversation."""
 
     owner: str | None
-    """The replica that has its state; None once that is lost."""
+    """Replica that has its state; None once that is lost."""
     chain: bytes = b""
-    """The digests of its blocks, joined."""
+    """Digests of its blocks, joined."""
     tokens: int = 0
     last: float = 0.0
-    """When it was last active, in seconds."""
+    """Time of its last activity, in seconds."""
     work: float = 0.0
-    """What its turns of late cost, in ms, fading, and when that was so."""
+    """Cost of its recent turns in ms, decayed up to the time `worked`."""
     worked: float = 0.0
     turns: int = 0
-    """Turns so far."""
+    """Number of turns so far."""
     underway: int = 0
     left: str | None = None
-    """The replica that it left last."""
+    """Replica that it left last; None if it has not left one."""
     left_at: float = 0.0
     moving: bool = False
     tail: bytes = b""
-    """The digest by which its next turn is known where that has no key."""
+    """Digest by which the next turn is recognized if it has no key."""
 
 
 class PricedRouter:
-    """As `Router`; the module says how it chooses."""
+    """Router that chooses by price. The module's text states the rules."""
 
     name: RouterName = "priced"
 
@@ -124,57 +124,58 @@ class PricedRouter:
         self.requests = Requests()
         self.prefixes = PrefixMap(self.rules.most_prefixes)
         self._conversations: OrderedDict[str, Conversation] = OrderedDict()
-        """By key, the least recently active first."""
+        """Conversations by key, the least recently active first."""
         self._tails: dict[bytes, str] = {}
-        """The key of a conversation, by the last block of its latest prompt."""
+        """Key of a conversation by the digest of the last block of its latest prompt."""
         self._idle: dict[str, OrderedDict[str, None]] = {}
-        """By replica, the keys of its conversations without a request under way, the least recently active first."""
+        """Keys of each replica's idle conversations, the least recently active first."""
         self._blocks = 0
-        """Of all conversations' chains."""
+        """Number of blocks in all conversations' chains."""
         self._work: dict[str, tuple[float, float]] = {}
-        """By replica, the work of late of the conversations that it has, in ms, fading, and when that was so."""
+        """Recent work in ms of the conversations of each replica, and the time up to which it has decayed."""
         self._links: dict[str, float] = {}
-        """By replica, when the copies to and from it that this router asked for end."""
+        """Time in seconds at which the requested copies to and from a replica end, by replica."""
 
     def __len__(self) -> int:
-        """Conversations that it knows."""
+        """Return the number of known conversations."""
         return len(self._conversations)
 
     def owner(self, key: str) -> str | None:
-        """The replica that has a conversation's state, as far as is known."""
+        """Return the replica that has a conversation's state, as far as is known."""
         conversation = self._conversations.get(key)
         return conversation.owner if conversation is not None else None
 
     def load(self, replica: str, now: float) -> float:
-        """Milliseconds of work at a replica: prompts to compute, and what answers add to its steps."""
+        """Return the milliseconds of work at a replica: prompts to compute, and decode time of answers."""
         backlog = self.requests[replica]
         return backlog.wait(now, self.pricing.step) + backlog.decode
 
     def known(self, turn: Turn) -> dict[str, tuple[Found, int]]:
-        """By the router's own map, what replicas hold of a prompt; without those that hold nothing.
+        """Return how much of a prompt each replica holds, by the router's own map. Replicas without any are left out.
 
-        For each, what it has once it has computed what was sent to it, and the tokens that others may copy now.
+        The first value is what a replica holds once its current requests are computed. The second is the number of
+        tokens that others may copy now.
         """
         most, size = max(0, turn.prompt_tokens - 1), self.rules.block_size
         held = self.prefixes.find(turn.chain).items()
-        return {name: (Found(min(most, each.expected * size)), min(most, each.there * size)) for name, each in held}
+        return {name: (Found(min(most, each.expected * size)), min(most, each.computed * size)) for name, each in held}
 
     def unknown(self, turn: Turn) -> int:
-        """As `Router.unknown`."""
+        """See `Router.unknown`."""
         conversation = self._conversations.get(self._key(turn) or "")
         if conversation is not None and conversation.owner is not None:
             return 0
         return turn.prompt_tokens - max((found.tokens for found, _ in self.known(turn).values()), default=0)
 
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
-        """As `Router.choose`: the cheapest of those that are fair to choose.
+        """Choose the cheapest of the eligible replicas. See `Router.choose`.
 
-        Of those within a millisecond of it, the one that got the least work of late: where all are idle, conversations
-        are spread by what they cost, not by their number.
+        If several are within a millisecond of it, the one with the least recent work is chosen. So while all are idle,
+        conversations are spread by their cost and not by their number.
 
-        A replica is fair to choose unless its load exceeds the least one's by more than `fair_ms` and more than the
-        factor `fair_ratio`. A conversation does not go back to the replica that it left less than `settle` seconds ago
-        while another is fair to choose.
+        A replica is eligible unless its load exceeds the lowest load by more than `fair_ms` and by more than the factor
+        `fair_ratio`. A conversation does not return to the replica that it left less than `settle` seconds ago while
+        another is eligible.
         """
         able = ready(replicas)
         for replica in replicas:
@@ -182,9 +183,9 @@ class PricedRouter:
             self.prefixes.resize(replica.name, size)
         known = self.known(turn)
         if found is not None:
-            told = {replica.name: found(replica.name) for replica in replicas}
-            # Copies go from host tier to host tier: what lies lower stays where it is.
-            known |= {name: (held, held.device + held.host) for name, held in told.items() if held is not None}
+            answers = {replica.name: found(replica.name) for replica in replicas}
+            # Copies go from host tier to host tier. State in lower tiers is not copied.
+            known |= {name: (held, held.device + held.host) for name, held in answers.items() if held is not None}
         loads = {replica.name: self._load(replica, now) for replica in able}
         fair = self.fair(loads)
         conversation = self._conversations.get(self._key(turn) or "")
@@ -204,7 +205,7 @@ class PricedRouter:
         return Choice(chosen, source if prices[chosen].fetched else None, prices)
 
     def price(self, turn: Turn, replica: ReplicaView, found: Found, source: str, elsewhere: int, now: float) -> Price:
-        """What this turn costs at a replica that holds `found`, if the replica `source` holds `elsewhere` tokens."""
+        """Return the price of a turn at a replica that holds `found`. The replica `source` holds `elsewhere` tokens."""
         wait = self._wait(turn, replica, found, now)
         lift = found.host * replica.host_ms_per_token + found.lower * replica.lower_ms_per_token
         have, brought, bring, copied = found.tokens, 0, 0.0, 0.0
@@ -217,29 +218,29 @@ class PricedRouter:
                 brought, work, copied = tokens, rest, tokens * replica.link_ms_per_token
                 bring = max(0.0, link - wait)
                 lift += tokens * replica.host_ms_per_token
-        # Each step of the prompt carries the decodes along, and so does the one that it waits for.
+        # Each step of the prompt includes the decodes, and so does the step that the prompt waits for.
         slower = self.requests[replica.name].per_token * (1 + work / self.pricing.step)
         displaced = self._displaced(replica.name, turn.prompt_tokens + turn.output_estimate - have)
         return Price(wait + slower, bring + lift, work, found, brought, copied, displaced)
 
     def fair(self, loads: Mapping[str, float]) -> set[str]:
-        """The replicas that may get a turn under these loads in ms."""
+        """Return the replicas that may get a turn under these loads in ms."""
         least = min(loads.values())
         limit = max(least * self.rules.fair_ratio, least + self.rules.fair_ms)
         return {name for name, load in loads.items() if load <= limit}
 
     def sent(self, request: str, turn: Turn, choice: Choice, now: float) -> None:
-        """As `Router.sent`."""
+        """See `Router.sent`."""
         price = choice.priced.get(choice.replica) if choice.priced else None
         work = price.work if price else self.pricing.prefill(0, turn.prompt_tokens)
         token = self.pricing.token(turn.prompt_tokens + turn.output_estimate // 2)
         if choice.move_from is not None and price is not None:
             self._occupy(choice.move_from, choice.replica, price.link, now)
-            self.prefixes.give_way(turn.chain, choice.move_from)
+            self.prefixes.drop_first(turn.chain, choice.move_from)
         key = self._key(turn) or (turn.chain[-1].hex() if turn.chain else None)
-        underway = Underway(choice.replica, work, token * turn.output_estimate, token, turn.chain, key)
+        underway = PricedRequest(choice.replica, work, token * turn.output_estimate, token, turn.chain, key)
         self.requests.sent(request, underway, now)
-        self.prefixes.add(turn.chain, choice.replica, there=False)
+        self.prefixes.add(turn.chain, choice.replica, computed=False)
         if key is None:
             self._add_work(choice.replica, work + underway.decode, now)
             return
@@ -261,18 +262,18 @@ class PricedRouter:
         self._forget_oldest()
 
     def started(self, request: str, now: float) -> None:
-        """As `Router.started`."""
+        """See `Router.started`."""
         underway = self.requests.started(request, now)
         if underway is not None:
-            self.prefixes.add(underway.chain, underway.replica, there=True)
+            self.prefixes.add(underway.chain, underway.replica, computed=True)
 
     def ended(self, request: str, now: float, chain: Sequence[bytes] = ()) -> None:
-        """As `Router.ended`."""
+        """See `Router.ended`."""
         underway = self.requests.ended(request, now)
         if underway is None:
             return
         if chain:
-            self.prefixes.add(chain, underway.replica, there=True)
+            self.prefixes.add(chain, underway.replica, computed=True)
         conversation = self._conversations.get(underway.key or "")
         if underway.key is None or conversation is None:
             return
@@ -283,20 +284,20 @@ class PricedRouter:
         self._forget_oldest()
 
     def moved(self, move: Move, tokens: int, now: float) -> None:
-        """As `Router.moved`. A move of which nothing arrived changes nothing, and may be tried again."""
+        """See `Router.moved`. A move of which nothing arrived changes nothing, and may be tried again."""
         conversation = self._conversations.get(move.key)
         if conversation is not None:
             conversation.moving = False
         if tokens < self.rules.block_size:
             return
-        before = self._there(move.chain, move.target)
-        self.prefixes.add(move.chain[: before + tokens // self.rules.block_size], move.target, there=True)
-        self.prefixes.give_way(move.chain, move.source)
+        before = self._computed(move.chain, move.target)
+        self.prefixes.add(move.chain[: before + tokens // self.rules.block_size], move.target, computed=True)
+        self.prefixes.drop_first(move.chain, move.source)
         if conversation is not None and conversation.owner == move.source:
             self._hand_over(move.key, conversation, move.target, now)
 
     def lost(self, replica: str) -> None:
-        """As `Router.lost`."""
+        """See `Router.lost`."""
         self.prefixes.forget(replica)
         for underway in self.requests.forget(replica):
             conversation = self._conversations.get(underway.key or "")
@@ -312,13 +313,13 @@ class PricedRouter:
                 conversation.left = None
 
     def rebalance(self, now: float, replicas: Sequence[ReplicaView]) -> list[Move]:
-        """As `Router.rebalance`.
+        """Return moves of idle conversations. See `Router.rebalance`.
 
-        A replica is overloaded if the work of its conversations of late exceeds the mean by the share `uneven`, where
-        the mean counts as half of the time at least: among replicas that mostly idle there is no need. Of the
-        conversations with more than one turn, those that cost most leave it first, as far as that brings its work
-        nearer to the least one's. All conversations leave one that drains. Each is moved only if its state can be
-        copied faster than it can be computed again.
+        A replica is overloaded if its conversations' recent work exceeds the mean by the share `uneven`. For this
+        share, the mean counts as at least half of the time, so mostly idle replicas are not rebalanced. Conversations
+        with more than one turn leave an overloaded replica, the costliest first, while that reduces its distance to the
+        least loaded one. All conversations leave a draining replica. A conversation moves only if its state can be
+        copied faster than computed again.
         """
         able = {replica.name: replica for replica in replicas if replica.state is ReplicaState.READY}
         if not able:
@@ -339,7 +340,7 @@ class PricedRouter:
     def _moves_from(
         self, source: str, able: Mapping[str, ReplicaView], loads: dict[str, float], now: float, draining: bool
     ) -> list[Move]:
-        """Moves away from one replica. `loads`, the work of late in ms, is changed as if they had ended."""
+        """Return moves away from one replica. Updates `loads`, the recent work in ms, as if the moves had ended."""
         targets = [name for name, replica in able.items() if name != source and replica.link_ms_per_token is not None]
         moves: list[Move] = []
         for key in self._movable(source, now, draining) if targets else ():
@@ -350,7 +351,7 @@ class PricedRouter:
             if not draining and loads[target] + work >= loads[source]:
                 continue
             chain, link = unpack(conversation.chain), able[target].link_ms_per_token or 0.0
-            lacking = (len(chain) - self._there(chain, target)) * self.rules.block_size
+            lacking = (len(chain) - self._computed(chain, target)) * self.rules.block_size
             if link * lacking >= self.pricing.prefill(0, conversation.tokens):
                 continue
             if not draining:
@@ -365,7 +366,7 @@ class PricedRouter:
         return moves
 
     def _movable(self, source: str, now: float, draining: bool) -> Collection[str]:
-        """Keys of idle conversations that may leave a replica, those of the costliest turns first."""
+        """Return keys of idle conversations that may leave a replica, the costliest first."""
         recent = []
         for key in reversed(self._idle.get(source, {})):
             conversation = self._conversations[key]
@@ -378,7 +379,7 @@ class PricedRouter:
         return sorted(recent, key=lambda key: -self._faded(conversations[key].work, conversations[key].worked, now))
 
     def _wait(self, turn: Turn, replica: ReplicaView, found: Found, now: float) -> float:
-        """Milliseconds until a new turn would begin at a replica."""
+        """Return the milliseconds until a new turn would begin at a replica."""
         backlog = self.requests[replica.name]
         wait = backlog.wait(now, self.pricing.step) if replica.waiting_ms is None else replica.waiting_ms
         if replica.free_tokens is not None:
@@ -388,7 +389,7 @@ class PricedRouter:
         return wait
 
     def _recent_work(self, replica: str, now: float) -> float:
-        """The work in ms that a replica got of late, each turn's fading with its age."""
+        """Return the recent work in ms of a replica. Each turn's work decays with its age."""
         return self._faded(*self._work.get(replica, (0.0, now)), now)
 
     def _add_work(self, replica: str, work: float, now: float) -> None:
@@ -398,7 +399,7 @@ class PricedRouter:
         return work * exp((at - now) / self.rules.window)
 
     def _link_wait(self, source: str, target: str, now: float) -> float:
-        """Milliseconds until the copies that this router asked for leave both links free."""
+        """Return the milliseconds until the requested copies leave both links free."""
         until = max(self._links.get(source, 0.0), self._links.get(target, 0.0))
         return max(0.0, (until - now) * 1e3)
 
@@ -406,16 +407,16 @@ class PricedRouter:
         self._links[source] = self._links[target] = now + (self._link_wait(source, target, now) + ms) / 1e3
 
     def _displaced(self, replica: str, tokens: int) -> float:
-        """Work in ms that will be done again as `tokens` new tokens of state drive out other state at a replica.
+        """Return the work in ms of recomputing the state that `tokens` new tokens displace at a replica.
 
-        Of what had to go so far, a share came back when no replica had it any more. That much is expected of what has
-        to go next.
+        The estimate assumes that as large a share of displaced state is needed again, without a copy at any replica, as
+        in the recent past.
         """
         prefixes = self.prefixes
         beyond = tokens - prefixes.room(replica) * self.rules.block_size
-        if beyond <= 0 or not prefixes.given_up:
+        if beyond <= 0 or not prefixes.dropped:
             return 0.0
-        return beyond * prefixes.missed / prefixes.given_up * self.pricing.step / self.rules.step_tokens
+        return beyond * prefixes.missed / prefixes.dropped * self.pricing.step / self.rules.step_tokens
 
     def _load(self, replica: ReplicaView, now: float) -> float:
         if replica.waiting_ms is None:
@@ -426,14 +427,14 @@ class PricedRouter:
         return price.total + self.rules.thrift * price.work + (1 + self.rules.thrift) * price.displaced
 
     def _key(self, turn: Turn) -> str | None:
-        """The conversation that a turn continues: by its key, or by the longest known prompt that it begins with."""
+        """Return the key of the conversation that a turn continues: its own, or that of its longest known prefix."""
         if turn.key is not None:
             return turn.key
         tails = self._tails
         return next((tails[digest] for digest in reversed(turn.chain) if digest in tails), None) if tails else None
 
     def _give(self, conversation: Conversation, replica: str, now: float) -> None:
-        """From now on this replica has the conversation's state, and with it the work to come."""
+        """Record that a replica now has the conversation's state and will get its future work."""
         if conversation.owner not in (replica, None):
             conversation.left, conversation.left_at = conversation.owner, now
             work = self._faded(conversation.work, conversation.worked, now)
@@ -447,15 +448,15 @@ class PricedRouter:
         self._conversations.move_to_end(key)
 
     def _hand_over(self, key: str, conversation: Conversation, replica: str, now: float) -> None:
-        """This replica has the state of a conversation that is idle, or the most of it."""
+        """Record that a replica now has most or all of an idle conversation's state."""
         self._leave_idle(key, conversation)
         self._give(conversation, replica, now)
         self._enter_idle(key, conversation)
 
-    def _there(self, chain: Sequence[bytes], replica: str) -> int:
-        """Blocks of a chain that a replica has computed or got."""
+    def _computed(self, chain: Sequence[bytes], replica: str) -> int:
+        """Return the number of blocks of a chain that a replica has computed or received."""
         held = self.prefixes.find(chain).get(replica)
-        return 0 if held is None else held.there
+        return 0 if held is None else held.computed
 
     def _enter_idle(self, key: str, conversation: Conversation) -> None:
         if conversation.owner is not None and not conversation.underway:
@@ -466,7 +467,7 @@ class PricedRouter:
             self._idle[conversation.owner].pop(key, None)
 
     def _forget_oldest(self) -> None:
-        """Forget the conversations that were active longest ago, down to the bounds of the map."""
+        """Forget the least recently active conversations beyond the bounds of the map."""
         rules = self.rules
         while len(self._conversations) > 1 and (
             len(self._conversations) > rules.most_conversations or self._blocks > rules.most_blocks
@@ -478,5 +479,5 @@ class PricedRouter:
 
 
 def unpack(chain: bytes) -> list[bytes]:
-    """The digests of a joined chain."""
+    """Split a joined chain into its digests."""
     return [chain[start : start + DIGEST] for start in range(0, len(chain), DIGEST)]

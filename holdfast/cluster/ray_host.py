@@ -1,4 +1,4 @@
-"""EngineHost: what runs on a Ray node beside an engine process: it starts it, tells of it, and waits for its end."""
+"""EngineHost: the actor on a Ray node that starts an engine process, describes it, and waits for its end."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from holdfast.engine.spawn import EngineProcess, Link
 from holdfast.files.regular import open_file
 
 PROFILE_LIMIT = 16 << 20
-"""Most bytes of a cost profile."""
+"""Maximum number of bytes of a cost profile."""
 
 
 class About(NamedTuple):
-    """What an API process needs to know of an engine process on a Ray node before there is a connection."""
+    """Properties of an engine process on a Ray node that an API process needs before it connects."""
 
     address: str
-    """The node's IP address."""
+    """IP address of the node."""
     node: str
-    """The node's id."""
+    """Id of the node."""
     pid: int
     key: str
-    """The engine's public CURVE key."""
+    """Public CURVE key of the engine."""
     version: str
-    """Of Holdfast and of Python there."""
+    """Versions of Holdfast and of Python on the node."""
     free_gb: float
-    """The node's free memory in GB."""
+    """Free memory of the node in GB."""
 
     @property
     def place(self) -> str:
-        """The node, for people. Several may have one address."""
+        """Name of the node for display. Several nodes may have one address."""
         return f"Ray node {self.address} ({self.node[:8]})"
 
 
 class EngineHost:
-    """An actor with one engine process, which ends with it, in whatever way that ends."""
+    """Actor with one engine process, which ends with the actor, in whatever way that ends."""
 
     def __init__(self, device: str) -> None:
         self._process = EngineProcess(device)
         public, secret = zmq.curve_keypair()
-        self._public, self._secret = public.decode(), secret.decode()  # the secret one never leaves the node
+        self._public, self._secret = public.decode(), secret.decode()  # The secret key never leaves the node.
 
     def about(self) -> About:
-        """What is known from the beginning."""
+        """Return the properties that are known from the beginning."""
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         return About(address, node, self._process.pid, self._public, version(), free_gb())
 
     def connect(self, address: str, client_key: str) -> None:
-        """Tell the engine where its client's socket is, and give it the keys."""
+        """Give the engine the address of its client's socket, and the keys."""
         self._process.connect(Link(address, client_key, self._public, self._secret))
 
     def wait(self) -> int:
@@ -60,11 +60,11 @@ class EngineHost:
         return self._process.wait()
 
     def profile(self, path: str) -> bytes:
-        """The cost profile that the engine has found or measured. Raises OSError."""
+        """Return the cost profile that the engine found or measured. Raises OSError."""
         with open_file(path) as file:
             return file.read(PROFILE_LIMIT)
 
 
 def version() -> str:
-    """The versions that all hosts must share."""
+    """Return the versions that all hosts must share."""
     return f"Holdfast {__version__} on Python {'.'.join(platform.python_version_tuple()[:2])}"

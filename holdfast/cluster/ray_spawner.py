@@ -1,7 +1,7 @@
-"""RaySpawner: engines on the nodes of a Ray cluster, in an actor each. Ray finds the room; all else is Replicas' work.
+"""RaySpawner: engines on the nodes of a Ray cluster, each in an actor. Ray only finds room for them.
 
-The API process is a driver of the cluster. Its router must see every request, and chooses the engine by what each
-holds; so there is one API process.
+The API process is a driver of the cluster. Its router chooses the engine by the state that each holds, so it must see
+every request. Hence there is one API process.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ except ImportError as error:
 
 NAMESPACE = "holdfast"
 POLL_SECONDS = 0.5
-"""After so long, a thread that waits for an engine's end looks whether it was killed."""
+"""Seconds between two checks of a thread, which waits for an engine's end, whether the engine was killed."""
 REACH_SECONDS = 10.0
 CALLS = 4
-"""Calls that an actor answers at a time. One of them waits for the engine's end."""
+"""Number of calls that an actor answers at a time. One of them waits for the engine's end."""
 
 
 class RaySpawner:
-    """As `Spawner`, for a Ray cluster. There is one of them in a process, which belongs to the cluster."""
+    """Spawner for a Ray cluster. A process has at most one, and belongs to the cluster."""
 
     kind = "ray"
-    most: int | None = None  # Ray may add nodes for the replicas that wait for one
+    most: int | None = None  # Ray may add nodes for replicas that wait for one.
 
     def __init__(self, config: EngineConfig, address: str, cpus: float) -> None:
-        """For the cluster at `address`, host:port, or "auto": the one that runs on this host, else a new one.
+        """Join the cluster at `address`: host:port, or "auto" for the one on this host, or else a new one.
 
-        If this process belongs to a cluster already, it is that one, and goes on when the engines have ended.
+        If this process belongs to a cluster already, that cluster is used, and it continues after the engines have
+        ended.
 
         Each engine gets `cpus` CPUs, and a GPU for each of its ranks if the cluster has any. Raises EngineStartError.
         """
@@ -73,7 +74,7 @@ class RaySpawner:
             raise EngineStartError("device is cuda, and no node of the Ray cluster has a GPU")
 
     def place(self, number: int) -> str:
-        """As `Spawner.place`."""
+        """See `Spawner.place`."""
         return self._places.get(number, f"no Ray node with {self._needs} yet")
 
     @property
@@ -82,7 +83,7 @@ class RaySpawner:
         return f"{self._cpus:g} CPU{'s' * (self._cpus != 1)}{gpus}"
 
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
-        """As `Spawner.start`. Waits until a node has room."""
+        """See `Spawner.start`. Waits until a node has room."""
         began = time.monotonic()
         on_progress(f"waiting for a Ray node with {self._needs}")
         actor = (
@@ -126,15 +127,15 @@ class RaySpawner:
         return client
 
     async def stop(self, number: int, engine: EngineClient) -> None:
-        """As `Spawner.stop`."""
+        """See `Spawner.stop`."""
         await engine.close()
         self._places.pop(number, None)
         if (actor := self._actors.pop(number, None)) is not None:
             with suppress(RayError):
-                ray.kill(actor)  # its CPUs and GPUs are free then
+                ray.kill(actor)  # This frees its CPUs and GPUs.
 
     async def close(self) -> None:
-        """As `Spawner.close`. A cluster that was started here ends."""
+        """See `Spawner.close`. Also ends a cluster that was started here."""
         await asyncio.to_thread(self._leave)
         self._kept.cleanup()
 
@@ -143,10 +144,10 @@ class RaySpawner:
             ray.shutdown()
 
     def _share(self, about: About) -> EngineConfig:
-        """The configuration of an engine on this node: its share of the cores and of the free memory."""
+        """Return the configuration of an engine on this node, with its share of the cores and of the free memory."""
         config, free = self._config, about.free_gb
         changes: dict[str, object] = {"device": "cuda" if self._gpus else "cpu"}
-        if config.prefix_sharing and not config.chunk_host:  # state moves between them
+        if config.prefix_sharing and not config.chunk_host:  # State moves between them.
             changes["chunk_host"] = f"[{about.address}]" if ":" in about.address else about.address
         if not self._gpus:
             changes["threads"] = config.threads or max(1, int(self._cpus))
@@ -158,7 +159,7 @@ class RaySpawner:
         return replace(config, **changes)  # type: ignore[arg-type]
 
     async def _fetch_profile(self, client: EngineClient, actor: Any, number: int) -> None:
-        """Let the engine's cost profile, by which requests are priced, be a file of this host."""
+        """Copy the engine's cost profile, by which requests are priced, to a file of this host."""
         path = client.info.profile_path
         if path and not Path(path).exists():
             here = Path(self._kept.name) / f"{number}.json"
@@ -167,27 +168,27 @@ class RaySpawner:
 
 
 class RayProcess:
-    """An engine process on a Ray node, as its client sees it: see `spawn.Process`."""
+    """An engine process on a Ray node, with the interface of `spawn.Process`."""
 
     def __init__(self, actor: Any, about: About, reach: str, began: float) -> None:
-        """`reach` is our own address, and `began` when the start began."""
+        """`reach` is this host's address for the node, and `began` is the time at which the start began."""
         self.began = began
         self.remote: Remote | None = Remote(about.place, reach, about.key)
         self.pid = about.pid
         self._actor, self._killed = actor, threading.Event()
 
     def connect(self, link: Link) -> None:
-        """As `Process.connect`."""
+        """See `Process.connect`."""
         self._actor.connect.remote(link.address, link.client_key)
 
     def wait(self) -> int:
-        """As `Process.wait`."""
+        """See `Process.wait`."""
         ended = self._actor.wait.remote()
         while not self._killed.is_set():
             try:
                 if ray.wait([ended], timeout=POLL_SECONDS)[0]:
                     return int(ray.get(ended))
-            except ActorUnavailableError:  # the network may be back soon; the link's heartbeats tell if it is not
+            except ActorUnavailableError:  # The network may recover. The link's heartbeats report it if not.
                 self._killed.wait(POLL_SECONDS)
                 ended = self._actor.wait.remote()
             except (RayActorError, RuntimeError):
@@ -195,17 +196,17 @@ class RayProcess:
         return -signal.SIGKILL if self._killed.is_set() else LOST
 
     def kill(self) -> None:
-        """As `Process.kill`. The actor ends with it."""
+        """See `Process.kill`. The actor ends with the engine."""
         self._killed.set()
         with suppress(RayError, RuntimeError):
             ray.kill(self._actor)
 
 
 def join(address: str) -> None:
-    """Let this process belong to the cluster, as `RaySpawner` has it. Raises EngineStartError."""
+    """Join the cluster with this process, as described for `RaySpawner`. Raises EngineStartError."""
     if address != "auto":
         check_reachable(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # For a cluster that is started here.
     try:
         ray.init(address=None if address == "auto" else address, namespace=NAMESPACE, logging_level=logging.WARNING)
     except (OSError, ValueError, RuntimeError, RayError) as error:
@@ -213,7 +214,7 @@ def join(address: str) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raises EngineStartError if nobody listens there: Ray itself would try for minutes."""
+    """Raises EngineStartError if nobody listens at the address, because Ray itself would try for minutes."""
     host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
@@ -222,11 +223,11 @@ def check_reachable(address: str) -> None:
 
 
 async def answer(call: Any) -> Any:
-    """Wait for the result of a call of an actor. Raises what it raises, and RayError."""
+    """Wait for the result of an actor call. Raises its exception, and RayError."""
     return await asyncio.wrap_future(call.future())
 
 
 def one_line(error: Exception) -> str:
-    """An error of Ray, which may have many lines, in one."""
+    """Return the message of a Ray error, which may have many lines, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]}…"

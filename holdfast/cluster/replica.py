@@ -1,4 +1,4 @@
-"""Replica: one place for an engine, from its first start over restarts to its end."""
+"""Replica: the place of one engine, from its first start over restarts to its end."""
 
 from __future__ import annotations
 
@@ -11,78 +11,78 @@ from holdfast.lm.types import SchedulerStats
 
 
 class State(enum.StrEnum):
-    """What a replica does."""
+    """State of a replica."""
 
     STARTING = "starting"
-    """Its engine loads, for the first time or again."""
+    """The engine loads, for the first time or again."""
     READY = "ready"
     HANGING = "hanging"
-    """Its engine does not answer. It gets no requests, and is killed if this lasts."""
+    """The engine does not answer. It gets no requests, and is killed if this lasts."""
     DRAINING = "draining"
-    """It finishes its requests and gets no new ones; then it ends."""
+    """The replica finishes its requests and gets no new ones. Then it ends."""
     DOWN = "down"
-    """Its engine has ended, and is started again after a pause."""
+    """The engine has ended, and is started again after a pause."""
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One of several engines that serve the same model. `Replicas` alone changes it."""
+    """One of several engines that serve the same model. Only `Fleet` and `Replicas` change it."""
 
     number: int
     place: str
-    """Where it runs, for people."""
+    """Location for display, for example a device or a node."""
     engine: EngineClient | None = None
-    """None while there is none that was ready."""
+    """Engine of the replica; None while no engine is ready."""
     state: State = State.STARTING
     reason: str = ""
-    """Why it is not ready, for people."""
+    """Reason for display why the replica is not ready; empty if it is."""
     running: set[str] = field(default_factory=set)
-    """The requests that were sent to it and have not ended there."""
+    """Ids of requests that were sent to the replica and have not ended there."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while it has no request."""
+    """Set while the replica has no request."""
     stats: SchedulerStats | None = None
-    """Its queues and memory when it answered last."""
+    """Queues and memory as of the last answer; None before the first one."""
     failures: int = 0
-    """Starts in a row that failed, or that did not last."""
+    """Number of starts in a row that failed or did not last."""
     restarts: int = 0
     taken: int = 0
-    """Requests that were sent to it so far, those from other replicas among them."""
+    """Number of requests sent to the replica so far, including those that moved from other replicas."""
     ready_at: float = 0.0
     asked_at: float | None = None
-    """Since when it has not answered a question about its health."""
+    """Time of the unanswered or last health question; None before the first one."""
     task: asyncio.Task[None] | None = None
-    """Its life: starts, waits, restarts."""
+    """Task that starts, monitors and restarts the engine."""
     draining: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it is to be drained, and then ended for good."""
+    """Set when the replica is to be drained and then ended for good."""
     trial: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the one request here that was at an engine when that ended, and has got no token since."""
+    """Held by the one request here that lost its engine before and has not got a token since."""
 
     def __post_init__(self) -> None:
         self.idle.set()
 
     @property
     def name(self) -> str:
-        """Its name in metrics, and in what operators see."""
+        """Name of the replica in metrics and for operators."""
         return str(self.number)
 
     @property
     def serves(self) -> bool:
-        """Whether it may get requests."""
+        """Whether the replica may get requests."""
         return self.state is State.READY and self.engine is not None and not self.engine.dead.is_set()
 
     @property
     def answers(self) -> bool:
-        """Whether its engine lives and was ready."""
+        """Whether the engine lives and was ready."""
         return self.engine is not None and not self.engine.dead.is_set()
 
     def enter(self, request_id: str) -> None:
-        """A request is sent to it."""
+        """Add a request that is sent to the replica."""
         self.running.add(request_id)
         self.taken += 1
         self.idle.clear()
 
     def leave(self, request_id: str) -> None:
-        """A request has ended here."""
+        """Remove a request that has ended here."""
         self.running.discard(request_id)
         if not self.running:
             self.idle.set()

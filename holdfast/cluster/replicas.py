@@ -1,10 +1,10 @@
-"""Replicas: several engines that look like one EngineClient. Each request goes to one of them, and outlives it.
+"""Replicas: several engines with the interface of one EngineClient. A request outlives the replica it runs on.
 
-Where a request goes is `routing`'s decision. When an engine ends in the middle of an answer, the request goes on at
-another: the tokens so far become the beginning of its answer there. The reader of the stream notices a pause.
+`routing` decides where a request goes. If an engine ends in the middle of an answer, the request continues on another
+one: the tokens so far become the beginning of its answer there. The reader of the stream notices a pause.
 
-One of the requests of an engine that ended may be what ended it. So each is tried at one other engine, and there they
-begin one at a time: if that engine ends as well, it is the one that had just begun that is given up, and no other.
+One of the requests of an ended engine may have caused the end. So each of them is tried on another engine, where they
+begin one at a time. If that engine ends as well, only the request that had just begun is given up.
 """
 
 from __future__ import annotations
@@ -54,85 +54,86 @@ from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.types import SchedulerStats
 
 MOST_LOSSES = 2
-"""Engines that may end in a row under a request without any new token of it. At the last one it is given up."""
+"""Maximum number of engines that may end in a row under a request without a new token. At the last one it is given
+up."""
 MOST_ENDS = 4
-"""Engines that may end under a request in all, however many tokens it gets between. At the last one it is given up."""
+"""Maximum number of engines that may end under a request in all, even with new tokens between."""
 RESCUE_SECONDS = 60.0
-"""How long a request waits for any replica while none serves."""
+"""Seconds for which a request waits while no replica serves."""
 CHAIN_BLOCK = 16
-"""Tokens of a block of a prompt's chain of digests, where the engine's cache has no blocks."""
+"""Number of tokens per block of a chain of digests, if the engine's cache has no blocks."""
 ASK_TOKENS = 512
-"""Of a prompt that the router does not know, so many tokens are worth a question to all engines."""
+"""Minimum number of unknown prompt tokens for which all engines are asked what they hold."""
 ASK_SECONDS = 0.2
-"""How long a request waits for the answers. An engine answers between two steps."""
+"""Seconds for which a request waits for these answers. An engine answers between two steps."""
 DISK_BYTES_PER_SECOND = 1e9
-"""What a disk tier is believed to read."""
+"""Assumed read rate of a disk tier, in bytes per second."""
 CHAIN_BLOCKS = 1 << 18
-"""Blocks of recent prompts whose digests are remembered."""
+"""Maximum number of recent prompts' blocks whose digests are cached."""
 
 log = logging.getLogger("holdfast.cluster")
 
 
 class ReplicaLost(EngineDead):
-    """A request that cannot go on at another replica. The message says why, for the client."""
+    """A request cannot continue on another replica. The message is the reason, for the client."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened since the start."""
+    """Counts since the start."""
 
     resumed: int = 0
-    """Requests that went on at another replica, each time."""
+    """Number of times that a request continued on another replica."""
     lost: int = 0
-    """Requests that could not."""
+    """Number of requests that could not continue on another replica."""
     routed_tokens: int = 0
-    """Prompt tokens of all requests."""
+    """Number of prompt tokens of all requests."""
     moved_tokens: int = 0
-    """Tokens of state that were copied from one replica to another."""
+    """Number of tokens whose state was copied from one replica to another."""
     moves: int = 0
 
 
 class Replicas:
-    """As EngineClient, over several of them. Made by `start`, for one event loop."""
+    """Client of several engines, with the interface of EngineClient. To be used on one event loop."""
 
     def __init__(self, config: ClusterConfig, spawner: Spawner, on_progress: Callable[[str], None]) -> None:
         """Use `start` instead."""
         self.cluster = config
         self.config: EngineConfig
         self.info: messages.EngineInfo
-        """That of one engine, but with the places of all that there may be."""
+        """Properties of one engine, but with the sequences and queue places of the maximum number of engines."""
         self.text: Text
         self.pooling: Pooling
         self.generation: GenerationDefaults
         self.on_steps: Callable[[Sequence[int], Sequence[float]], None] = lambda tokens, seconds: None
-        """Called with the tokens and the seconds of all engines' steps, some at a time."""
+        """Called with the numbers of tokens and the seconds of several steps of any engine."""
         self.tuning = TuningClient(lambda message: None, {}, refuse_tuning)
-        """Takes no jobs: a job needs an engine of its own."""
+        """Client that refuses all jobs, because a tuning job needs an engine of its own."""
         self.counts = Counts()
         self.router: Router
         self.fleet = Fleet(config, spawner, on_progress)
-        """The engines."""
+        """The replicas and their engines."""
         self._streams: dict[str, float] = {}
-        """Requests in progress, each with the time of its arrival until its first output, then 0."""
+        """Arrival time of each request in progress, by id; 0 after its first output."""
         self._drawn = 0
         self._answer_tokens = 128.0
-        """How long answers are of late."""
+        """Recent mean number of tokens of an answer."""
         self._moving: set[asyncio.Task[int]] = set()
-        """Moves of idle conversations that are under way."""
+        """Tasks that move idle conversations."""
         self._watching: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
         cls, config: ClusterConfig, spawner: Spawner, on_progress: Callable[[str], None] = lambda stage: None
     ) -> Replicas:
-        """Start all engines side by side; returns when all take requests. Raises EngineStartError if one cannot."""
+        """Start all engines in parallel, and return when all accept requests. Raises EngineStartError if one cannot."""
         replicas = cls(config, spawner, on_progress)
         replicas._begin(await replicas.fleet.start())
         return replicas
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As `EngineClient.names`."""
+        """See `EngineClient.names`."""
         return self.info.model, *self.config.served_model_name[1:]
 
     @property
@@ -142,22 +143,22 @@ class Replicas:
 
     @property
     def serving(self) -> list[Replica]:
-        """Those that may get requests."""
+        """Replicas that may get requests."""
         return self.fleet.serving
 
     @property
     def adapters(self) -> dict[str, AdapterInfo]:
-        """The adapters that requests may name, by name. Every replica has them."""
+        """Adapters that requests may name, by name. Every replica has them."""
         return self.fleet.adapters
 
     @property
     def dead(self) -> asyncio.Event:
-        """Set when no replica will serve any more."""
+        """Set when no replica will serve any longer."""
         return self.fleet.dead
 
     @property
     def reason(self) -> str:
-        """Why none will, in one line."""
+        """Reason in one line why no replica will serve; empty before."""
         return self.fleet.reason
 
     def stream(
@@ -173,9 +174,10 @@ class Replicas:
         shown: Collection[int] = (),
         conversation: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """As `EngineClient.stream`. `conversation` names the one that this is a turn of, if it is known.
+        """Run a request. See `EngineClient.stream`.
 
-        An EngineDead is only raised if no replica can go on with the request; its message is for the client.
+        `conversation` names the conversation that the request continues, if it is known. Raises EngineDead only if no
+        replica can continue the request. Its message is for the client.
         """
         self.fleet.check_alive()
         request_id = request_id or uuid.uuid4().hex
@@ -184,14 +186,14 @@ class Replicas:
         if (serving := self.serving) and all(replica.engine is None or replica.engine.full for replica in serving):
             raise QueueFull(f"the queues of all {len(serving)} replicas are full")
         if params.seed is None and params.temperature > 0:
-            params = replace(params, seed=self._draw_seed())  # the same at whatever replica it goes on
+            params = replace(params, seed=self._draw_seed())  # It is the same on all replicas.
         stream = prepare(
             self.info, self.text, self.adapters, prompt, params, request_id, priority, tenant, adapter, deadline, shown
         )
         return self._run(stream, f"{tenant}/{conversation}" if conversation else None)
 
     async def _run(self, stream: Stream, key: str | None) -> AsyncGenerator[Delta, None]:
-        """The deltas of a request, from as many replicas as it takes."""
+        """Yield the deltas of a request, from as many replicas as it takes."""
         request_id, losses, ends, resumed = stream.request.id, 0, 0, False
         if request_id in self._streams:
             raise RequestRefused(f"request id {request_id} is already in use; give each its own", "request_id")
@@ -209,7 +211,7 @@ class Replicas:
                         on_trial = await replica.trial.acquire()
                     if choice.move_from is not None:
                         await self._bring(turn, choice, engine)
-                    if not replica.serves or replica.engine is not engine:  # meanwhile; it never had the request
+                    if not replica.serves or replica.engine is not engine:  # It ended; the request was not sent.
                         self.fleet.check_alive()
                         self.fleet.forget(replica, engine)
                         continue
@@ -222,13 +224,14 @@ class Replicas:
                                 begun, self._streams[request_id] = True, 0.0
                                 self.router.started(request_id, time.monotonic())
                             yield delta
+                    # An exponential mean over about the last 50 answers.
                     self._answer_tokens += 0.02 * (len(stream.answer) - self._answer_tokens)
                     return
                 except RequestRefused as error:
                     if not resumed:
                         raise
                     self.counts.lost += 1
-                    raise ReplicaLost(f"the answer could not go on at another replica: {error}") from error
+                    raise ReplicaLost(f"the answer could not continue on another replica: {error}") from error
                 except QueueFull:
                     if not resumed:
                         raise
@@ -244,7 +247,7 @@ class Replicas:
                             f"{ends} replicas ended while they had this request; it is not tried again, as it may be "
                             "the cause"
                         ) from error
-                    log.info("request %s goes on elsewhere with %d tokens", request_id, len(stream.answer))
+                    log.info("request %s continues on another replica with %d tokens", request_id, len(stream.answer))
                     stream.resume()
                     turn, resumed = self._turn(stream, key), True
                     self.counts.resumed += 1
@@ -257,10 +260,10 @@ class Replicas:
             del self._streams[request_id]
 
     async def _ask(self, turn: Turn) -> FoundAt | None:
-        """What the engines hold of a prompt that the router does not know; None where asking can find nothing.
+        """Ask the engines how much they hold of a prompt that the router does not know. None if asking is useless.
 
-        After a restart of the server or of a replica the router's map is empty, and the disk tier has what it had. All
-        other state ends with its engine, or is reached from all of them.
+        After a restart of the server or of a replica, the router's map is empty, but the disk tier still has its state.
+        All other state ends with its engine, or can be reached from all engines.
         """
         if self.config.disk_cache_dir is None or self.router.unknown(turn) < ASK_TOKENS:
             return None
@@ -276,9 +279,9 @@ class Replicas:
     async def _choose(
         self, stream: Stream, turn: Turn, found: FoundAt | None, *, patient: bool
     ) -> tuple[Replica, EngineClient, Choice]:
-        """The replica for a request, which counts as sent there. Waits for one while none serves.
+        """Choose a replica for a request, and record the request there. Waits while none serves.
 
-        Raises NoReplica if none serves for a long time, and QueueFull if all queues are full, unless it is `patient`.
+        Raises NoReplica if none serves for a long time, and QueueFull if all queues are full, unless `patient`.
         """
         until = time.monotonic() + RESCUE_SECONDS
         while not (serving := self.serving):
@@ -301,7 +304,7 @@ class Replicas:
         return replica, engine, choice
 
     async def _bring(self, turn: Turn, choice: Choice, engine: EngineClient) -> None:
-        """Bring the state that a turn goes without at its replica, where that is cheaper than to compute it."""
+        """Copy a turn's missing state to its replica, as `choice` decided."""
         source = self.fleet.engines.get(choice.move_from or "")
         if source is not None:
             self._count_move(await self.mover.move(turn.chain, source, engine))
@@ -321,7 +324,7 @@ class Replicas:
         self.counts.moved_tokens += tokens
 
     async def _move_away(self, replica: Replica) -> None:
-        """Move the conversations of a replica that drains to the others, until none is left that is worth it."""
+        """Move the conversations of a draining replica to the others, until no move is worthwhile."""
         while self.serving:
             moves = self.router.rebalance(time.monotonic(), self._views())
             came = await asyncio.gather(*(self._move(move) for move in moves))
@@ -329,7 +332,7 @@ class Replicas:
                 return
 
     def _views(self, able: Sequence[Replica] | None = None) -> list[ReplicaView]:
-        """All engines that live, as the router sees them; by default all that serve take requests."""
+        """Return the router's views of all live engines. By default, all that serve take requests."""
         views, block = [], self.info.block_size
         for replica in self.fleet.answering:
             takes = replica.serves and (able is None or replica in able)
@@ -351,7 +354,7 @@ class Replicas:
         return views
 
     def _most_tokens(self, replica: Replica) -> int | None:
-        """Tokens of KV that a replica's tiers hold together; None: unknown, or without end."""
+        """Return the number of KV tokens that a replica's tiers hold together. None: unknown or unlimited."""
         if replica.engine is None or replica.engine.info.executor != "paged" or self.config.remote_cache is not None:
             return None
         info, stats = replica.engine.info, replica.stats
@@ -372,7 +375,7 @@ class Replicas:
         )
 
     def _chain(self, stream: Stream) -> list[bytes]:
-        """Digests of the prompt and the answer so far; none of a request that leaves nothing to share."""
+        """Return digests of the prompt and the answer so far; none if the request leaves nothing to share."""
         request = stream.request
         if not stream.answer:
             return []
@@ -381,15 +384,18 @@ class Replicas:
         return self._digests.digests(request.identity.root(), tokens)
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterInfo:
-        """As `EngineClient.load_adapter`, at every replica: at all or none."""
+        """Load an adapter at every replica, or at none if one fails. See `EngineClient.load_adapter`."""
         return await self.fleet.load_adapter(name, path, replace=replace)
 
     async def unload_adapter(self, name: str) -> None:
-        """As `EngineClient.unload_adapter`, at every replica."""
+        """Unload an adapter at every replica. See `EngineClient.unload_adapter`."""
         await self.fleet.unload_adapter(name)
 
     async def health(self, timeout: float = HANG_SECONDS) -> SchedulerStats:
-        """Queues and memory of all replicas that answer in time, summed. Raises NoReplica, and TimeoutError if none."""
+        """Return the summed stats of all replicas that answer in time.
+
+        Raises NoReplica if there is none, and TimeoutError if none answers.
+        """
         self.fleet.check_alive()
         return await self.fleet.health(timeout)
 
@@ -425,19 +431,19 @@ class Replicas:
         self._watching = asyncio.create_task(self._watch())
 
     def _adopt(self, engine: EngineClient) -> None:
-        """Let a new engine share what all have."""
+        """Connect a new engine to the shared text and step counts."""
         engine.use_text(self.text)
         engine.on_steps = lambda tokens, seconds: self.on_steps(tokens, seconds)
 
     async def _watch(self) -> None:
-        """Once a second: ask all replicas how they are, and change their number if need be."""
+        """Check all replicas once a second, scale their number, and move idle conversations."""
         scaler = Scaler(
             self.cluster.replicas, self.cluster.most, self.cluster.scale_up_ms / 1000, self.cluster.scale_down_seconds
         )
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
-            self.fleet.look(now)
+            self.fleet.check_replicas(now)
             if self.cluster.max_replicas is not None:
                 self._scale(scaler, now)
             if len(self.members) > 1:
@@ -459,20 +465,23 @@ class Replicas:
                 self.fleet.drain(min(reversed(self.serving), key=lambda replica: len(replica.running)).name)
 
     def _queued(self, now: float) -> float:
-        """How long the request that waits longest for its first step has waited."""
+        """Return the seconds for which the longest waiting request has waited for its first step."""
         waiting = sum(replica.stats.waiting for replica in self.members if replica.stats is not None)
         since = sorted(at for at in self._streams.values() if at)[-waiting:] if waiting else []
         return now - since[0] if since else 0.0
 
     def _draw_seed(self) -> int:
-        """The next seed for a request that brings none, the same in every run."""
+        """Return the next seed for a request without one. The sequence is the same in every run."""
         self._drawn += 1
         digest = hashlib.sha256(f"{self.config.seed}/{self._drawn}".encode()).digest()
         return int.from_bytes(digest[:8], "little") & MAX_SEED
 
 
 def router_for(name: RouterName, info: messages.EngineInfo, block_size: int) -> Router:
-    """The router of this policy. Without a cost profile, none can price; then conversations stay where they are."""
+    """Return the router of this policy.
+
+    The priced policy needs a cost profile. Without one, the router is a prefix tree.
+    """
     rules = RoutingRules(block_size=block_size, step_tokens=info.token_budget)
     if name != "priced":
         return make_router(name)

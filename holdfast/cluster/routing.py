@@ -1,7 +1,7 @@
-"""Routing: which replica serves the next turn of a conversation, and which idle conversations move. Pure.
+"""Routing: chooses the replica for the next turn of a conversation, and the idle conversations to move. Pure.
 
-A router is told of every turn: `choose` picks a replica, and `sent`, `started` and `ended` keep its books. From them it
-knows where the state of each conversation lies and how much work waits at each replica. Time is an argument.
+A router follows every turn: `choose` picks a replica, and `sent`, `started` and `ended` update its records. From them
+it knows which replica has the state of each conversation, and how much work waits at each replica. Time is an argument.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = [
 ]  # fmt: skip
 
 POLICIES: tuple[RouterName, ...] = get_args(RouterName)
-"""Every policy, the default first."""
+"""Names of all policies, the default first."""
 
 
 def make_router(
     name: RouterName, cost: CostModel | None = None, rules: RoutingRules | None = None, *, seed: int = 0
 ) -> Router:
-    """A router of this policy. Only "priced" looks at `cost` and `rules`; `seed` is of what is drawn.
+    """Create a router of this policy. Only "priced" uses `cost` and `rules`. `seed` is for random choices.
 
     Raises ValueError for an unknown name, and for "priced" without a cost model.
     """

@@ -1,4 +1,4 @@
-"""When to add a replica and when to take one away: by queueing time, with hysteresis. Pure."""
+"""Scaling: when to add a replica and when to remove one, by queueing time, with hysteresis. Pure."""
 
 from __future__ import annotations
 
@@ -6,37 +6,40 @@ from dataclasses import dataclass
 from typing import Literal
 
 UP_SECONDS = 3.0
-"""Requests must queue for so long before a replica is added, and again before the next one."""
+"""Seconds for which requests must queue before a replica is added, and again before the next one."""
 ROOM = 0.7
-"""A replica is taken away only if the requests would fill at most this share of the places of the others."""
+"""Maximum share of the other replicas' places that the requests may fill for a replica to be removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What all replicas have to do."""
+    """Load of all replicas together."""
 
     queued_seconds: float
-    """How long the request that waits longest has waited for its first step; 0 if none waits."""
+    """Seconds that the longest waiting request has waited for its first step; 0 if none waits."""
     running: int
-    """Requests in progress."""
+    """Number of requests in progress."""
     places: int
-    """Requests that one replica runs at a time."""
+    """Number of requests that one replica runs at a time."""
 
 
 class Scaler:
-    """Watches the load and says when to change the number of replicas."""
+    """Decides from the load when to change the number of replicas."""
 
     def __init__(self, least: int, most: int, up_seconds: float, down_seconds: float) -> None:
-        """Between `least` and `most` replicas. Queueing for `up_seconds` is too long; after `down_seconds` without any
-        queueing there may be too many."""
+        """Keep between `least` and `most` replicas.
+
+        Add a replica when queueing takes longer than `up_seconds`. Remove one when nothing has queued for
+        `down_seconds`.
+        """
         self._least, self._most, self._limit, self._down = least, most, up_seconds, down_seconds
         self._busy_since: float | None = None
         self._calm_since: float | None = None
 
     def decide(self, load: Load, replicas: int, now: float, *, changing: bool = False) -> Literal[-1, 0, 1]:
-        """How many replicas to add, given that there are so many. To be called about once a second.
+        """Return the change of the number of replicas: -1, 0 or 1. To be called about once a second.
 
-        While `changing`, one is being started or drained, and nothing else is done.
+        While `changing`, a replica is being started or drained, and the answer is 0.
         """
         busy = load.queued_seconds > self._limit
         calm = load.queued_seconds == 0 and load.running <= ROOM * load.places * (replicas - 1)

@@ -1,4 +1,4 @@
-"""What routing is asked and what it answers: turns, views of replicas, prices, choices, moves; and the Router."""
+"""The router's interface: turns, views of replicas, prices, choices and moves, and the Router protocol."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class ReplicaState(enum.StrEnum):
 
     READY = "ready"
     DRAINING = "draining"
-    """It finishes what it has, gets no new turn, and its conversations move away."""
+    """The replica finishes its turns, gets no new ones, and its conversations move away."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request, as far as routing looks at it."""
+    """A request as the router sees it."""
 
     key: str | None
-    """The conversation: a stored one, or the chain of responses. None: known by its prefix alone."""
+    """Conversation id: of a stored conversation or a chain of responses. None: only the prefix is known."""
     chain: Sequence[bytes]
-    """Digests of the prompt's full blocks, as in `lm.memory.digests`. They hold the tenant."""
+    """Digests of the prompt's full blocks, as in `lm.memory.digests`. They depend on the tenant."""
     prompt_tokens: int
     output_estimate: int
-    """Tokens that the answer is expected to have."""
+    """Expected number of tokens of the answer."""
     tenant: str = ""
 
 
@@ -41,38 +41,40 @@ class ReplicaView:
 
     name: str
     waiting_ms: float | None = None
-    """Work queued and running there, in ms until a new turn would begin. None: the router's own estimate, from the
-    turns that it sent."""
+    """Milliseconds of queued and running work until a new turn would begin.
+
+    None: the router uses its own estimate, from the turns that it sent.
+    """
     free_tokens: int | None = None
-    """Tokens of KV that can be allocated without dropping state. None: unknown."""
+    """Number of KV tokens that can be allocated without dropping state. None: unknown."""
     most_tokens: int | None = None
-    """Tokens of KV that its tiers hold together. None: unknown, or without end."""
+    """Number of KV tokens that its tiers hold together. None: unknown or unlimited."""
     link_ms_per_token: float | None = None
-    """Time to bring one token's KV from another replica, at the measured rate. None: nothing is moved to it."""
+    """Milliseconds per token to copy KV from another replica, as measured. None: nothing is moved to it."""
     host_ms_per_token: float = 0.0
-    """Time to bring one token's KV from its own host tier to its device."""
+    """Milliseconds per token to copy KV from the replica's host tier to its device."""
     lower_ms_per_token: float = 0.0
-    """The same from its disk or a remote tier."""
+    """Milliseconds per token to copy KV from the replica's disk or a remote tier."""
     state: ReplicaState = ReplicaState.READY
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a turn costs at one replica, in ms. The first token comes after their sum."""
+    """Cost of a turn at one replica, in ms. `total` is the time until the first token."""
 
     wait: float
     fetch: float
-    """What copying state there adds: from other replicas as far as it outlasts the wait, and from lower tiers."""
+    """Time to copy state there, in ms: from other replicas beyond the wait, and from lower tiers."""
     work: float
-    """Computing what is neither there nor brought."""
+    """Time to compute tokens that are neither there nor copied, in ms."""
     found: Found
-    """What the replica holds before anything is brought."""
+    """State that the replica holds before anything is copied."""
     fetched: int
-    """Tokens that come from another replica."""
+    """Number of tokens that are copied from another replica."""
     link: float
-    """How long their copy takes the link, in ms."""
+    """Time in ms for which the copy occupies the link."""
     displaced: float
-    """Work to come, as other state has to go there for this turn's: what computing it again will probably cost."""
+    """Expected time in ms to recompute other state that this turn's state displaces."""
 
     @property
     def total(self) -> float:
@@ -82,13 +84,13 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a turn goes."""
+    """Destination of a turn."""
 
     replica: str
     move_from: str | None = None
-    """The replica that state is brought from before the turn begins; None: what is missing is computed again."""
+    """Replica from which state is copied before the turn begins. None: missing state is computed again."""
     priced: Mapping[str, Price] | None = None
-    """By replica, for logs and metrics; None from a policy that does not price."""
+    """Prices by replica, for logs and metrics; None from a policy that does not price."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,58 +100,62 @@ class Move:
     key: str
     chain: Sequence[bytes]
     tokens: int
-    """What the target lacks of it."""
+    """Number of tokens that the target lacks."""
     source: str
     target: str
 
 
 FoundAt = Callable[[str], Found | None]
-"""What the replica of this name really holds of a turn's prompt. None: it did not say; then the router's map counts."""
+"""Function that returns the state that a replica, given by name, holds of a turn's prompt.
+
+It returns None if the replica did not answer. Then the router's own map is used.
+"""
 
 
 class Router(Protocol):
-    """Chooses a replica for each turn, and knows what it sent where. No method waits.
+    """Chooses a replica for each turn, and records the turns. No method waits.
 
-    A turn's life: `choose`, `sent`, `started` at its first token, `ended`. If its replica dies: `lost`, and `choose`
-    again. `now` is in seconds and never decreases.
+    The calls for a turn are `choose`, `sent`, `started` at its first token, and `ended`. If its replica dies: `lost`,
+    and `choose` again. `now` is in seconds and never decreases.
     """
 
     name: RouterName
 
     def unknown(self, turn: Turn) -> int:
-        """Tokens of a prompt that may lie at some replica without the router's knowledge: what asking could find.
+        """Return the number of prompt tokens that a replica may hold without the router's knowledge.
 
-        0 for a conversation that it knows, and from a policy that does not look at state.
+        It is 0 for a known conversation, and for a policy that ignores state. Otherwise it is the most that asking the
+        replicas could find.
         """
         ...
 
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
-        """The replica for this turn. `found` tells what a replica really holds; None: by the router's own map.
+        """Choose the replica for this turn. `found` returns what a replica really holds; None: use the router's map.
 
         Raises ValueError if no replica is ready.
         """
         ...
 
     def sent(self, request: str, turn: Turn, choice: Choice, now: float) -> None:
-        """The turn went to the chosen replica as the request of this id."""
+        """Record that the turn was sent to the chosen replica as the request of this id."""
         ...
 
     def started(self, request: str, now: float) -> None:
-        """The first token of a request came."""
+        """Record the first token of a request."""
         ...
 
     def ended(self, request: str, now: float, chain: Sequence[bytes] = ()) -> None:
-        """A request ended; `chain` has the digests of prompt and answer, if known. Ignores an unknown request."""
+        """Record a request's end. `chain` has the digests of prompt and answer, if known. Ignores unknown requests."""
         ...
 
     def moved(self, move: Move, tokens: int, now: float) -> None:
-        """A move ended: `tokens` tokens from the start arrived. The target has the conversation then, if any did."""
+        """Record a move's end: the first `tokens` tokens arrived. If any did, the target now has the conversation."""
         ...
 
     def lost(self, replica: str) -> None:
-        """A replica died or was removed: forget what it held, and the requests that it had."""
+        """Forget the state and the requests of a replica that died or was removed."""
         ...
 
     def rebalance(self, now: float, replicas: Sequence[ReplicaView]) -> list[Move]:
-        """Moves of idle conversations away from overloaded or draining replicas. Call about once a second."""
+        """Return moves of idle conversations away from overloaded or draining replicas. Call about once a second."""
         ...

@@ -2,7 +2,7 @@
 
 A unit is half a layer, forward or backward, a chunk of the head, or the optimizer. No measurement is made for it: a
 forward half is its share of the linear layers of a step of as many tokens, by weights, plus the attention of each
-sequence. What is wrong about this is corrected by measured times (`lm.parts.tuning.tuner`).
+sequence. Measured times correct the error of this estimate (`lm.parts.tuning.tuner`).
 """
 
 from __future__ import annotations

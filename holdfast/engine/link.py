@@ -152,7 +152,7 @@ class LocalDoor:
         remove_stale_sockets()
         self._directory = Path(tempfile.mkdtemp(prefix="holdfast-"))  # mode 0700
         self.link = Link(f"ipc://{self._directory}/engine")
-        """What the engine needs to know."""
+        """The address that the engine needs to connect."""
         try:
             socket.bind(self.link.address)
         except BaseException:
@@ -164,7 +164,7 @@ class LocalDoor:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
-        """Leave nothing behind. May be called more than once."""
+        """Leave, and delete the socket's directory. May be called more than once."""
         self.hide()
 
 

@@ -1,4 +1,4 @@
-"""The server's address: bound before anything else is started, and as a URL."""
+"""The server's address, which is bound before anything else starts, and its URL."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from holdfast.server.config import ServerConfig
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Bind the address. Done before a model is loaded, so that a port in use fails early. Raises OSError."""
+    """Bind the address. It happens before a model is loaded, so that a port in use fails early. Raises OSError."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # Name the protocol: asyncio turns Nagle's delay (40 ms a reply) off only for sockets that say they are TCP.
+    # Name the protocol, because asyncio turns off Nagle's delay (40 ms per reply) only for sockets marked as TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -28,7 +28,7 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 def loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. A name other than localhost counts as reached by others."""
+    """Whether an address can be reached only from this machine. Names other than localhost count as reachable."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -41,18 +41,18 @@ def check_tls(config: ServerConfig) -> None:
         return
     try:
         for path in filter(None, (config.ssl_certfile, config.ssl_keyfile)):
-            open_file(path).close()  # OpenSSL would wait for a pipe
-        # Without a password: nobody is there to type one.
+            open_file(path).close()  # OpenSSL would wait for a pipe.
+        # Without a password, because nobody is there to type one.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
             config.ssl_certfile, config.ssl_keyfile, password=lambda: ""
         )
-    except OSError as error:  # SSLError is one
+    except OSError as error:  # SSLError is a subclass.
         files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
         raise ValueError(f"{files} cannot be used as certificate and key: {error.strerror or error}") from None
 
 
 def url_of(listener: socket.socket, config: ServerConfig) -> str:
-    """The server's URL for clients on this machine."""
+    """Return the server's URL for clients on this machine."""
     scheme = "http" if config.ssl_certfile is None else "https"
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -1,4 +1,4 @@
-"""The application: routes, keys and errors over one EngineClient. Only it and `server.routes` import FastAPI."""
+"""The HTTP application: routes, keys and errors over the engines. Only it and `server.routes` import FastAPI."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ from holdfast.server.tracing import Tracing, exporter_to
 OPEN_PATHS = ("/health", LIVE, READY)
 """Paths that need no API key."""
 QUIET_PATHS = (*OPEN_PATHS, "/metrics")
-"""Paths that are asked for again and again: they are in the log only for debugging."""
+"""Paths that are requested often. They are logged only at debug level."""
 
 
 class App(FastAPI):
-    """FastAPI within the edge, and within CORS where other web sites may use it: failures pass through both, too."""
+    """FastAPI wrapped in CORS, if that is configured, and in the edge. Failures also pass through both."""
 
     def __init__(self, config: ServerConfig, **options: Any) -> None:
         self.config = config
@@ -82,18 +82,19 @@ def create_app(
     store: Store | None,
     apps: Sequence[AppClient] = (),
 ) -> FastAPI:
-    """The HTTP application over started engines: of a language model with an open store, of applications, or of both.
+    """Create the HTTP application over started engines.
 
-    `app.state.jobs` run tuning jobs and batches between their `start` and `close`, in this order.
-    `app.state.responses.close()` closes the store. `app.state.tracing`, if there is any, is to be closed at the end.
-    `app.state.admissions` count the requests in progress; `app.state.clients` are those of all engines.
+    They serve a language model with an open store, applications, or both. `app.state.jobs` holds the tuning jobs and
+    batches, to be started and closed in this order. `app.state.responses.close()` closes the store.
+    `app.state.tracing`, if present, must be closed at the end. `app.state.admissions` count the requests in progress.
+    `app.state.clients` holds the clients of all engines.
     """
     app = App(
         config,
         title="Holdfast",
         version=__version__,
         summary="OpenAI's API over a model that holds each conversation's state",
-        docs_url=None,  # its page comes from a CDN
+        docs_url=None,  # FastAPI's page loads from a CDN.
         redoc_url=None,
         servers=[{"url": config.root_path}] if config.root_path else None,
     )
@@ -150,7 +151,7 @@ def create_app(
 
 
 def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
-    """Send every error in the shape of the route's protocol. `count` gets route and outcome of generation routes."""
+    """Send every error in the shape of the route's protocol. `count` gets the route and outcome of counted routes."""
 
     def reply(request: Request, error: ApiError) -> Response:
         if request.method == "POST" and request.url.path in GENERATION:
@@ -177,7 +178,7 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # never read
+        return Response(status_code=499)  # The client has left and reads nothing.
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -187,45 +188,45 @@ def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
 GENERATION = tuple(
     each.route for each in (ChatRequest, CompletionRequest, ResponseRequest, MessagesChat, EmbeddingCompletion)
 )
-"""Routes whose outcomes are counted. Paths with ids are not: they are unbounded in number."""
+"""Routes whose outcomes are counted. Paths with ids are left out, because their number is unbounded."""
 NOT_ROUTED = {404: "not_found", 405: "method_not_allowed"}
 
 
 class Keys:
-    """Finds out which of some keys a request has."""
+    """A set of keys that requests are checked against."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = [key.encode() for key in keys]
 
     def find(self, scope: Scope) -> int | None:
-        """The place of the request's key among these; None if it has none of them."""
+        """Return the index of the request's key in this set; None if it has none of them."""
         headers = dict(scope["headers"])
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
-            given = headers.get(b"x-api-key", b"")  # as clients of Anthropic's API send it
+            given = headers.get(b"x-api-key", b"")  # Clients of Anthropic's API send the key in this header.
         # Compare every key, each in constant time, so that the time taken reveals nothing about any of them.
         matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
         return matches.index(True) if any(matches) else None
 
 
 class KeyCheck:
-    """Requires one of the API keys or an operator's, and derives the request's tenant from it.
+    """Requires an API key or an operator's key, and derives the request's tenant from it.
 
-    Where there are several keys, each may have only its share of the connections in use. Otherwise one that sends its
-    requests slowly, or reads its answers slowly, would keep everybody else out.
+    With several keys, each may use only its share of the connections. Otherwise a key that sends its requests or reads
+    its answers slowly would keep everybody else out.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        """Operators' keys are tenants too. Only they may also see the engine at work."""
+        """Operators' keys are also tenants. Only operators may see the engine at work."""
         self.app = app
         keys = (*config.api_key, *config.operator_key)
         self.keys = Keys(keys)
         self.operators = len(config.operator_key)
         share = config.tenant_share if len(config.api_key) > 1 else 1
         self.most = max(1, int(connection_limit(config) * share))
-        """Most requests in progress of one key."""
+        """Maximum number of requests in progress of one key."""
         self.in_progress: Counter[int] = Counter()
-        """Requests in progress by the number of their key."""
+        """Number of requests in progress by key index."""
         self.tenants = [hashlib.sha256(b"holdfast tenant\0" + key.encode()).hexdigest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -256,15 +257,15 @@ class KeyCheck:
 
 
 SAFE = ("GET", "HEAD", "OPTIONS")
-"""Methods that change nothing, whoever sends them."""
+"""Methods that change nothing."""
 
 
 class BrowserCheck:
-    """For a server without keys: refuses what other web sites can make a browser on this machine send.
+    """For a server without keys: refuses requests that other web sites could make a local browser send.
 
-    A site whose name is bound anew to this address (DNS rebinding) sends its own name as the host. A site that posts
-    here without asking first (CORS) cannot say that it sends JSON. Some requests change something without any body, so
-    of all that may change something, the browser's `Origin` must be this server.
+    A site whose name was rebound to this address (DNS rebinding) sends its own name as the host. A site that posts here
+    without a CORS preflight cannot declare JSON. Some requests change something without any body. So for every method
+    that may change something, the browser's `Origin` must be this server.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -288,7 +289,7 @@ class BrowserCheck:
         await self.app(scope, receive, send)
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        """Why the request is not served; None if it is."""
+        """Return the error for a request that is refused; None if it is allowed."""
         for name, value in scope["headers"]:
             if name == b"host" and not self.known(value.decode("latin-1").lower()):
                 reason = f"this server is not known as {value.decode('latin-1')[:128]}"
@@ -296,11 +297,11 @@ class BrowserCheck:
         return self.not_json(scope) or self.foreign(scope)
 
     def not_json(self, scope: Scope) -> ApiError | None:
-        """The refusal of a body that a web site may send without asking first; None if there is no such body."""
+        """Return the error for a body that a web site may send without a preflight; None without such a body."""
         headers = dict(scope["headers"])
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
-        # A site must ask before it sends bytes (CORS), and a browser names the site that posts as the origin.
+        # Bytes need a CORS preflight, and a browser sends the posting site as the origin.
         harmless = kind == b"application/octet-stream" or (not kind and b"origin" not in headers)
         if is_inference(scope["path"]) and harmless:
             return None
@@ -312,17 +313,17 @@ class BrowserCheck:
         return None
 
     def foreign(self, scope: Scope) -> ApiError | None:
-        """The refusal of another web site's request that may change something; None for all others.
+        """Return the error for another web site's request that may change something; None for other requests.
 
-        A browser names the site as the origin. Behind a proxy that changes the host, it also says that the origin is
-        the server that it asked (`Sec-Fetch-Site`), which no page can make it say.
+        A browser sends the site as the origin. Behind a proxy that changes the host, it also declares that the origin
+        is the requested server (`Sec-Fetch-Site`). No page can forge this header.
         """
         headers = dict(scope["headers"])
         given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"origin"]
         site = headers.get(b"sec-fetch-site", b"none")
         if scope["method"] in SAFE or site == b"same-origin":
             return None
-        if not given and site != b"none":  # a browser that hides where the request comes from
+        if not given and site != b"none":  # The browser hides the origin.
             given = [f"of a {site.decode('latin-1')[:32]} request"]
         host = headers.get(b"host", b"").decode("latin-1").lower()
         for origin in given:
@@ -335,7 +336,7 @@ class BrowserCheck:
         return None
 
     def known(self, host: str) -> bool:
-        """Whether a Host header names this server. An address does: only names can be bound anew."""
+        """Whether a Host header names this server. Any address does, because only names can be rebound."""
         name = bare(host)
         if name in self.hosts or name.endswith(".localhost"):
             return True
@@ -347,5 +348,5 @@ class BrowserCheck:
 
 
 def bare(place: str) -> str:
-    """The name or address of a host that may have a port: `[::1]:8000` is `::1`."""
+    """Return a host without its port: `[::1]:8000` becomes `::1`."""
     return place[1:].partition("]")[0] if place.startswith("[") else place.partition(":")[0]

@@ -1,4 +1,4 @@
-"""ServerConfig: every choice of the HTTP server, frozen; flags and YAML keys are made from it."""
+"""ServerConfig: every option of the HTTP server, frozen. Flags and YAML keys are generated from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.server.formats.registry import check_names
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How requests come in over HTTP. Raises ValueError, naming the value and the limit, for an invalid option."""
+    """Options of the HTTP server. Raises ValueError with the value and the limit for an invalid option."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in (set an API key then)")
     port: int = option(8000, "port to listen on; 0 takes a free one")
@@ -25,8 +25,8 @@ class ServerConfig:
     )
     operator_key: tuple[str, ...] = option(
         (),
-        "key of an operator, who may see the engine at work and change the replicas; without any key, that is for "
-        "programs on this machine; repeat it for several (better in HOLDFAST_OPERATOR_KEY, comma-separated)",
+        "key of an operator, who may see the engine at work and change the replicas; without any key, only "
+        "programs on this machine may; repeat it for several (better in HOLDFAST_OPERATOR_KEY, comma-separated)",
     )
     allowed_host: tuple[str, ...] = option(
         (),
@@ -40,7 +40,7 @@ class ServerConfig:
     ssl_certfile: str | None = option(None, "certificate in PEM, with its chain: serve HTTPS")
     ssl_keyfile: str | None = option(None, "the certificate's key in PEM, if it is in a file of its own")
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "warning", "what is logged; info has a line for each request, debug has health checks too"
+        "warning", "lowest level that is logged; info has a line for each request, debug also has health checks"
     )
     tool_call_parser: str | None = option(
         None,
@@ -54,14 +54,14 @@ class ServerConfig:
     )
     web_search: str | None = option(
         None,
-        "SearXNG server that is asked when the model uses the web_search tool of Responses, as http://localhost:8888; "
+        "SearXNG server that is called when the model uses the web_search tool of Responses, as http://localhost:8888; "
         "its settings must allow JSON; default: the tool is refused",
     )
     max_choices: int = option(64, "most choices of one request: n times its prompts")
     tenant_share: float = option(
         0.5,
-        "share of the waiting places, uploads, files and open batches that one API key may hold, where there are "
-        "several; more is refused with 429",
+        "share of the waiting places, uploads, files and open batches that one API key may hold if there are "
+        "several keys; more is refused with 429",
     )
     max_body_mb: float = option(8.0, "largest request body in MB; larger ones are refused with 413")
     max_bodies_mb: float = option(
@@ -146,7 +146,7 @@ class ServerConfig:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ValueError for a collector's address that is none, or if OpenTelemetry is not installed."""
+    """Raises ValueError for an invalid address of a collector, or if OpenTelemetry is not installed."""
     if urlsplit(endpoint).scheme not in ("http", "https"):
         raise ValueError(f"otlp_traces_endpoint is {endpoint}; it must look like http://localhost:4318/v1/traces")
     if importlib.util.find_spec("opentelemetry") is None:

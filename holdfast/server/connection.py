@@ -1,4 +1,4 @@
-"""One HTTP connection, bounded. uvicorn limits idle time between requests; the other limits are here."""
+"""One HTTP connection with limits. uvicorn limits the idle time between requests; all other limits are here."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from holdfast.server.replies import encode
 
 MAX_HEADER_BYTES = 64 * 1024
 UPLOAD_RATE = 256 * 1024
-"""Bytes a second that a client must have sent of a long body, on average, besides the time that every body has.
+"""Average bytes per second at which a client must send a long body, after the initial time for every body.
 
-Routes that take no files refuse a long body by its declared length, before any of it is awaited.
+Routes without file uploads refuse a long body by its declared length, before any of it is awaited.
 """
 PIECE_BYTES = 1024
-"""Most bytes that the parser gets at once outside of declared bodies, so that few requests are parsed ahead."""
+"""Maximum number of bytes passed to the parser at once outside of declared bodies. It limits requests parsed ahead."""
 READ_BYTES = 16 * 1024
-"""Least bytes of its answer that a client must read in the time for it."""
+"""Minimum number of answer bytes that a client must read within the time limit."""
 LINGER_SECONDS = 2.0
-"""Time in which the rest of a refused request is read and dropped; without it, a reset could overtake the answer."""
+"""Seconds in which the rest of a refused request is read and dropped. Otherwise a reset could overtake the answer."""
 LINGER_BYTES = 32 << 20
-"""Most bytes that are read and dropped in that time."""
+"""Maximum number of bytes that are read and dropped in that time."""
 UNREAD_SECONDS = 0.02
-"""What a connection sends may not have been read so soon: it is not yet taken for one that waits."""
+"""Seconds for which a waiting connection is not closed, because its last bytes may not have been read yet."""
 RESERVED_FILES = 96
-"""Open files that connections leave for everything else."""
+"""Number of open files that connections leave for other uses."""
 LOG_SECONDS = 10.0
 
 log = logging.getLogger("holdfast.server")
 
 
 class Connections:
-    """What all connections of a server share: their limits, and which of them wait for a request."""
+    """State that all connections of a server share: their limits, and which of them wait for a request."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.limit = connection_limit(config)
         self.open: set[Connection] = set()
-        """uvicorn's own set also has those that are closed at the end of the loop's turn."""
+        """Open connections. uvicorn's own set also has those that close at the end of the event loop's turn."""
         self.waiting: dict[Connection, float] = {}
-        """Connections without a request in progress, and since when; the longest waiting first."""
+        """Time since which each connection without a request waits, by the loop's clock; the longest waiting first."""
         self.next_log = 0.0
 
     def make_room(self, new: Connection, now: float) -> bool:
-        """Whether a new connection may stay. May close those that have waited longest."""
+        """Whether a new connection may stay. May close the connections that have waited longest."""
         if len(self.open) >= self.limit and now >= self.next_log:
             self.next_log = now + LOG_SECONDS
             log.warning(
@@ -69,36 +69,39 @@ class Connections:
         return len(self.open) <= self.limit
 
     def forget(self, connection: Connection) -> None:
-        """Count a connection no more."""
+        """Remove a connection from the counts."""
         self.open.discard(connection)
         self.waiting.pop(connection, None)
 
 
 def connection_limit(config: ServerConfig) -> int:
-    """Most open connections: as configured, or as many as the limit of open files leaves room for."""
+    """Return the maximum number of open connections.
+
+    It is the configured number, or fewer if the limit of open files is lower.
+    """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     spare = config.max_connections if files == resource.RLIM_INFINITY else max(1, files - RESERVED_FILES)
     return min(config.max_connections, spare)
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, with limits on header and trailer bytes, requests parsed ahead, and times."""
+    """uvicorn's HTTP protocol, with limits on header and trailer bytes, on requests parsed ahead, and on times."""
 
     def __init__(self, *args: Any, shared: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shared = shared
         self.active: RequestResponseCycle | None = None
-        """The request that is answered; `cycle` is the one parsed last."""
+        """Request that is being answered. `cycle` is the one parsed last."""
         self.in_head = True
         self.progress = False
         self.declared = 0
-        """Bytes that still have to come of a body with a content-length."""
+        """Number of bytes still to come of a body with a content-length."""
         self.received = 0
-        """Bytes that have come of the body of the request parsed last."""
+        """Number of received bytes of the last parsed request's body."""
         self.since = 0.0
-        """When the wait for the body began, by the loop's clock."""
+        """Time at which the wait for the head or body began, by the loop's clock."""
         self.unfinished = 0
-        """About how many bytes came since the last byte of a body or the end of a request."""
+        """Approximate number of bytes since the last byte of a body or the end of a request."""
         self.held = b""
         self.keep_alive = True
         self.ending = False
@@ -158,7 +161,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.in_head:  # trailers are dropped
+        if self.in_head:  # Trailers are dropped.
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -218,11 +221,11 @@ class Connection(HttpToolsProtocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is read or answered."""
+        """Whether a request is being answered."""
         return self.active is not None and not self.active.response_complete
 
     def watch(self) -> None:
-        """Time what the client has to send next."""
+        """Start or stop the timer for the data that the client has to send next."""
         if self.busy:
             self.shared.waiting.pop(self, None)
             assert self.active is not None
@@ -242,7 +245,7 @@ class Connection(HttpToolsProtocol):
             self.reading = self.loop.call_later(seconds, self.late, awaited, seconds)
 
     def late(self, awaited: str, seconds: float) -> None:
-        """Close the connection: what was awaited has not come in time. A body has more time by what has come of it."""
+        """Close the connection because awaited data is late. A body gets more time by its received bytes."""
         allowed = self.shared.config.body_seconds + self.received / UPLOAD_RATE
         if awaited == "body" and (left := self.since + allowed - self.loop.time()) > 0:
             self.reading = self.loop.call_later(left, self.late, awaited, allowed)
@@ -253,14 +256,14 @@ class Connection(HttpToolsProtocol):
             self.refuse(ApiError(reason, status=408, code="request_timeout"))
 
     def await_reader(self) -> None:
-        """Give the client time to read what waits to be sent."""
+        """Start the timer in which the client must read waiting data."""
         if self.writing is not None:
             self.writing.cancel()
         size = self.transport.get_write_buffer_size()
         self.writing = self.loop.call_later(self.shared.config.write_seconds, self.stalled, size)
 
     def stalled(self, before: int) -> None:
-        """Drop a client that has read next to nothing in time."""
+        """Drop a client that has read almost nothing in time."""
         if self.transport.get_write_buffer_size() > before - READ_BYTES:
             self.transport.abort()
         else:
@@ -280,7 +283,7 @@ class Connection(HttpToolsProtocol):
         self.end(unread=True)
 
     def cut(self) -> None:
-        """Tell the application that the client is gone."""
+        """Signal to the application that the client is gone."""
         self.pipeline.clear()
         for cycle in (self.active, self.cycle):
             if cycle is not None and not cycle.response_complete:
@@ -288,7 +291,7 @@ class Connection(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def end(self, *, unread: bool = False) -> None:
-        """Close once everything is sent. With `unread`, what still arrives is dropped for a while first."""
+        """Close once everything is sent. With `unread`, further received data is dropped for a while first."""
         if self.ending or self.transport.is_closing():
             return
         self.ending = True
@@ -297,7 +300,7 @@ class Connection(HttpToolsProtocol):
         self.shared.waiting.setdefault(self, self.loop.time())
         if unread:
             self.hold(False)
-            if self.transport.can_write_eof():  # TLS cannot
+            if self.transport.can_write_eof():  # Not possible with TLS.
                 self.transport.write_eof()
             self.reading = self.loop.call_later(LINGER_SECONDS, self.close)
         else:
@@ -334,7 +337,7 @@ class Flow(FlowControl):
 
 
 class CycleTransport:
-    """The transport as one request's cycle sees it. Its `close` lets the answer arrive before the connection ends."""
+    """Transport for one request's cycle. Its `close` lets the answer arrive before the connection ends."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

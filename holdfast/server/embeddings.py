@@ -1,4 +1,4 @@
-"""Embeddings: a vector for each input, computed beside all other requests."""
+"""Embeddings: a vector for each input, computed alongside other requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 AT_ONCE = 64
-"""Inputs of one request that are in the engine at a time, at most."""
+"""Maximum number of inputs of one request that are in the engine at a time."""
 
 
 class EmbeddingCompletion(CompletionRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Some inputs of a request for embeddings, as the completion whose hidden states are wanted."""
+    """Some inputs of an embedding request, as a completion whose hidden states are returned."""
 
     route = "/v1/embeddings"
     prompt_param = "input"
@@ -32,7 +32,7 @@ class EmbeddingCompletion(CompletionRequest, kw_only=True, frozen=True, forbid_u
 
 
 class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/embeddings."""
+    """Body of POST /v1/embeddings."""
 
     harmless: ClassVar[tuple[str, ...]] = ("user", "input_type")
 
@@ -40,16 +40,16 @@ class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
     input: str | list[Any]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
-    """Numbers to keep, the first ones of each vector, for models that are trained so."""
+    """Number of leading values of each vector to keep, for models trained for shorter vectors."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
 
     def inputs(self) -> list[str | list[int]]:
-        """The inputs, each as text or as token ids. Raises ApiError."""
+        """Return the inputs, each as text or as token ids. Raises ApiError."""
         return self.completion(self.input).prompts()
 
     def completion(self, inputs: str | list[Any]) -> EmbeddingCompletion:
-        """The completion that gives the vectors of some inputs."""
+        """Return the completion that gives the vectors of some inputs."""
         return EmbeddingCompletion(
             model=self.model,
             prompt=inputs,
@@ -60,12 +60,12 @@ class EmbeddingRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fi
 
 
 async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: RequestUsage) -> Reply:
-    """The vectors of all inputs, in their order. Raises ApiError."""
+    """Return the vectors of all inputs, in their order. Raises ApiError."""
     service.check_model(wanted.model, tenant)
     pooling = service.client.pooling
     if pooling.refused:
         raise ApiError(pooling.refused, param="model", code="unsupported_parameter")
-    import numpy as np  # not at the start: few servers need it
+    import numpy as np  # Imported late, because few servers need it.
 
     inputs = wanted.inputs()
     vectors: list[npt.NDArray[np.float32]] = []
@@ -95,9 +95,9 @@ async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: 
 
 
 def written(vectors: Sequence[npt.NDArray[Any]], wanted: EmbeddingRequest, *, normalize: bool) -> list[Any]:
-    """Vectors [hidden] as the client wants them: cut, then brought to length 1, as numbers or in base64.
+    """Encode vectors [hidden] as the client asks: cut, then normalized to length 1, as numbers or in base64.
 
-    Raises ApiError for more dimensions than they have.
+    Raises ApiError if the client asks for more dimensions than they have.
     """
     width = len(vectors[0])
     if wanted.dimensions is not None and wanted.dimensions > width:

@@ -1,4 +1,4 @@
-"""Structured output in requests: OpenAI's `response_format` and vLLM's names, turned into a grammar. Pure."""
+"""Converts structured output in requests to grammars: OpenAI's `response_format` and vLLM's parameters. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANY_OBJECT = {"type": "object"}
 
 
 class StructuredOutputs(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`structured_outputs`, as in vLLM: one of the first six, and options of JSON's layout."""
+    """The `structured_outputs` parameter, as in vLLM: one of the first six fields, and options of JSON's layout."""
 
     json: GivenSchema | None = None
     regex: Text | None = None
@@ -38,15 +38,15 @@ class StructuredOutputs(Struct, kw_only=True, frozen=True, forbid_unknown_fields
     json_object: bool = False
     structural_tag: Text | dict[str, Any] | None = None
     whitespace_pattern: Text | None = None
-    """A regular expression of what may stand between the parts of JSON."""
+    """Regular expression of the whitespace between the parts of JSON."""
     disable_any_whitespace: bool = False
-    """No whitespace between the parts of JSON. By default it is one space after each comma and colon."""
+    """Whether to allow no whitespace between the parts of JSON. By default one space follows each comma and colon."""
     disable_fallback: bool = False
-    """There is one backend, so the value has no effect."""
+    """Accepted without effect, because there is only one backend."""
 
 
 class GrammarFault(ValueError):
-    """What is wrong with a request for structured output, and in which parameter."""
+    """A fault in a request for structured output, with the parameter at fault."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class GrammarFault(ValueError):
 
 
 def of_format(wanted: Mapping[str, Any], param: str) -> Grammar | None:
-    """The grammar of a `response_format` or a `text.format`; None for plain text. Raises GrammarFault."""
+    """Return the grammar of a `response_format` or a `text.format`; None for plain text. Raises GrammarFault."""
     kind = wanted.get("type")
     if kind == "text":
         taken(wanted, ("type",), param)
@@ -70,7 +70,7 @@ def of_format(wanted: Mapping[str, Any], param: str) -> Grammar | None:
             f"{param}.type",
         )
     inner, path = wanted, param
-    if "json_schema" in wanted:  # chat completions have the schema one level deeper than Responses
+    if "json_schema" in wanted:  # Chat completions nest the schema one level deeper than Responses.
         taken(wanted, ("type", "json_schema"), param)
         inner, path = wanted["json_schema"], f"{param}.json_schema"
         if not isinstance(inner, Mapping):
@@ -85,7 +85,7 @@ def of_format(wanted: Mapping[str, Any], param: str) -> Grammar | None:
 
 
 def of_structured_outputs(wanted: StructuredOutputs, param: str) -> Grammar:
-    """The grammar of `structured_outputs`. Raises GrammarFault, also unless exactly one is asked for."""
+    """Return the grammar of `structured_outputs`. Raises GrammarFault, also unless exactly one kind is given."""
     names = ("json", "regex", "choice", "grammar", "structural_tag")
     given = [name for name in names if getattr(wanted, name) is not None]
     given += ["json_object"] if wanted.json_object else []
@@ -112,23 +112,26 @@ def of_structured_outputs(wanted: StructuredOutputs, param: str) -> Grammar:
 
 
 def of_schema(schema: GivenSchema, param: str, layout: Mapping[str, Any] | None = None) -> Grammar:
-    """JSON by a schema, which may be given as a text. Raises GrammarFault."""
+    """Return the grammar of JSON that follows a schema, given as an object or as text. Raises GrammarFault."""
     known = schema if isinstance(schema, bool) else as_object(schema, param)
     return made(lambda: schema_grammar(known, layout=layout), param)
 
 
 def of_choices(texts: list[str], param: str) -> Grammar:
-    """One of these texts. Raises GrammarFault."""
+    """Return the grammar of one of these texts. Raises GrammarFault."""
     return made(lambda: choice_grammar(texts), param)
 
 
 def of_grammar(text: str, param: str) -> Grammar:
-    """A grammar in Lark or GBNF. Raises GrammarFault."""
+    """Return a grammar given in Lark or GBNF. Raises GrammarFault."""
     return made(lambda: context_free_grammar(text), param)
 
 
 def of_tags(wanted: Mapping[str, Any], param: str) -> Grammar:
-    """A structural tag: `triggers`, and `structures` of begin, schema and end. Raises GrammarFault."""
+    """Return the grammar of a structural tag: `triggers`, and `structures` with begin, schema and end.
+
+    Raises GrammarFault.
+    """
     taken(wanted, ("type", "structures", "triggers"), param)
     structures, triggers = wanted.get("structures"), wanted.get("triggers")
     if not isinstance(structures, list) or not 0 < len(structures) <= MAX_STRUCTURES:
@@ -146,7 +149,7 @@ def of_tags(wanted: Mapping[str, Any], param: str) -> Grammar:
 
 
 def as_object(given: Any, param: str) -> dict[str, Any]:
-    """A JSON object, which may be given as a text. Raises GrammarFault."""
+    """Return a JSON object that is given as an object or as text. Raises GrammarFault."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -158,14 +161,14 @@ def as_object(given: Any, param: str) -> dict[str, Any]:
 
 
 def taken(given: Mapping[str, Any], names: tuple[str, ...], param: str) -> None:
-    """Raises GrammarFault for a field that is not known."""
+    """Raises GrammarFault for a field that is not in `names`."""
     for name, value in given.items():
         if name not in names and value is not None:
             raise GrammarFault(f"unknown parameter: {param}.{name[:64]}", f"{param}.{name[:64]}")
 
 
 def made(make: Callable[[], Grammar], param: str) -> Grammar:
-    """What `make` gives. Raises GrammarFault for its ValueError."""
+    """Return the result of `make`. Converts its ValueError to GrammarFault."""
     try:
         return make()
     except RecursionError:

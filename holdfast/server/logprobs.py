@@ -1,4 +1,4 @@
-"""Log probabilities on the wire: one record for each token in chats and responses, columns in completions."""
+"""Log probabilities in answers: one record per token in chats and responses, columns in completions."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from holdfast.engine.client.client import Delta
 from holdfast.engine.client.text import Text
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have. The same as in vLLM."""
+"""Value that replaces minus infinity, which JSON does not have. vLLM uses the same."""
 
 
-class ToldToken(NamedTuple):
+class TokenRecord(NamedTuple):
     """A token with its log probabilities."""
 
     token: int
     logprobs: TokenLogprobs | None
-    """None for the first token of a prompt."""
+    """Log probabilities; None for the first token of a prompt."""
 
 
-def told_tokens(delta: Delta) -> list[ToldToken]:
-    """The tokens of a delta whose log probabilities are told."""
-    return [ToldToken(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=False)]
+def tokens_with_logprobs(delta: Delta) -> list[TokenRecord]:
+    """Return the tokens of a delta that have log probabilities."""
+    return [TokenRecord(*pair) for pair in zip(delta.tokens, delta.logprobs, strict=False)]
 
 
 def echoed(prompt: Sequence[int], text: str, of_prompt: Sequence[TokenLogprobs], delta: Delta, most: int) -> Delta:
-    """The first delta of an answer that begins with its prompt: the prompt's text, tokens and what is told of them.
+    """Return the first delta of an answer that begins with its prompt: text, tokens and log probabilities.
 
-    `most` is the number of alternatives to tell.
+    `most` is the number of alternatives to report.
     """
     cut = [TokenLogprobs(own, ids[:most], values[:most]) for own, ids, values in of_prompt]
     logprobs = (None, *cut, *delta.logprobs) if cut or delta.logprobs else ()
@@ -39,14 +39,14 @@ def echoed(prompt: Sequence[int], text: str, of_prompt: Sequence[TokenLogprobs],
 
 
 def prompt_records(
-    text: Text, prompt: Sequence[int], told: Sequence[TokenLogprobs], most: int
+    text: Text, prompt: Sequence[int], of_prompt: Sequence[TokenLogprobs], most: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt, it and the most probable ones by id; None for the first.
+    """Return vLLM's `prompt_logprobs`: for each prompt token, its record and those of the most probable ones, by id.
 
-    The rank of a token that is not among those is not known.
+    The first token has None. The rank of a token outside the most probable ones is unknown.
     """
     records: list[dict[str, Any] | None] = [None]
-    for token, given in zip(prompt[1:], told, strict=True):
+    for token, given in zip(prompt[1:], of_prompt, strict=True):
         likely = list(zip(given.top_ids[:most], given.top_logprobs, strict=False))
         ranks = {each: rank for rank, (each, _) in enumerate(likely, 1)}
         records.append(
@@ -63,7 +63,7 @@ def prompt_records(
 
 
 def spelled(data: bytes) -> str:
-    """A token as a string, as in OpenAI's API: bytes that are no whole characters are written out."""
+    """Return a token as a string, as in OpenAI's API. Bytes that are not whole characters are written as escapes."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -71,36 +71,36 @@ def spelled(data: bytes) -> str:
 
 
 def record(text: Text, token: int, logprob: float) -> dict[str, Any]:
-    """A token, its bytes and its log probability."""
+    """Return the record of a token: the token, its bytes and its log probability."""
     data = text.token_bytes(token)
     return {"token": spelled(data), "bytes": list(data), "logprob": max(logprob, LEAST)}
 
 
-def records(text: Text, told: Iterable[ToldToken]) -> list[dict[str, Any]]:
-    """The tokens of a chat or a response, each with the most probable ones at its place."""
+def records(text: Text, tokens: Iterable[TokenRecord]) -> list[dict[str, Any]]:
+    """Return the records of the tokens of a chat or a response, each with its most probable alternatives."""
     return [
         record(text, token, given.logprob)
         | {"top_logprobs": [record(text, *pair) for pair in zip(given.top_ids, given.top_logprobs, strict=True)]}
-        for token, given in told
+        for token, given in tokens
         if given is not None
     ]
 
 
 class CompletionLogprobs:
-    """The columns of one choice of completions: `text_offset` goes on from what was written before."""
+    """The columns of one choice of completions. `text_offset` continues from the text before."""
 
     def __init__(self, text: Text) -> None:
         self._text = text
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def columns(self, told: Iterable[ToldToken]) -> dict[str, Any]:
-        """The next tokens: their strings, log probabilities, most probable alternatives, and places in the text."""
+    def columns(self, new: Iterable[TokenRecord]) -> dict[str, Any]:
+        """Return the columns of the next tokens: strings, log probabilities, alternatives, and text offsets."""
         tokens: list[str] = []
         own: list[float | None] = []
         top: list[dict[str, float] | None] = []
         offsets: list[int] = []
-        for token, given in told:
+        for token, given in new:
             data = self._text.token_bytes(token)
             tokens.append(spelled(data))
             offsets.append(self._offset)

@@ -1,4 +1,4 @@
-"""The metrics at /metrics: the server's requests, latencies and tokens, and the engine's queues and memory."""
+"""Metrics at /metrics: the server's requests, latencies and tokens, and the engine's queues and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_LOSSES = 16
-"""Tuning jobs that have a gauge of their own."""
+"""Maximum number of tuning jobs with a gauge of their own."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 STATS = {
@@ -73,7 +73,7 @@ STATS = {
     "rows_prefilled": ("gauge", "rows_prefilled", "Prompts computed ahead of a place among the padded rows"),
     "shrinks": ("counter", "shrinks", "Times that the device had no memory for padded rows; fewer run then"),
 }  # fmt: skip
-"""Field of SchedulerStats -> kind, name and help of its metric."""
+"""Kind, name and help of a metric by field of SchedulerStats."""
 
 
 VLLM = {
@@ -93,12 +93,11 @@ VLLM = {
     "tokens_drafted": "spec_decode_num_draft_tokens",
     "drafts_accepted": "spec_decode_num_accepted_tokens",
 }
-"""Metrics that vLLM has as well, with their names there, so that its dashboards work here. Of a counter, the name is
-what comes before _total."""
+"""vLLM's names of metrics that Holdfast also has, so that vLLM's dashboards work. Counters are named without _total."""
 
 
 class Metrics(Collector):
-    """All metrics of one server, in a registry of their own. Times in seconds."""
+    """All metrics of one server, in a registry of their own. Times are in seconds."""
 
     def __init__(self, model: str = "") -> None:
         """`model` is the label of the metrics under vLLM's names."""
@@ -106,7 +105,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.stats: SchedulerStats | None = None
-        """The engine's queues and memory as of the last scrape."""
+        """State of the engine's queues and memory as of the last scrape; None if the engine did not answer."""
         self.requests = Counter(
             "holdfast_requests",
             "HTTP requests for generation by outcome: ok, refused (4xx), unavailable (503), left, failed",
@@ -147,7 +146,7 @@ class Metrics(Collector):
             registry=self.registry,
         )
         self._with_loss: dict[str, None] = {}
-        """The jobs that have a gauge, the one with the oldest step first."""
+        """Jobs that have a gauge, the one whose last step is oldest first."""
         self.ttft = self._histogram("ttft_seconds", "Time from a request's arrival to its first token", LONG)
         self.tbt = self._histogram("tbt_seconds", "Time between tokens of one choice", SHORT)
         self.e2e = self._histogram("e2e_seconds", "Time from a request's arrival to its last token", LONG)
@@ -165,7 +164,7 @@ class Metrics(Collector):
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
 
     def steps(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
-        """Count the engine's steps: the query tokens and the time of each."""
+        """Count steps of the engine: the number of query tokens and the seconds of each."""
         for size, time in zip(tokens, seconds, strict=True):
             self.step_tokens.observe(size)
             self.step_seconds.observe(time)
@@ -191,7 +190,7 @@ class Metrics(Collector):
         return Counter(f"holdfast_{name}", help, registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's metrics and those under vLLM's names, for the registry."""
+        """Yield the engine's metrics and those under vLLM's names, for the registry."""
         engine = list(self._engine())
         yield from engine
         own = [self.ttft, self.tbt, self.e2e, self.queue, self.step_tokens]
@@ -207,7 +206,7 @@ class Metrics(Collector):
             yield used
 
     def _engine(self) -> Iterator[Metric]:
-        """The engine's metrics as of the last scrape. Without stats it counts as down, and they are left out."""
+        """Yield the engine's metrics as of the last scrape. Without stats, only the engine's being down is reported."""
         stats = self.stats
         yield GaugeMetricFamily("holdfast_engine_up", "1 if the engine answered this scrape", value=stats is not None)
         if stats is None:
@@ -218,7 +217,7 @@ class Metrics(Collector):
 
 
 def renamed(metric: Metric, name: str, labels: dict[str, str]) -> Metric:
-    """The same metric under another name, with more labels."""
+    """Return a copy of a metric with another name and more labels."""
     copy = Metric(name, metric.documentation, metric.type)
     for sample in metric.samples:
         if not sample.name.endswith("_created"):

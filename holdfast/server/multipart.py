@@ -12,20 +12,20 @@ from holdfast.server.protocol import ApiError
 
 MAX_PARTS = 16
 MAX_HEADERS = 8
-"""Headers of a part."""
+"""Maximum number of headers per part."""
 MAX_HEADER_BYTES = 1024
-"""Bytes of one header line, its name included; so a part has at most 8 KiB of headers."""
+"""Maximum number of bytes of one header line, including its name. A part has at most 8 KiB of headers."""
 MAX_FIELD_BYTES = 1024
-"""Bytes of one field that is not the file."""
+"""Maximum number of bytes of one field that is not the file."""
 MAX_BOUNDARY = 70
-"""RFC 2046, §5.1.1."""
+"""Maximum number of characters of the boundary (RFC 2046, §5.1.1)."""
 MAX_NAME = 255
 OVERHEAD = MAX_PARTS * (MAX_HEADERS * MAX_HEADER_BYTES + MAX_FIELD_BYTES)
-"""Most bytes of a form beside its file."""
+"""Maximum number of bytes of a form in addition to its file."""
 
 
 class FormReader:
-    """Reads one form. Fields are kept; the bytes of the part `file` are handed on. Raises ApiError throughout."""
+    """Reads one form. Fields are kept; bytes of the part `file` are returned. All methods raise ApiError."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type[:MAX_HEADER_BYTES])
@@ -35,7 +35,7 @@ class FormReader:
             raise ApiError(reason, status=415, code="unsupported_media_type")
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        """The file's name, once its part has begun."""
+        """Name of the file, once its part has begun."""
         self.ended = False
         self._parser = MultipartParser(
             boundary,
@@ -57,12 +57,12 @@ class FormReader:
         self._value = bytearray()
         self._disposition = b""
         self._field: str | None = None
-        """The field that the present part is for; None for the file."""
+        """Name of the current part's field; None for the file."""
         self._held = bytearray()
         self._file: list[bytes] = []
 
     def feed(self, data: bytes) -> bytes:
-        """Read the form's next bytes. Returns those of the file among them."""
+        """Read the next bytes of the form. Returns those of the file among them."""
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -72,7 +72,7 @@ class FormReader:
         return found
 
     def finish(self) -> None:
-        """Check that the form is whole and holds a file."""
+        """Check that the form is complete and contains a file."""
         if not self.ended:
             raise ApiError("the form breaks off before its last boundary", code="invalid_form")
         if self.filename is None:
@@ -126,7 +126,7 @@ class FormReader:
 
 
 def base_name(given: str) -> str:
-    """The last part of a file's name, without control characters and bounded. It is shown, and never opened."""
+    """Return the last part of a file's name, without control characters and cut to the limit. It is only displayed."""
     last = re.split(r"[/\\]", given)[-1]
     visible = "".join(each if unicodedata.category(each)[0] != "C" else "_" for each in last)[:MAX_NAME]
     return visible if visible.strip(" .") else "file"

@@ -1,4 +1,4 @@
-"""Requests from clients: OpenAI's request bodies as strict types. A refusal names the parameter at fault."""
+"""OpenAI's request bodies as strict types. A refusal names the parameter at fault."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from holdfast.server.grammars import (
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
 MAX_PARTS = 8192
-"""Most content parts of one request, in all its messages."""
+"""Maximum number of content parts in all messages of one request."""
 MAX_CONTAINERS = 1 << 17
-"""Most opening brackets and braces of one body, those in texts included. It bounds the time to decode the body."""
+"""Maximum number of opening brackets and braces in one body, including those in texts. It bounds the decoding time."""
 MAX_STRINGS = 1 << 16
-"""Most strings of one body, names of fields included. It bounds the time to decode the body as well."""
+"""Maximum number of strings in one body, including field names. It also bounds the decoding time."""
 MAX_VALUES = 1 << 18
-"""Most commas in the arguments of all past calls of one request. They bound the time to decode what has no strings."""
+"""Maximum number of commas in all past calls' arguments of one request. It bounds the decoding time of other values."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 
@@ -46,7 +46,7 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 TemplateOptions = Annotated[dict[Annotated[str, Meta(min_length=1, max_length=64)], Any], Meta(max_length=32)]
-"""`chat_template_kwargs`."""
+"""Type of `chat_template_kwargs`."""
 Body = TypeVar("Body", bound="RequestBody")
 
 
@@ -54,15 +54,15 @@ GRAMMAR_PARAMS = ("structured_outputs", "guided_json", "guided_regex", "guided_c
 
 
 DEFAULTED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Fields for which a model's files may have a default, with that of the API."""
+"""API defaults of the fields for which a model's files may give another default."""
 
 
 TIERS = {"priority": -1, "flex": 1}
-"""The priority classes of OpenAI's service tiers; that of all others is 0."""
+"""Priority classes of OpenAI's service tiers. All other tiers have class 0."""
 
 
 class ApiError(Exception):
-    """A refusal in OpenAI's shape. Its message goes to the client, so it holds no paths, addresses or traces."""
+    """A refusal in OpenAI's shape. Its message goes to the client, so it contains no paths, addresses or traces."""
 
     def __init__(
         self,
@@ -79,24 +79,24 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that the client receives. All four fields are always present."""
+        """Return the JSON object that the client receives. All four fields are always present."""
         type = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         type = "server_error" if self.status >= 500 else type
         return {"error": {"message": self.message, "type": type, "param": self.param, "code": self.code}}
 
     def message_body(self) -> dict[str, Any]:
-        """The JSON object in the shape of Anthropic's Messages API."""
+        """Return the error as a JSON object in the shape of Anthropic's Messages API."""
         known = MESSAGE_ERRORS.get(self.status)
         type = known or ("api_error" if self.status >= 500 else "invalid_request_error")
         long = self.code == "context_length_exceeded"
         return {
             "type": "error",
-            # Clients look for these words.
+            # Clients search for these words.
             "error": {"type": type, "message": f"prompt is too long: {self.message}" if long else self.message},
         }
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The JSON object in the shape of the route's own protocol: OpenAI's, Anthropic's, or Open Inference's."""
+        """Return the error as a JSON object of the route's protocol: OpenAI's, Anthropic's, or Open Inference's."""
         if is_messages(path):
             return self.message_body()
         return {"error": self.message} if is_inference(path) else self.body()
@@ -110,7 +110,7 @@ MESSAGE_ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""The types of Anthropic's errors, by status."""
+"""Anthropic's error types by HTTP status."""
 
 
 def is_inference(path: str) -> bool:
@@ -124,29 +124,29 @@ def is_messages(path: str) -> bool:
 
 
 class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`stream_options`."""
+    """The `stream_options` parameter."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """With `include_usage`: every chunk has the counts so far, as in vLLM."""
+    """Whether every chunk has the token counts so far, as in vLLM. Needs `include_usage`."""
     include_obfuscation: bool = False
-    """Padding against traffic analysis. None is added, so the value has no effect."""
+    """Whether to add padding against traffic analysis. It is accepted without effect, because none is ever added."""
 
 
 class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A JSON object from a client. Besides its fields it may hold the parameters below."""
+    """A JSON object from a client. It may also hold the parameters listed in the class variables."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Known parameters that are not supported, each with the values that have no effect. null is always accepted.
+    """Unsupported parameters by name, each with the values that are accepted because they have no effect.
 
-    One that is a field as well is told in the answer.
+    null is always accepted. A parameter that is also a field is repeated in the answer.
     """
     harmless: ClassVar[tuple[str, ...]] = ()
     """Parameters that cannot change the answer; any value is accepted."""
 
 
 class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True, dict=True):
-    """Fields of every request for generation, including vLLM's extensions and our own `deadline_ms`."""
+    """Fields of every request for generation, including vLLM's extensions and Holdfast's own `deadline_ms`."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"moderation": ()}
     harmless: ClassVar[tuple[str, ...]] = (
@@ -161,15 +161,15 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     max_tokens_param: ClassVar[str] = "max_tokens"
 
     model: str = ""
-    """Empty: the model that is served."""
+    """Name of the model or adapter; empty for the served model."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    """None: what the model's files recommend, here and below; else 1."""
+    """Sampling temperature. If None, here and below, the model's files give the default, and else `DEFAULTED`."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
-    """-1 stands for none, as in other servers."""
+    """Seed of the sampling; None or -1 for a random one, as in other servers."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
@@ -183,26 +183,26 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
-    """priority and flex are classes before and behind other requests; all others are the default."""
+    """Service tier. priority runs before other requests and flex after them; other values mean the default."""
     deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: GivenSchema | None = None
-    """This and those below are vLLM's former names."""
+    """JSON schema of the answer. This and the following fields are vLLM's former names of `structured_outputs`."""
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
 
     def __post_init__(self) -> None:
-        _ = self.grammar  # raises ApiError
+        _ = self.grammar  # Raises ApiError.
 
     @property
     def answer_format(self) -> tuple[str, Mapping[str, Any]] | None:
-        """OpenAI's description of the answer, if there is one, with the name of its parameter."""
+        """Name and value of the parameter with OpenAI's description of the answer; None without one."""
         return None
 
     @property
     def grammar_param(self) -> str | None:
-        """The parameter that asks for structured output, if one does. Raises ApiError for several."""
+        """Name of the parameter that asks for structured output, if any. Raises ApiError if there are several."""
         asked = [name for name in GRAMMAR_PARAMS if getattr(self, name) is not None]
         wanted = self.answer_format
         if wanted is not None and wanted[1] != {"type": "text"}:
@@ -214,7 +214,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @cached_property
     def grammar(self) -> Grammar | None:
-        """What the answer must match; None: anything. Written once a request. Raises ApiError."""
+        """Grammar that the answer must match; None without one. Built once per request. Raises ApiError."""
         param, wanted = self.grammar_param, self.answer_format
         try:
             if param == "structured_outputs" and self.structured_outputs is not None:
@@ -233,12 +233,12 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def tier(self) -> str:
-        """The service tier, as answers tell it."""
+        """Service tier that the response reports."""
         return self.service_tier if self.service_tier in TIERS else "default"
 
     @property
     def priority_class(self) -> int:
-        """What `priority` says, and else the service tier."""
+        """Priority class: `priority` if it is given, else the class of the service tier."""
         return self.priority or TIERS.get(self.service_tier or "", 0)
 
     @property
@@ -248,22 +248,22 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def candidates(self) -> int:
-        """Number of answers that are written for each prompt; the best `n` are given."""
+        """Number of answers that are generated for each prompt, of which the best `n` are returned."""
         return self.n
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens of each choice; None if only the context's length limits it."""
+        """Maximum number of tokens per choice; None if only the context length limits it."""
         raise NotImplementedError
 
     @property
     def most_logprobs(self) -> int | None:
-        """Alternatives to tell with each token's log probability; None: tell nothing. Raises ApiError."""
+        """Number of alternatives to return with each token's log probability; None for none. Raises ApiError."""
         raise NotImplementedError
 
     @property
     def most_prompt_logprobs(self) -> int | None:
-        """Alternatives to tell with the log probability of each token of the prompt; None: tell nothing."""
+        """Number of alternatives to return with each prompt token's log probability; None for none."""
         return None
 
     @property
@@ -272,16 +272,19 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         return False
 
     def kept_tokens(self, context: int) -> int | None:
-        """How many of a prompt's last tokens are kept; None: all. Raises ApiError."""
+        """Number of trailing prompt tokens to keep; None for all. Raises ApiError."""
         return None
 
     def with_defaults(self, defaults: dict[str, float]) -> Self:
-        """The same with these fields where the request does not say, and the API's own defaults where neither does."""
+        """Return a copy with missing fields set from `defaults`, or else from the API's own defaults."""
         missing = {name: value for name, value in (DEFAULTED | defaults).items() if getattr(self, name) is None}
         return self.changed(**missing)
 
     def changed(self, **fields: Any) -> Self:
-        """The same with other values of these fields, which say nothing of the grammar: it is not written again."""
+        """Return a copy with other values of these fields.
+
+        None of them may affect the grammar, because it is not rebuilt.
+        """
         made = copy(self)
         for name, value in fields.items():
             msgspec.structs.force_setattr(made, name, value)
@@ -289,9 +292,9 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         return made
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
-        """The sampling of one choice. Choice i uses seed + i, so that choices differ and are reproducible.
+        """Return the sampling parameters of one choice. Raises ApiError.
 
-        Raises ApiError.
+        Choice i uses seed + i, so that choices differ and are reproducible.
         """
         if self.min_tokens > max_tokens:
             reason = f"min_tokens is {self.min_tokens}, and an answer here has at most {max_tokens}"
@@ -314,7 +317,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         )
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` by token id. Raises ApiError."""
+        """Return `logit_bias` as pairs of token id and bias. Raises ApiError."""
         biases: dict[int, float] = {}
         for token, bias in self.logit_bias.items():
             if not (token.isascii() and token.isdigit() and len(token) <= 10):
@@ -325,7 +328,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Fields of both chat completions and completions."""
+    """Fields common to chat completions and completions."""
 
     unsupported = SampledRequest.unsupported | {
         "audio": (),
@@ -337,15 +340,16 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "suffix": ("",),
         "web_search_options": (),
     }
-    # No chat template knows a verbosity, and completions are never stored.
+    # No chat template has a verbosity, and completions are never stored.
     harmless = (*SampledRequest.harmless, "metadata", "store", "verbosity")
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """vLLM's: tell the log probabilities of the prompt's tokens, too."""
+    """Number of alternatives to return with each prompt token's log probability, as in vLLM; None for none."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
-    """vLLM's: keep so many of the prompt's last tokens; -1: as many as the context holds beside the answer."""
+    """Number of trailing prompt tokens to keep, as in vLLM; -1 keeps all that fit the context together with the
+    answer."""
     response_format: dict[str, Any] | None = None
 
     @property
@@ -362,13 +366,13 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
     @property
     def most_prompt_logprobs(self) -> int | None:
         if self.prompt_logprobs is not None and self.stream:
-            reason = "prompt_logprobs are told with whole answers alone; leave out stream"
+            reason = "prompt_logprobs need a whole answer; leave out stream"
             raise ApiError(reason, param="prompt_logprobs", code="invalid_value")
         return self.prompt_logprobs
 
 
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     unsupported = GenerationRequest.unsupported | {"best_of": (1,), "echo": (False,)}
     route = "/v1/chat/completions"
@@ -377,14 +381,14 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    """Whether the oldest turns leave a conversation that exceeds the context."""
+    """Whether the oldest turns are left out of a conversation that exceeds the context."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """The tools by their old name; then the answer has its call by its old name, too."""
+    """Tools by their former name. Then the answer also reports its call by the former name."""
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     include_reasoning: bool = True
@@ -392,7 +396,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Further variables of the chat template."""
+        """Further variables for the chat template."""
         return template_options(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
@@ -404,7 +408,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens of the answer, by its new or its old name. Raises ApiError if the two differ."""
+        """Maximum number of tokens of the answer, by the new or the former name. Raises ApiError if the two differ."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             reason = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
@@ -412,12 +416,12 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
         return old if new is None else new
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages for the chat template. Raises ApiError for unsupported content."""
+        """Return the messages for the chat template. Raises ApiError for unsupported content."""
         return read_messages(self.messages)
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     route = "/v1/completions"
     prompt_param = "prompt"
@@ -437,7 +441,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool = False
     echo: bool = False
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
-    """0 goes with `echo` alone: nothing is written."""
+    """Maximum number of tokens per choice. 0 needs `echo` and generates nothing."""
 
     @property
     def candidates(self) -> int:
@@ -456,17 +460,17 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
     @property
     def most_prompt_logprobs(self) -> int | None:
-        """With `echo`, `logprobs` are told of the prompt, too."""
+        """Number of alternatives for prompt tokens: that of `logprobs` if the prompt is echoed."""
         asked, echoed = super().most_prompt_logprobs, self.most_logprobs if self.echo else None
         return max((each for each in (asked, echoed) if each is not None), default=None)
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of each choice; 16 when not given, as in OpenAI's API."""
+        """Maximum number of tokens per choice; 16 by default, as in OpenAI's API."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or as token ids. Raises ApiError for anything else, and for a wrong `best_of`."""
+        """Return the prompts, each as text or as token ids. Raises ApiError if they are wrong or `best_of` is."""
         if self.max_tokens == 0 and not self.echo:
             raise ApiError("max_tokens is 0, which needs echo: true", param="max_tokens", code="invalid_value")
         if self.echo and self.candidates > self.n:
@@ -496,7 +500,7 @@ def parse(body: bytes, shape: type[Body]) -> Body:
 
 
 def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:
-    """The JSON object that a body holds. Raises ApiError, which calls the body `what`."""
+    """Decode a body that must be a JSON object. Raises ApiError, which calls the body `what`."""
     check_items(body, what)
     try:
         fields = msgspec.json.decode(body)
@@ -510,12 +514,13 @@ def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:
 
 
 def check_items(body: bytes, what: str, param: str | None = None) -> None:
-    """Raises ApiError for JSON of too many containers or strings, which it calls `what`."""
+    """Raises ApiError if JSON has too many containers or strings. `what` names the JSON in the message."""
     containers = body.count(b"[") + body.count(b"{")
     if containers > MAX_CONTAINERS:
         reason = f"{what} holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
         raise ApiError(reason, param=param, code="invalid_value")
-    # A quote in a text has a backslash before it. A string that ends in backslashes counts half.
+    # Each quote within a text has a backslash before it, so it is not counted. The closing quote of a string that ends
+    # in a backslash is not counted either, so the count is a lower bound.
     strings = (body.count(b'"') - body.count(b'\\"')) // 2
     if strings > MAX_STRINGS:
         reason = f"{what} holds {strings} strings; at most {MAX_STRINGS} are taken"
@@ -523,9 +528,9 @@ def check_items(body: bytes, what: str, param: str | None = None) -> None:
 
 
 def check_arguments(arguments: Iterable[str], name: str) -> None:
-    """Raises ApiError if the arguments of past calls hold too much: JSON in texts, which the body's check cannot see.
+    """Raises ApiError if the arguments of past calls are too large.
 
-    `name` is the parameter that holds the calls.
+    They are JSON within texts, which the check of the body cannot see. `name` is the parameter that holds the calls.
     """
     given = [text for text in arguments if len(text) > 2]
     check_items("\n".join(given).encode(errors="replace"), f"the text of all arguments in {name}", name)
@@ -536,7 +541,7 @@ def check_arguments(arguments: Iterable[str], name: str) -> None:
 
 
 def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
-    """A JSON object as a request. Raises ApiError, which names the parameter at fault."""
+    """Convert a JSON object to a request. Raises ApiError, which names the parameter at fault."""
     known = shape.__struct_fields__
     given = {}
     for name, value in fields.items():
@@ -560,12 +565,15 @@ def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Whether two values are equal, where 0 is not False: `logprobs: 0` has an effect, `logprobs: false` has none."""
+    """Whether two values are equal, and both or neither are bool.
+
+    `logprobs: 0` has an effect, `logprobs: false` has none.
+    """
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _invalid(reason: str, given: Mapping[str, Any]) -> ApiError:
-    """msgspec's message as OpenAI's error, with the parameter at fault, and its value if that is a number."""
+    """Convert msgspec's message to an ApiError with the parameter at fault, and its value if that is a number."""
     missing = re.search(r"missing required field `(\w+)`", reason)
     if missing:
         return ApiError(f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter")
@@ -590,31 +598,31 @@ def _token_ids(value: list[Any], name: str) -> list[int]:
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""The API's roles and those of chat templates. developer is OpenAI's newer name for system."""
+"""Chat template role by the API's role. developer is OpenAI's newer name for system."""
 
 
 CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
-"""With those of results of calls. function is OpenAI's older name for tool."""
+"""Chat template role by the API's role, including call results. function is OpenAI's former name for tool."""
 MESSAGE_FIELDS = ("role", "content", "name")
 REASONING_FIELDS = ("reasoning_content", "reasoning")
-"""The names under which clients send back what a model thought, the one that counts first."""
+"""Names under which clients send back the model's reasoning; the first one present is used."""
 ROLE_FIELDS = {
     "assistant": ("tool_calls", "function_call", *REASONING_FIELDS),
     "tool": ("tool_call_id",),
 }
-"""The fields that only messages of these roles have."""
+"""Fields that only messages of a role may have, by role."""
 
 
 def template_options(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Variables of the chat template: those of a request, and its reasoning effort under the names templates have."""
-    told: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    """Return variables for the chat template: the request's own, and its reasoning effort under the usual names."""
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":
-        told = {"enable_thinking": False}
-    return told | dict(given)
+        variables = {"enable_thinking": False}
+    return variables | dict(given)
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]], name: str = "messages") -> list[dict[str, Any]]:
-    """The messages of a chat for the chat template. Raises ApiError. `name` is their path in the request."""
+    """Convert messages for the chat template. `name` is their path in the request. Raises ApiError."""
     check_parts(messages, name)
     check_arguments(_arguments_of(messages), name)
     said = [read_message(message, f"{name}[{index}]") for index, message in enumerate(messages)]
@@ -626,9 +634,9 @@ def read_messages(messages: Sequence[Mapping[str, Any]], name: str = "messages")
 
 
 def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A message for the chat template: role and plain text, calls, and the result of one. Raises ApiError.
+    """Convert one message for the chat template: role, plain text, calls, and a call's result. Raises ApiError.
 
-    Who said it (`name` in the message) is taken and dropped: chat templates have no place for it. `name` is the
+    The message's own `name` field is dropped, because chat templates have no place for it. The argument `name` is the
     message's path in the request.
     """
     role = CHAT_ROLES[checked_role(message, name, CHAT_ROLES)]
@@ -636,7 +644,7 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(message.get("name", ""), str | None):
         raise ApiError(f"{name}.name must be a string", param=f"{name}.name", code="invalid_value")
     content = message.get("content")
-    if content is None and role == "assistant":  # clients send back an answer without text so
+    if content is None and role == "assistant":  # Clients send back an answer without text like this.
         content = ""
     texts = text_parts(content, f"{name}.content", ("text",))
     for index, part in enumerate(content if isinstance(content, list) else ()):
@@ -658,7 +666,7 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _arguments_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The arguments of all calls in messages, as far as they are texts."""
+    """Yield the arguments of all calls in messages, skipping those that are not strings."""
     for message in messages:
         calls = message.get("tool_calls")
         functions = (
@@ -672,7 +680,7 @@ def _arguments_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _read_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """The calls of a message from the assistant. Raises ApiError."""
+    """Return the calls of an assistant message. Raises ApiError."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise ApiError(f"{name}.tool_calls must be a list", param=f"{name}.tool_calls", code="invalid_value")
@@ -691,7 +699,7 @@ def _read_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def past_call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call as chat templates want it: its arguments are an object, or what the model wrote if that is none."""
+    """Return a call as chat templates expect it, with decoded arguments. Arguments that are not JSON stay a string."""
     try:
         given = msgspec.json.decode(arguments or "{}")
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -700,7 +708,7 @@ def past_call(id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def checked_role(message: Mapping[str, Any], name: str, roles: Collection[str] = tuple(ROLES)) -> str:
-    """The role of a message or an item. Raises ApiError for an unknown one. `name` is its path in the request."""
+    """Return the role of a message or an item. `name` is its path in the request. Raises ApiError if it is unknown."""
     role = message.get("role")
     if not isinstance(role, str) or role not in roles:
         reason = f"{name}.role is {shown(role)}; supported: {', '.join(roles)}"
@@ -709,9 +717,9 @@ def checked_role(message: Mapping[str, Any], name: str, roles: Collection[str] =
 
 
 def refuse_extra(given: Mapping[str, Any], taken: Collection[str], name: str) -> None:
-    """Raises ApiError for a field that is not `taken`, unless it is empty.
+    """Raises ApiError for a non-empty field that is not in `taken`.
 
-    The openai client dumps a message with empty fields for unused features, and users send such messages back.
+    The openai client dumps a message with empty fields for unused features, and users send these messages back.
     """
     for key, value in given.items():
         if key not in taken and value not in (None, []):
@@ -729,7 +737,7 @@ def check_parts(messages: Sequence[Mapping[str, Any]], name: str) -> None:
 
 
 def text_parts(content: Any, name: str, kinds: Sequence[str]) -> list[str]:
-    """The texts of a message's content: a string, or parts of these kinds. Raises ApiError for any other content."""
+    """Return the texts of a message's content: a string, or parts of these kinds. Raises ApiError for other content."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list) or not content:
@@ -748,5 +756,5 @@ def _text_part(part: Any, name: str, kinds: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for an error message: at most 32 characters of a string."""
+    """Format a value for an error message. A string is cut after 32 characters."""
     return f'"{value[:32]}"' if isinstance(value, str) else "missing" if value is None else "not a string"

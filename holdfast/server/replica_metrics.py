@@ -1,4 +1,4 @@
-"""How the replicas of an engine are: for /metrics, with one label for each, and in words."""
+"""State of an engine's replicas: as metrics with a label for each, and as text."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ STATS = {
     "blocks_used": ("replica_blocks_used", "Blocks of the KV cache that running requests own, by replica"),
     "blocks_cached": ("replica_blocks_cached", "Unowned blocks that still hold a reusable prefix, by replica"),
 }
-"""Field of SchedulerStats -> name and help of its gauge for each replica. All other fields are summed only."""
+"""Gauge name and help by field of SchedulerStats, for each replica. All other fields are only summed."""
 
 
 class ReplicaMetrics(Collector):
-    """The metrics of each replica, and of what happens between them. Those of all engines together are `Metrics`."""
+    """Metrics of each replica, and of events between replicas. `Metrics` has those of all engines together."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        """As of the last look at each replica, at most a second ago."""
+        """Yield the metrics as of the last check of each replica, which was at most a second ago."""
         members = self._replicas.members
         up = GaugeMetricFamily("holdfast_replica_up", "1 if the replica takes requests", labels=["replica"])
         requests = GaugeMetricFamily("holdfast_replica_requests", "Requests that the replica has", labels=["replica"])
@@ -51,8 +51,8 @@ class ReplicaMetrics(Collector):
             yield gauge
         counts = self._replicas.counts
         for name, help, value in (
-            ("requests_resumed", "Times that a request went on at another replica", counts.resumed),
-            ("requests_not_resumed", "Requests that could not go on at another replica", counts.lost),
+            ("requests_resumed", "Times that a request continued on another replica", counts.resumed),
+            ("requests_not_resumed", "Requests that could not continue on another replica", counts.lost),
             ("routed_tokens", "Prompt tokens of the requests that were routed", counts.routed_tokens),
             ("moves", "Conversations whose state was copied to another replica", counts.moves),
             ("moved_tokens", "Tokens of state that were copied from one replica to another", counts.moved_tokens),
@@ -61,7 +61,7 @@ class ReplicaMetrics(Collector):
 
 
 def describe(replica: Replica) -> dict[str, Any]:
-    """How a replica is, for operators."""
+    """Return a replica's state for operators."""
     described = {"name": replica.name, "state": str(replica.state), "place": replica.place}
     if replica.state is not State.READY and replica.reason:
         described["reason"] = replica.reason

@@ -18,7 +18,7 @@ from holdfast.engine.client.text import Text
 from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning, Said, joined
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
-from holdfast.server.logprobs import CompletionLogprobs, ToldToken, prompt_records, records, told_tokens
+from holdfast.server.logprobs import CompletionLogprobs, TokenRecord, prompt_records, records, tokens_with_logprobs
 from holdfast.server.protocol import REASONING_FIELDS, ChatRequest, GenerationRequest, SampledRequest
 
 encode = msgspec.json.Encoder().encode
@@ -28,37 +28,37 @@ Reply = dict[str, Any]
 
 
 def event(reply: Reply) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + encode(reply) + b"\n\n"
 
 
 @dataclass
 class RequestUsage:
-    """Token counts of one HTTP request; each prompt is counted once, however many choices it has."""
+    """Token counts of one HTTP request. Each prompt is counted once, whatever its number of choices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
-    """`cached_tokens` by lower tier: tokens from the host, from the disk and from the remote tier."""
+    """Numbers of cached tokens that came from the host, the disk and the remote tier. Part of `cached_tokens`."""
     wanted: SampledRequest | None = None
-    """What was asked for."""
+    """The request itself."""
     queued: float | None = None
-    """Seconds that its first choice to end had waited for its first step."""
+    """Seconds that the first choice to end had waited for its first step."""
     ttft: float | None = None
     """Seconds from the request's arrival to its first token."""
     pace: float | None = None
-    """Tokens a second behind the first one, of its first choice to end."""
+    """Tokens per second after the first token, of the first choice to end."""
     finish_reasons: set[str] = field(default_factory=set)
-    """Why its choices have ended."""
+    """Finish reasons of the choices that have ended."""
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of prompts and answers."""
+        """Number of tokens of prompts and answers."""
         return self.prompt_tokens + self.completion_tokens
 
     def counts(self) -> Reply:
-        """`usage` of a chunk: the counts so far. What came from the cache is told at the end."""
+        """Return the `usage` object of a chunk: the counts so far. Cached tokens are reported at the end."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -66,12 +66,12 @@ class RequestUsage:
         }
 
     def add_tiers(self, tokens: tuple[int, int, int]) -> None:
-        """Add what one prompt has from the host, from the disk and from the remote tier."""
+        """Add one prompt's cached tokens from the host, the disk and the remote tier."""
         host, disk, remote = map(sum, zip(self.cached_by_tier, tokens, strict=True))
         self.cached_by_tier = host, disk, remote
 
     def cached(self) -> Reply:
-        """The cached tokens; by tier, too, if any came from elsewhere than the device."""
+        """Return the cached tokens, also by tier if any came from another tier than the device."""
         if not any(self.cached_by_tier):
             return {"cached_tokens": self.cached_tokens}
         device = self.cached_tokens - sum(self.cached_by_tier)
@@ -79,7 +79,7 @@ class RequestUsage:
         return {"cached_tokens": self.cached_tokens, "cached_tokens_by_tier": tiers}
 
     def reply(self, reasoning_tokens: int | None = None) -> Reply:
-        """`usage` of completions; of a model that reasons, with its tokens."""
+        """Return the `usage` object of completions, with reasoning tokens if the model reasons."""
         details = {"prompt_tokens_details": self.cached()}
         if reasoning_tokens is not None:
             details["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
@@ -88,40 +88,40 @@ class RequestUsage:
 
 @dataclass
 class Written:
-    """One choice of a whole answer, as it is written."""
+    """One choice of a whole answer, while it is written."""
 
     parts: list[Part] = field(default_factory=list)
     reason: str = ""
-    told: list[ToldToken] = field(default_factory=list)
-    """Its tokens with their log probabilities, if they are asked for."""
+    tokens: list[TokenRecord] = field(default_factory=list)
+    """Tokens with their log probabilities, if requested."""
     prompt: Sequence[int] = ()
-    told_of_prompt: list[TokenLogprobs] = field(default_factory=list)
-    """Of each token of its prompt but the first, if they are asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log probabilities of the prompt's tokens except the first, if requested."""
 
     @property
     def likelihood(self) -> float:
         """Mean log probability of its tokens; minus infinity without any."""
-        values = [each.logprobs.logprob for each in self.told if each.logprobs is not None]
+        values = [each.logprobs.logprob for each in self.tokens if each.logprobs is not None]
         return sum(values) / len(values) if values else -math.inf
 
     def add(self, delta: Delta, parts: Sequence[Part]) -> None:
-        """Add what came, and its parts."""
+        """Add a delta and its parts."""
         self.parts += parts
         self.reason = delta.finish_reason or self.reason
-        self.told_of_prompt += delta.prompt_logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
         if delta.logprobs:
-            self.told += told_tokens(delta)
+            self.tokens += tokens_with_logprobs(delta)
 
 
 class Shape:
-    """The wire format of one answer's choices. A kind of answer defines `chunks` and `content`."""
+    """Wire format of one answer's choices. Subclasses define the methods that raise NotImplementedError."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
     def __init__(self, wanted: GenerationRequest, text: Text, reading: Reading) -> None:
-        """`text` spells the tokens whose log probabilities are told. `reading` says how to read the answers."""
+        """`text` spells the tokens in log probabilities. `reading` parses the answers."""
         id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.head: Reply = {"id": id, "created": int(time.time()), "model": wanted.model}
         if wanted.service_tier is not None:
@@ -130,15 +130,15 @@ class Shape:
         self.prompt_logprobs = wanted.prompt_logprobs
         no_usage = {"usage": None} if wanted.stream_options.include_usage else {}
         self.chunk_head: Reply = {**self.head, "object": self.chunk_object, **no_usage}
-        self.held: dict[int, list[ToldToken]] = {}
-        """By choice, tokens whose log probabilities go with its next chunk that has text or ends it."""
+        self.held: dict[int, list[TokenRecord]] = {}
+        """Tokens by choice whose log probabilities wait for its next chunk with text or finish reason."""
         self.reading = reading
         self.readers: dict[int, AnswerReader] = {}
         self.reasoning_tokens = 0
-        """Tokens of reasoning, in all choices."""
+        """Number of reasoning tokens in all choices."""
 
     def read(self, choice: int, delta: Delta) -> list[Part]:
-        """The new parts of a choice. To be called once for each of its deltas, in order."""
+        """Return the new parts of a choice. To be called once for each of its deltas, in order."""
         ended = delta.finish_reason is not None
         if self.reading.plain:
             return [Said(delta.text)] if delta.text else []
@@ -152,46 +152,46 @@ class Shape:
         return parts
 
     def chunks(self, choice: int, delta: Delta) -> Iterator[Reply]:
-        """The stream's next chunks: the new parts of `choice`, and its finish reason if it has ended."""
+        """Yield the stream's next chunks: the new parts of `choice`, and its finish reason if it has ended."""
         if delta.logprobs:
-            self.held.setdefault(choice, []).extend(told_tokens(delta))
+            self.held.setdefault(choice, []).extend(tokens_with_logprobs(delta))
         yield from self.pieces(choice, self.read(choice, delta), delta.finish_reason)
 
     def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
-        """The chunks of some new parts, and of the finish reason."""
+        """Yield the chunks for new parts and for the finish reason."""
         raise NotImplementedError
 
     def content(self, parts: Sequence[Part], reason: str) -> tuple[Reply, str]:
-        """The field of a whole choice that holds what it says, and its finish reason."""
+        """Return the field with the content of a whole choice, and the choice's finish reason."""
         raise NotImplementedError
 
-    def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
-        """The field of a choice that has the log probabilities of these tokens, its next ones."""
+    def logprobs(self, choice: int, tokens: Sequence[TokenRecord]) -> Reply:
+        """Return the `logprobs` field for the next tokens of a choice."""
         raise NotImplementedError
 
     def usage(self, usage: RequestUsage) -> Reply:
-        """The stream's last chunk, if the client asked for usage."""
+        """Return the stream's last chunk, sent if the client asked for usage."""
         return {**self.chunk_head, "choices": [], "usage": self._usage(usage)}
 
     def whole(self, written: Sequence[Written], usage: RequestUsage) -> Reply:
-        """The whole answer, with all choices."""
+        """Return the whole answer, with all choices."""
         choices = [
             _choice(
                 index,
                 *self.content(joined(choice.parts), choice.reason),
-                self.logprobs(index, choice.told) if choice.told else None,
+                self.logprobs(index, choice.tokens) if choice.tokens else None,
             )
             for index, choice in enumerate(written)
         ]
         reply = {**self.head, "object": self.whole_object, "choices": choices, "usage": self._usage(usage)}
         most = self.prompt_logprobs
         if most is not None:
-            told = [prompt_records(self.text, each.prompt, each.told_of_prompt, most) for each in written]
-            self.tell_prompts(reply, told)
+            records = [prompt_records(self.text, each.prompt, each.prompt_logprobs, most) for each in written]
+            self.add_prompt_logprobs(reply, records)
         return reply
 
-    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
-        """Add to a whole answer what is told of the prompt of each choice."""
+    def add_prompt_logprobs(self, reply: Reply, records: Sequence[Any]) -> None:
+        """Add the prompt log probabilities of each choice to a whole answer."""
         raise NotImplementedError
 
     def _usage(self, usage: RequestUsage) -> Reply:
@@ -199,8 +199,8 @@ class Shape:
         reasons = format.reasoning is not None or format.calls.channels
         return usage.reply(self.reasoning_tokens if reasons else None)
 
-    def _chunk(self, choice: int, content: Reply, reason: str | None = None, *, tells: bool = True) -> Reply:
-        held = self.held.pop(choice, None) if tells else None
+    def _chunk(self, choice: int, content: Reply, reason: str | None = None, *, with_logprobs: bool = True) -> Reply:
+        held = self.held.pop(choice, None) if with_logprobs else None
         logprobs = self.logprobs(choice, held) if held else None
         return {**self.chunk_head, "choices": [_choice(choice, content, reason, logprobs)]}
 
@@ -210,7 +210,7 @@ def _choice(index: int, content: Reply, reason: str | None, logprobs: Reply | No
 
 
 class ChatShape(Shape):
-    """Chat completions: each choice's stream opens with its role and closes with an empty delta and the reason."""
+    """Chat completions. Each choice's stream opens with its role and closes with an empty delta and the reason."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -219,12 +219,12 @@ class ChatShape(Shape):
         self.begun: set[int] = set()
         self.thoughts = wanted.include_reasoning
         self.old = bool(wanted.functions)
-        """Whether the client knows calls by their old name, and takes one."""
+        """Whether the client uses the former name of calls, which allows one call."""
 
     def pieces(self, choice: int, parts: Sequence[Part], reason: str | None) -> Iterator[Reply]:
         if choice not in self.begun:
             self.begun.add(choice)
-            yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, tells=False)
+            yield self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, with_logprobs=False)
         calls = self.readers[choice].calls if choice in self.readers else 0
         at = calls - sum(isinstance(part, CallBegin) for part in parts) - 1
         for part in parts:
@@ -235,7 +235,7 @@ class ChatShape(Shape):
             yield self._chunk(choice, {"delta": {}}, self._reason(reason, calls))
 
     def _delta(self, part: Part, at: int) -> Reply:
-        """A part as a delta; `at` is the number of the present call."""
+        """Return a part as a delta. `at` is the index of the current call."""
         match part:
             case Said(text):
                 return {"content": text}
@@ -275,15 +275,15 @@ class ChatShape(Shape):
             message |= dict.fromkeys(REASONING_FIELDS, thought)
         return {"message": message}, self._reason(reason, len(calls))
 
-    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
-        reply["prompt_logprobs"] = told[0]
+    def add_prompt_logprobs(self, reply: Reply, records: Sequence[Any]) -> None:
+        reply["prompt_logprobs"] = records[0]
 
-    def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
-        return {"content": records(self.text, told), "refusal": None}
+    def logprobs(self, choice: int, tokens: Sequence[TokenRecord]) -> Reply:
+        return {"content": records(self.text, tokens), "refusal": None}
 
 
 class TextShape(Shape):
-    """Completions: chunks have the shape of the whole."""
+    """Completions. Chunks have the shape of the whole answer."""
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -298,9 +298,9 @@ class TextShape(Shape):
     def content(self, parts: Sequence[Part], reason: str) -> tuple[Reply, str]:
         return {"text": "".join(part.text for part in parts if isinstance(part, Said))}, reason
 
-    def tell_prompts(self, reply: Reply, told: Sequence[Any]) -> None:
-        for choice, each in zip(reply["choices"], told, strict=True):
+    def add_prompt_logprobs(self, reply: Reply, records: Sequence[Any]) -> None:
+        for choice, each in zip(reply["choices"], records, strict=True):
             choice["prompt_logprobs"] = each
 
-    def logprobs(self, choice: int, told: Sequence[ToldToken]) -> Reply:
-        return self.columns[choice].columns(told)
+    def logprobs(self, choice: int, tokens: Sequence[TokenRecord]) -> Reply:
+        return self.columns[choice].columns(tokens)

@@ -39,21 +39,21 @@ from holdfast.server.service import Admission
 from holdfast.server.tracing import Tracing
 
 CUT_SECONDS = 2.0
-"""Time for streams to send their error event after the engine has ended."""
+"""Seconds in which streams can send their error event after the engine has ended."""
 
 log = logging.getLogger("holdfast.server")
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines behind a server: of a language model, of applications, or of both."""
+    """The engines of a server: of a language model, of applications, or of both."""
 
     model: EngineClient | Replicas | None
     apps: Sequence[AppClient] = ()
 
     @property
     def all(self) -> list[EngineConnection[Any, Any] | Replicas]:
-        """Each of them."""
+        """Return all engines."""
         return [*([] if self.model is None else [self.model]), *self.apps]
 
 
@@ -71,10 +71,10 @@ async def run(
 ) -> int:
     """Serve on `listener` until a signal or an engine's death. Returns the process's exit code.
 
-    Without `engine` there is no language model, and no store. `cluster` says how many engines serve it. `threads` is
-    for the engines of applications. `on_ready` is called with the engines and the base URL once the server takes
-    requests. Raises StoreError if the store cannot be opened, and EngineStartError if an engine cannot start, that of
-    the language model in its `process`, which the caller ends.
+    Without `engine` there is no language model and no store. `cluster` gives the number of its engines. `threads` is
+    for the engines of applications. `on_ready` is called with the engines and the base URL once the server accepts
+    requests. The caller ends `process`, in which the language model's engine starts. Raises StoreError if the store
+    cannot be opened, and EngineStartError if an engine cannot start.
     """
     if not config.api_key and not loopback(config.host):
         log.warning(
@@ -104,14 +104,14 @@ async def start(
     threads: int | None,
     on_progress: Callable[[str], None],
 ) -> Engines:
-    """Start all engines side by side. If one cannot start, all end. Raises EngineStartError."""
+    """Start all engines in parallel. If one cannot start, all end. Raises EngineStartError."""
     starts: list[Coroutine[Any, Any, EngineConnection[Any, Any] | Replicas]] = []
     if engine is not None and cluster.many:
         starts.append(Replicas.start(cluster, make_spawner(engine, cluster, process), on_progress))
     elif engine is not None:
         starts.append(EngineClient.start(engine, on_progress=on_progress, process=process))
     for app in apps.app:
-        starts.append(AppClient.start(app, apps, partial(tell, on_progress, app), threads))
+        starts.append(AppClient.start(app, apps, partial(report_stage, on_progress, app), threads))
     tasks = [asyncio.create_task(each) for each in starts]
     try:
         clients = await asyncio.gather(*tasks)
@@ -130,13 +130,13 @@ async def start(
     return Engines(model, tuple(client for client in clients if isinstance(client, AppClient)))
 
 
-def tell(on_progress: Callable[[str], None], app: str, stage: str) -> None:
-    """Pass on the stage of an application's start."""
+def report_stage(on_progress: Callable[[str], None], app: str, stage: str) -> None:
+    """Report the stage of an application's start."""
     on_progress(f"{app}: {stage}")
 
 
 def log_as(config: ServerConfig) -> None:
-    """Let this process log on standard error, as configured."""
+    """Configure this process's log on standard error."""
     verbose = config.log_level in ("debug", "info")
     logging.basicConfig(format=f"{'%(asctime)s ' * verbose}holdfast: %(message)s", level=logging.WARNING)
     logging.getLogger("holdfast").setLevel(config.log_level.upper())
@@ -172,7 +172,7 @@ async def serve(
             app, http=partial(Connection, shared=Connections(config)), ws="none",  # type: ignore[arg-type]
             lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=1,
             timeout_keep_alive=config.idle_seconds, ssl_certfile=config.ssl_certfile, ssl_keyfile=config.ssl_keyfile,
-            log_level="error",  # it warns of each request that is not HTTP
+            log_level="error",  # uvicorn warns of each request that is not HTTP.
         )
     )  # fmt: skip
     with signals() as received:
@@ -182,7 +182,7 @@ async def serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         gc.collect()
-        gc.freeze()  # a full collection over all modules would stop every stream for 50 to 100 ms
+        gc.freeze()  # A full collection over all modules would stop every stream for 50 to 100 ms.
         await start_jobs(jobs)
         on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -198,21 +198,21 @@ async def serve(
         for task in (died, stop):
             task.cancel()
         await asyncio.gather(serving, died, stop, return_exceptions=True)
-        await close_books(responses, app.state.tracing)
+        await close_store(responses, app.state.tracing)
     return code
 
 
 async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
-    """Go on with the batches and tuning jobs of an earlier start."""
+    """Continue the batches and tuning jobs of an earlier start."""
     for each in jobs:
         try:
             await each.start()
-        except ApiError as error:  # tried again every few seconds
-            log.error("batches and tuning jobs of an earlier start cannot go on yet: %s", error.message)
+        except ApiError as error:  # It is tried again every few seconds.
+            log.error("batches and tuning jobs of an earlier start cannot continue yet: %s", error.message)
 
 
 async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batches], engines: Engines) -> None:
-    """End the jobs and the engines. Streams that still run end with an error event, for which they have a moment."""
+    """End the jobs and the engines. Streams that still run get a moment to send an error event."""
     for admission in admissions:
         admission.draining = True
     for each in jobs:
@@ -222,8 +222,8 @@ async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batc
         await asyncio.wait_for(all_idle(admissions), CUT_SECONDS)
 
 
-async def close_books(responses: Responses | None, tracing: Tracing | None) -> None:
-    """Write down what is not written yet, once no request is in progress."""
+async def close_store(responses: Responses | None, tracing: Tracing | None) -> None:
+    """Close the store and tracing once no request is in progress."""
     if responses is not None:
         await responses.close()
     if tracing is not None:
@@ -231,7 +231,7 @@ async def close_books(responses: Responses | None, tracing: Tracing | None) -> N
 
 
 async def first_death(clients: Sequence[EngineConnection[Any, Any] | Replicas]) -> str:
-    """Wait until one of the engines ends; why it did."""
+    """Wait until one of the engines ends. Returns its reason."""
     waits = [asyncio.create_task(client.dead.wait()) for client in clients]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -269,7 +269,7 @@ async def drain(
 
 @contextlib.contextmanager
 def signals() -> Iterator[asyncio.Queue[int]]:
-    """A queue of the SIGTERM and SIGINT signals that arrive. Their default action is off."""
+    """Receive SIGTERM and SIGINT in a queue within the context. Their default action is off."""
     received: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     kinds = (signal.SIGTERM, signal.SIGINT)

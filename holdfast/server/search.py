@@ -1,4 +1,4 @@
-"""WebSearch: the search engine that the server asks for the model, by SearXNG's JSON interface."""
+"""WebSearch: the search engine for the model's web searches, with SearXNG's JSON interface."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from holdfast.server.formats.toolset import Tool
 log = logging.getLogger("holdfast.server")
 
 SEARCH_KINDS = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
-"""Types of the tool in the Responses API."""
+"""Types of the web search tool in the Responses API."""
 RESULTS = {"low": 3, "medium": 5, "high": 10}
-"""Most results of a search, by its `search_context_size`."""
+"""Maximum number of results of a search, by its `search_context_size`."""
 MOST_SEARCHES = 8
-"""Of one response. The model gets no further ones."""
+"""Maximum number of searches in one response."""
 MOST_QUERY, MOST_TITLE, MOST_URL, MOST_TEXT = 512, 200, 2000, 800
-"""Characters."""
+"""Maximum number of characters of a query, and of each result's title, URL and text."""
 MOST_BYTES = 4 << 20
-"""Of the search engine's reply."""
+"""Maximum number of bytes of the search engine's reply."""
 SECONDS = 10.0
-"""For the search engine's reply."""
+"""Seconds to wait for the search engine's reply."""
 
 SEARCH_TOOL = Tool(
     "web_search",
@@ -36,17 +36,17 @@ SEARCH_TOOL = Tool(
         "additionalProperties": False,
     },
 )
-"""The tool as the model sees it."""
+"""The web search tool as the model sees it."""
 
 NOTHING, FAILED = "Nothing was found.", "The search failed."
-"""What the model reads in place of results."""
+"""Texts that the model reads in place of results."""
 
 Result = dict[str, str]
-"""Keys: title, url, text."""
+"""A search result. Keys: title, url, text."""
 
 
 class SearchFailed(Exception):
-    """There are no results; the message says why."""
+    """A search gave no results. The message is the reason."""
 
 
 class _Found(msgspec.Struct):
@@ -60,15 +60,15 @@ class _Reply(msgspec.Struct):
 
 
 class WebSearch:
-    """A SearXNG server. One for each server that has one."""
+    """Client of the SearXNG server."""
 
     def __init__(self, url: str) -> None:
-        """`url` is its address; its settings must allow the JSON format. Nothing is asked yet."""
+        """`url` is the SearXNG server's address. Its settings must allow the JSON format. Nothing is requested yet."""
         self._url = f"{url.rstrip('/')}/search"
         self._http = httpx.AsyncClient(timeout=SECONDS)
 
     async def ask(self, query: str, most: int) -> list[Result]:
-        """The first results, at most so many, shortened. Raises SearchFailed."""
+        """Return at most `most` results, shortened. Raises SearchFailed."""
         params = {"q": query[:MOST_QUERY], "format": "json"}
         try:
             body = await self._get(params)
@@ -93,26 +93,26 @@ class WebSearch:
             return body
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         await self._http.aclose()
 
 
 def read_query(arguments: str) -> str:
-    """What a call asks for, from its arguments as JSON text. Raises SearchFailed."""
+    """Return the query of a call, from its arguments as JSON text. Raises SearchFailed."""
     try:
         given: Any = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         given = None
     query = given.get("query") if isinstance(given, dict) else given
     if query is None and isinstance(given, dict) and len(given) == 1:
-        (query,) = given.values()  # models call it q or input, too
+        (query,) = given.values()  # Models also name it q or input.
     if not isinstance(query, str) or not query.strip():
         raise SearchFailed("the arguments have no query")
     return query[:MOST_QUERY]
 
 
-def told_results(results: Sequence[Result]) -> str:
-    """Results as the model reads them."""
+def format_results(results: Sequence[Result]) -> str:
+    """Format results as the model reads them."""
     if not results:
         return NOTHING
     pages = (f"{number}. {page['title']}\n{page['url']}\n{page['text']}" for number, page in enumerate(results, 1))

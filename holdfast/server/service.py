@@ -1,4 +1,4 @@
-"""From a parsed request to the deltas of its choices: admission, tokenizing, the engine, metrics."""
+"""Generation: turns a parsed request into the deltas of its choices, by way of admission, tokenizing and the engine."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ T = TypeVar("T")
 Sampled = TypeVar("Sampled", bound=SampledRequest)
 
 REPLICA_LOST = "replica_lost"
-"""The code of the error of a request that is not given to another replica."""
+"""Error code of a request whose replica ended and that no other replica can take over."""
 LARGE = 1 << 18
-"""Characters or bytes from which work on a text is large. Tokenizing 8 MB can take 10 s and 1.5 GB."""
+"""Size in characters or bytes from which a text counts as large. Tokenizing 8 MB can take 10 s and 1.5 GB."""
 SMALL_WORKERS = 2
-"""Threads for small texts. Large ones share one other thread, which bounds their memory and holds up no small one.
+"""Number of threads for small texts.
 
-Small chats have a thread of their own too: a chat template renders one at a time, and may take seconds.
+Large texts share one separate thread. This bounds their memory and keeps them from delaying small texts. Small chats
+have a thread of their own, too: a chat template renders one chat at a time and may take seconds.
 """
 
 
@@ -47,15 +48,15 @@ class Admission:
     """Counts the choices in progress, and refuses new ones beyond the limit before any work is done for them."""
 
     def __init__(self, limit: int, tenant_limit: int | None = None, unit: str = "choices") -> None:
-        """`unit` is what is counted, as refusals call it."""
+        """`unit` names the counted things in refusals."""
         self.unit = unit
         self.limit = limit
-        """Most choices in progress: those that run and those that may wait."""
+        """Maximum number of choices in progress, running and waiting."""
         self.tenant_limit = limit if tenant_limit is None else tenant_limit
-        """Most choices in progress of one tenant."""
+        """Maximum number of choices in progress per tenant."""
         self.in_progress = 0
         self.by_tenant: Counter[str] = Counter()
-        """Choices in progress of each tenant that has any."""
+        """Number of choices in progress by tenant. A tenant without any has no entry."""
         self.draining = False
         self.idle = asyncio.Event()
         """Set while no choice is in progress."""
@@ -80,7 +81,7 @@ class Admission:
 
     @contextmanager
     def admit(self, choices: int, tenant: str) -> Iterator[None]:
-        """Count the choices as in progress. Raises as `check`."""
+        """Count the choices as in progress within the context. Raises ApiError like `check`."""
         self.check(choices, tenant)
         self.in_progress += choices
         self.by_tenant[tenant] += choices
@@ -97,7 +98,7 @@ class Admission:
 
 
 class Lane:
-    """What requests of one kind share: the count of those in progress, places in the engine's queue, and a class."""
+    """Shared state of requests of one kind: their admission, their places in the engine's queue, and their priority."""
 
     def __init__(
         self,
@@ -109,13 +110,13 @@ class Lane:
         workers: ThreadPoolExecutor | None = None,
         timed: bool = True,
     ) -> None:
-        """Without `priority` and `deadline` each request has its own. Only `timed` requests count in the latencies.
+        """Create a lane. Without `priority` and `deadline`, each request keeps its own.
 
-        `workers` tokenize in place of the service's own.
+        `workers` tokenize in place of the service's threads. Only `timed` requests count in the latency metrics.
         """
         self.admission = admission
         self.places = places
-        """A choice holds one of each until its first output."""
+        """Semaphores of which each choice holds one place until its first output."""
         self.priority = priority
         self.deadline = deadline
         self.workers = workers
@@ -123,7 +124,7 @@ class Lane:
 
 
 class Service:
-    """The state that all routes share. One for each server."""
+    """State that all routes of one server share."""
 
     def __init__(self, client: EngineClient | Replicas, config: ServerConfig) -> None:
         self.client = client
@@ -131,12 +132,15 @@ class Service:
         self.metrics = Metrics(client.info.model)
         client.on_steps = self.metrics.steps
         sequences, waiting = client.info.max_sequences, client.info.max_waiting
-        share = config.tenant_share if len(config.api_key) > 1 else 1  # a single tenant may have all places
+        share = config.tenant_share if len(config.api_key) > 1 else 1  # A single tenant may have all places.
         self.admission = Admission(sequences + waiting, sequences + int(share * waiting))
         self.unstarted = asyncio.Semaphore(waiting)
-        """Choices sent to the engine that have no output yet; it refuses more than may wait, even while it is idle."""
+        """Places for choices sent to the engine that have no output yet.
+
+        The engine refuses more than this number, even while it is idle.
+        """
         self.lane = Lane(self.admission, [self.unstarted])
-        """Requests over HTTP."""
+        """Lane of requests over HTTP."""
         most = max(2 * sequences, config.max_choices)
         places = asyncio.Semaphore(max(1, min(sequences, waiting // 2)))
         self.batch_lane = Lane(
@@ -147,26 +151,29 @@ class Service:
             workers=ThreadPoolExecutor(1, "holdfast-batch-text"),
             timed=False,
         )
-        """Lines of batches. They have an admission and a thread of their own, so none of them takes a place that a chat
-        would get, or has it wait for its text; and they hold at most half of the engine's queue."""
+        """Lane of batch lines.
+
+        Its own admission and thread keep batch lines from taking a chat's place or delaying its text. Batch lines hold
+        at most half of the engine's queue.
+        """
         self.tuned: dict[str, tuple[str, str]] = {}
-        """Names of adapters that belong to the tenant of the tuning job that made them: that tenant, and the job."""
+        """Tenant and tuning job by adapter name, for adapters that a tuning job made. Only that tenant may use them."""
         self.own: dict[str, str] = {}
-        """Names of adapters that belong to the tenant whose key loaded them. Others that are not tuned are for all."""
-        self.apart = bool(config.api_key) and len({*config.api_key, *config.operator_key}) > 1
-        """Whether there are several keys, so that what one of them loads is its own."""
+        """Tenant by adapter name, for adapters that a tenant's key loaded. Only that tenant may use them."""
+        self.separate_keys = bool(config.api_key) and len({*config.api_key, *config.operator_key}) > 1
+        """Whether the server has several keys, so that an adapter belongs to the key that loaded it."""
         self.loading: set[str] = set()
-        """Names of adapters that will be served in a moment."""
+        """Names of adapters that are being loaded."""
         self.truncation = Truncation(client.text, client.info.max_model_len)
         self.format = AnswerFormat.find(client.text, config.tool_call_parser, config.reasoning_parser)
-        """How the model writes its answers."""
+        """Format in which the model writes its answers."""
         self.started_at = int(time.time())
         self._small = ThreadPoolExecutor(SMALL_WORKERS, "holdfast-text")
         self._chats = ThreadPoolExecutor(1, "holdfast-chat-text")
         self._large = ThreadPoolExecutor(1, "holdfast-large-text")
 
     async def off_loop(self, size: int, work: Callable[[], T], *, renders: bool = False, lane: Lane | None = None) -> T:
-        """Run work on a text of this size, in characters or bytes, while the event loop goes on.
+        """Run work on a text of this size, in characters or bytes, in a thread outside the event loop.
 
         `renders` says that the work calls the chat template.
         """
@@ -175,11 +182,11 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(chosen, work)
 
     def models(self, tenant: str) -> list[str]:
-        """The names that a tenant's requests may have as their model: the model's own, then its adapters'."""
+        """Return the names that a tenant may give as `model`: those of the model, then those of its adapters."""
         return [*self.client.names, *(name for name in self.client.adapters if self._allowed(name, tenant))]
 
     def check_model(self, name: str, tenant: str) -> None:
-        """Raises ApiError: 404 for a name that no model or adapter for this tenant has, 503 for one being loaded."""
+        """Raises ApiError: 404 if this tenant has no such model or adapter, 503 while the adapter is being loaded."""
         known = name in self.client.names or name in self.client.adapters
         if name in self.loading and self._allowed(name, tenant):
             reason = f"the adapter {name} is being loaded; try again in a moment"
@@ -188,7 +195,7 @@ class Service:
             raise unknown_model(name, self.client.info.model)
 
     def adapter_of(self, name: str, tenant: str) -> str:
-        """The adapter that a request's model names; empty for the model itself. Raises as `check_model`."""
+        """Return the adapter that a request's `model` names, or "" for the model itself. Raises ApiError."""
         self.check_model(name, tenant)
         return name if name in self.client.adapters else ""
 
@@ -198,18 +205,18 @@ class Service:
         return self.own.get(name, tenant) == tenant
 
     def may_change(self, adapter: str, tenant: str, *, operator: bool) -> bool:
-        """Whether a key may unload a loaded adapter, or load another one in its place."""
-        return not self.apart or operator or self.own.get(adapter) == tenant
+        """Whether a key may unload a loaded adapter or replace it by another one."""
+        return not self.separate_keys or operator or self.own.get(adapter) == tenant
 
     def belongs(self, adapter: str, tenant: str, *, operator: bool) -> None:
-        """Note who has loaded an adapter. What an operator loads is for all."""
-        if self.apart and not operator:
+        """Record the owner of a loaded adapter. An adapter loaded by an operator is available to everybody."""
+        if self.separate_keys and not operator:
             self.own[adapter] = tenant
         else:
             self.own.pop(adapter, None)
 
     def settled(self, wanted: Sampled, lane: Lane | None = None) -> Sampled:
-        """A request with what it leaves to the model and to this server: sampling, and whether tiers count."""
+        """Set sampling defaults of the model, and reset the service tier where this server uses no priorities."""
         wanted = wanted.with_defaults(self.client.generation.sampling)
         if self.client.config.order == "priority" and (lane or self.lane).priority is None:
             return wanted
@@ -218,9 +225,9 @@ class Service:
     def answer(
         self, wanted: ChatRequest | CompletionRequest, tenant: str, lane: Lane | None = None, name: str | None = None
     ) -> Answer:
-        """Prepare an answer; it runs when it is iterated. Raises ApiError for an error that is visible at once.
+        """Prepare an answer; it runs when it is iterated. Raises ApiError for errors that are known before it runs.
 
-        `name` begins the ids of its requests in the engine.
+        `name` is the prefix of its request ids in the engine.
         """
         self.check_model(wanted.model, tenant)
         wanted = self.settled(wanted, lane)
@@ -260,7 +267,7 @@ class Service:
 
 
 class Answer:
-    """One HTTP request in progress: the deltas of its choices, and its token counts at their end."""
+    """One HTTP request in progress: yields the deltas of its choices and counts its tokens."""
 
     def __init__(
         self,
@@ -273,7 +280,7 @@ class Answer:
         lane: Lane | None = None,
         name: str | None = None,
     ) -> None:
-        """`encode` returns the prompts' tokens; it is called after admission. `reading` reads the answers."""
+        """`encode` returns the prompts' tokens; it is called after admission. `reading` parses the answers."""
         self.service = service
         self.lane = lane or service.lane
         self.name = name
@@ -286,22 +293,22 @@ class Answer:
         self.arrival = time.monotonic()
         self.most_tokens = wanted.most_tokens
         self.at_most: int | None = None
-        """More tokens than that are not written, whether or not the context has room for so many."""
+        """Maximum number of answer tokens, even if the context has room for more. None: no such limit."""
         self.given: Sequence[str | Sequence[int]] = ()
-        """The prompts as the client gave them, for an answer that echoes them."""
+        """Prompts as the client gave them, for an answer that echoes them."""
         self.usage = RequestUsage(wanted=wanted)
         """Token counts so far."""
         self.goes_on = False
-        """Whether another answer to the same HTTP request follows."""
+        """Whether another answer to the same HTTP request follows this one."""
         self.conversation = ""
-        """The stored conversation that the request is a turn of, if it is of one."""
+        """Id of the stored conversation that the request continues; empty if there is none."""
         self.prompts: Sequence[Sequence[int]] = ()
-        """The prompts' tokens, once they are known."""
+        """Tokens of the prompts. Empty until they are tokenized."""
         self.sent = False
-        """Whether the engine was given any of it."""
+        """Whether any choice was sent to the engine."""
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice, delta) as they arrive. Closing the generator aborts the running choices. Raises ApiError."""
+        """Yield (choice, delta) pairs as they arrive. Closing the generator aborts running choices. Raises ApiError."""
         config = self.service.config
         if self.num_choices > config.max_choices:
             reason = f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}"
@@ -326,7 +333,7 @@ class Answer:
                 raise refused(error, self.wanted, self.service.client) from None
 
     async def whole(self, shape: Shape) -> Reply:
-        """All choices as one completion. Raises ApiError."""
+        """Collect all choices into one completion. Raises ApiError."""
         written = [Written() for _ in range(self.num_choices)]
         async with aclosing(self.deltas()) as deltas:
             async for choice, delta in deltas:
@@ -336,7 +343,7 @@ class Answer:
         return shape.whole(self._best(written), self.usage)
 
     def _best(self, written: list[Written]) -> list[Written]:
-        """The `n` candidates of each prompt with the highest log probability a token, the best first."""
+        """Return the `n` candidates of each prompt with the highest log probability per token, the best first."""
         wanted, count = self.wanted, self.wanted.candidates
         if count == wanted.n:
             return written
@@ -346,7 +353,7 @@ class Answer:
             best += ranked[: wanted.n]
         if wanted.most_logprobs is None:
             for choice in best:
-                choice.told.clear()
+                choice.tokens.clear()
         return best
 
     def ended(self, outcome: str) -> None:
@@ -357,9 +364,9 @@ class Answer:
     async def _prompts(self) -> Sequence[Sequence[int]]:
         try:
             prompts = await self.encode()
-        except RequestRefused as error:  # too long, whatever its tokens are
+        except RequestRefused as error:  # The prompt is too long for any tokenization.
             raise refused(error, self.wanted, self.service.client) from None
-        except ValueError as error:  # the chat template refuses these messages
+        except ValueError as error:  # The chat template refuses these messages.
             raise ApiError(str(error), param=self.wanted.prompt_param, code="invalid_value") from None
         if (kept := self.wanted.kept_tokens(self.service.client.info.max_model_len)) is not None:
             if self.given:
@@ -373,7 +380,7 @@ class Answer:
 
     def _choices(self, number: int, prompt: Sequence[int]) -> list[AsyncGenerator[Delta, None]]:
         wanted, most = self.wanted, self.most_tokens
-        # The engine writes a token at least.
+        # The engine writes at least one token.
         most = self.service.client.info.max_model_len - len(prompt) if most is None else max(most, 1)
         limits = (self.at_most, self.service.client.generation.max_new_tokens)
         most = min([most, *(limit for limit in limits if limit is not None)])
@@ -381,7 +388,7 @@ class Answer:
             first = self.reading.constrained(wanted.sampling(0, most))
             others = range(1, wanted.candidates)
             params = [first, *(replace(wanted.sampling(choice, most), grammar=first.grammar) for choice in others)]
-        except ValueError as error:  # the grammar of the tools is too long
+        except ValueError as error:  # The grammar of the tools is too long.
             raise ApiError(str(error), param="tools", code="invalid_value") from None
         choices = [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
         return [self._echoing(number, prompt, choice) for choice in choices] if wanted.echoes else choices
@@ -389,15 +396,15 @@ class Answer:
     async def _echoing(
         self, number: int, prompt: Sequence[int], choice: AsyncGenerator[Delta, None]
     ) -> AsyncGenerator[Delta, None]:
-        """The deltas of a choice of this prompt, with the prompt before them."""
-        given, begun, told = self.given[number], False, list[TokenLogprobs]()
+        """Prepend the prompt to the deltas of one choice."""
+        given, begun, of_prompt = self.given[number], False, list[TokenLogprobs]()
         async with aclosing(choice) as deltas:
             async for delta in deltas:
                 if begun:
                     yield delta
                     continue
-                told += delta.prompt_logprobs
-                if not (delta.tokens or delta.finish_reason):  # more is to be told of the prompt
+                of_prompt += delta.prompt_logprobs
+                if not (delta.tokens or delta.finish_reason):  # More log probabilities of the prompt follow.
                     yield delta
                     continue
                 begun = True
@@ -409,10 +416,10 @@ class Answer:
                 if self.most_tokens == 0:
                     delta = replace(delta, text="", tokens=(), logprobs=(), finish_reason=FinishReason.LENGTH)
                 most = self.wanted.most_logprobs
-                yield echoed(prompt, text, told if most is not None else (), delta, most or 0)
+                yield echoed(prompt, text, of_prompt if most is not None else (), delta, most or 0)
 
     async def _choice(self, prompt: Sequence[int], params: SamplingParams, number: int) -> AsyncGenerator[Delta, None]:
-        """The deltas of a prompt's choice of this number. Records its metrics."""
+        """Yield the deltas of choice `number` of a prompt. Records its metrics."""
         metrics, wanted, lane = self.service.metrics, self.wanted, self.lane
         last: float | None = None
         own = None if wanted.deadline_ms is None else wanted.deadline_ms / 1000
@@ -463,7 +470,7 @@ class Answer:
                     yield delta
 
     def _request_id(self) -> str | None:
-        """The next request's id in the engine, if the answer has a name."""
+        """Return the next request id in the engine; None if the answer has no name."""
         number = next(self._numbers)
         return self.name and (f"{self.name}/{number}" if number else self.name)
 
@@ -471,10 +478,10 @@ class Answer:
 async def side_by_side(
     groups: Sequence[Sequence[AsyncGenerator[Delta, None]]],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Merge streams as their deltas arrive; their numbers run through all groups.
+    """Merge streams as their deltas arrive. Streams are numbered through all groups.
 
-    The streams of a group have the same prompt. The first one starts alone; the others start at its first delta, when
-    the prompt's blocks are in the cache.
+    The streams of a group have the same prompt. The first stream starts alone. The others start at its first delta,
+    when the prompt's blocks are in the cache.
     """
     if len(groups) == 1 and len(groups[0]) == 1:
         async for delta in groups[0][0]:
@@ -519,9 +526,9 @@ async def side_by_side(
 
 
 def check_length(prompt_tokens: int, client: EngineClient | Replicas, wanted: SampledRequest) -> None:
-    """Raises ApiError when the prompt, with the answer's length if the client gave one, does not fit the context.
+    """Raises ApiError if the prompt and the requested answer length do not fit the context.
 
-    Clients look for OpenAI's words, and for the numbers in them.
+    Clients search the message for OpenAI's wording and for its numbers.
     """
     limit, answer, what = client.info.max_model_len, wanted.most_tokens, wanted.prompt_param
     if prompt_tokens >= limit:
@@ -543,15 +550,15 @@ def check_length(prompt_tokens: int, client: EngineClient | Replicas, wanted: Sa
 
 
 def context_exceeded(limit: int, why: str, param: str | None = None) -> ApiError:
-    """The refusal of a request that does not fit the context, in OpenAI's words."""
+    """Make the error for a request that does not fit the context, in OpenAI's wording."""
     reason = f"This model's maximum context length is {limit} tokens. However, {why}"
     return ApiError(reason, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 
 
 def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient | Replicas) -> ApiError:
-    """The engine's refusal as OpenAI's error, which names the route's own parameter.
+    """Convert the engine's refusal to OpenAI's error, with the route's own parameter name.
 
-    As in OpenAI's API, a prompt that is too long names none.
+    As in OpenAI's API, the error for a prompt that is too long names no parameter.
     """
     if error.code == CONTEXT_LENGTH_EXCEEDED:
         return context_exceeded(client.info.max_model_len, str(error))
@@ -565,7 +572,7 @@ def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient 
 
 
 def queue_full(limit: int) -> ApiError:
-    """The refusal of a full queue."""
+    """Make the error for a full queue."""
     reason = f"the queue is full ({limit} requests); try again in a moment"
     return ApiError(reason, status=503, code="queue_full", retry_after=1)
 
@@ -573,7 +580,7 @@ def queue_full(limit: int) -> ApiError:
 async def trouble(
     admissions: Sequence[Admission], clients: Sequence[EngineConnection[Any, Any] | Replicas], seconds: float
 ) -> str | None:
-    """Why requests are not taken now; None after a round trip through each engine, for which it has so many seconds."""
+    """Return why requests are not accepted now; None if every engine answers within `seconds`."""
     if any(admission.draining for admission in admissions):
         return "draining"
     for answer in await asyncio.gather(*(client.health(timeout=seconds) for client in clients), return_exceptions=True):
@@ -590,9 +597,9 @@ async def trouble(
 
 
 def engine_dead(error: EngineDead | None = None) -> ApiError:
-    """The refusal of a server whose engine has ended. Why it has stays in the server's log.
+    """Make the error for an engine that has ended. The reason stays in the server's log.
 
-    Where another replica may serve the same request, the client may try again.
+    The client may retry if another replica may serve the same request.
     """
     match error:
         case ReplicaLost():
@@ -603,12 +610,12 @@ def engine_dead(error: EngineDead | None = None) -> ApiError:
 
 
 def internal(error: Exception) -> ApiError:
-    """The answer to an unexpected error. The trace goes to the log."""
+    """Make the error for an unexpected exception. The traceback goes to the log."""
     log.error("a request failed", exc_info=error)
     return ApiError("the server failed on this request", status=500, code="internal_error")
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    """The refusal of a request for a model that is not served."""
+    """Make the error for a model that is not served."""
     reason = f"the model {name[:128]!r} is not served here; this server has {served!r}"
     return ApiError(reason, status=404, param="model", code="model_not_found")

@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice` of requests, as chat completions and Responses have them. A refusal names what is wrong."""
+"""Reads `tools` and `tool_choice` of chat completions and Responses. A refusal names the parameter at fault."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Api = Literal["chat", "responses"]
 def read_toolset(
     tools: Sequence[Any], choice: Any, *, parallel: bool = True, api: Api = "chat", names: tuple[str, str] | None = None
 ) -> Toolset | None:
-    """The tools of a request; None if it has none, or must not call one. Raises ApiError.
+    """Return the tools of a request; None if it has none, or if the model must not call one. Raises ApiError.
 
-    `names` are those of the two parameters, if they are not tools and tool_choice.
+    `names` are the names of the two parameters, by default tools and tool_choice.
     """
     where, chosen = names or ("tools", "tool_choice")
     if len(tools) > MAX_TOOLS:
@@ -42,7 +42,7 @@ def read_toolset(
 
 
 def chat_toolset(wanted: ChatRequest) -> Toolset | None:
-    """The tools of a chat completion, by their new or their old name. Raises ApiError."""
+    """Return the tools of a chat completion, by their current or their former name. Raises ApiError."""
     if not wanted.functions and wanted.function_call is None:
         return read_toolset(wanted.tools, wanted.tool_choice, parallel=wanted.parallel_tool_calls)
     if wanted.tools:
@@ -67,7 +67,7 @@ def _read_tool(tool: Any, name: str, api: Api) -> Tool:
         raise ApiError(reason, param=f"{name}.type", code="unsupported_parameter")
     if api == "responses":
         if "function" in tool and "name" not in tool:
-            reason = f"{name} is invalid: in Responses a function's name and parameters stand beside its type"
+            reason = f"{name} is invalid: in Responses a function's name and parameters are next to its type"
             raise _invalid(reason, f"{name}.function")
         return read_function(tool, name)
     refuse_extra(tool, ("type", "function"), name)
@@ -89,7 +89,7 @@ def _read_search(tool: Mapping[str, Any], name: str) -> Tool:
 
 
 def search_results(tools: Sequence[Any]) -> int:
-    """Most results of each web search; 0 if these tools, which have been read, have none."""
+    """Return the maximum number of results of each web search; 0 if these checked tools include none."""
     for tool in tools:
         if tool["type"] in SEARCH_KINDS:
             return RESULTS[tool.get("search_context_size") or "medium"]
@@ -97,7 +97,7 @@ def search_results(tools: Sequence[Any]) -> int:
 
 
 def read_function(function: Mapping[str, Any], path: str) -> Tool:
-    """A function's definition. Raises ApiError. `path` is its place in the request."""
+    """Read a function's definition. `path` is its place in the request. Raises ApiError."""
     refuse_extra(function, ("type", "name", "description", "parameters", "strict"), path)
     name, description = function.get("name"), function.get("description")
     parameters, strict = function.get("parameters"), function.get("strict")
@@ -117,7 +117,7 @@ def read_function(function: Mapping[str, Any], path: str) -> Tool:
 def _read_choice(
     choice: Any, param: str, api: Api
 ) -> tuple[Literal["none", "auto", "required"], frozenset[str] | None]:
-    """What the model must do, and the names of the tools that it may call."""
+    """Return whether the model must call a tool, and the names of the tools that it may call. Raises ApiError."""
     match choice:
         case None:
             return "auto", None

@@ -1,7 +1,7 @@
-"""Tracing: a span of OpenTelemetry for each request that generates, where a collector is named.
+"""Tracing: an OpenTelemetry span for each request that generates, if a collector is configured.
 
 The attributes are those of OpenTelemetry's conventions for generative AI, and vLLM's for latencies. OpenTelemetry is
-imported by a server that traces, and by no other.
+imported only by a server that traces.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
 }
-"""The operations of the conventions, by path."""
+"""Operation names of the conventions, by path."""
 REQUESTED = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "most_tokens": "max_tokens", "n": "n"}
-"""What is told of a request: its fields, with their names in the conventions."""
+"""Names in the conventions of the request's fields that a span reports."""
 
 
 def exporter_to(endpoint: str) -> SpanExporter:
-    """Sends spans to a collector, by OTLP over HTTP. Without a path, its address means /v1/traces."""
+    """Create an exporter that sends spans to a collector, by OTLP over HTTP. Without a path, it uses /v1/traces."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     whole = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
@@ -38,7 +38,7 @@ def exporter_to(endpoint: str) -> SpanExporter:
 
 
 class Tracing:
-    """Makes the spans of one server. They are sent from a thread."""
+    """Creates the spans of one server. A thread sends them."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -47,7 +47,7 @@ class Tracing:
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # What the environment says (OTEL_SERVICE_NAME and others) goes before these.
+        # Values from the environment (OTEL_SERVICE_NAME and others) override these.
         resource = Resource({"service.name": "holdfast", "service.version": __version__}).merge(Resource.create())
         self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -56,7 +56,7 @@ class Tracing:
         self._kind, self._failed = SpanKind.SERVER, Status(StatusCode.ERROR)
 
     def begin(self, method: str, path: str, headers: list[tuple[bytes, bytes]], id: str) -> Span | None:
-        """The span of a request, below the caller's own (traceparent); None for one that does not generate."""
+        """Begin a request's span, below the caller's own (traceparent). None for a request that does not generate."""
         if method != "POST" or path not in OPERATIONS:
             return None
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
@@ -76,7 +76,7 @@ class Tracing:
         )
 
     def end(self, span: Span, status: int, usage: RequestUsage | None, seconds: float) -> None:
-        """End a request's span. `usage` is None for one that was refused at once."""
+        """End a request's span. `usage` is None for a request that was refused at once."""
         span.set_attribute("http.response.status_code", status)
         span.set_attribute("gen_ai.latency.e2e", seconds)
         if status >= 500:
@@ -90,27 +90,27 @@ class Tracing:
         span.end(time.time_ns())
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
 def attributes_of(usage: RequestUsage) -> dict[str, Any]:
-    """What is told of a request that was begun: tokens, latencies in seconds, and how its answer was drawn."""
-    told: dict[str, Any] = {
+    """Return the attributes of a request that was begun: tokens, latencies in seconds, and sampling."""
+    attributes: dict[str, Any] = {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-        # vLLM's names
+        # Names that vLLM uses.
         "gen_ai.usage.prompt_tokens": usage.prompt_tokens,
         "gen_ai.usage.completion_tokens": usage.completion_tokens,
     }
     if usage.queued is not None:
-        told["gen_ai.latency.time_in_queue"] = usage.queued
+        attributes["gen_ai.latency.time_in_queue"] = usage.queued
     if usage.ttft is not None:
-        told["gen_ai.latency.time_to_first_token"] = usage.ttft
+        attributes["gen_ai.latency.time_to_first_token"] = usage.ttft
     if usage.finish_reasons:
-        told["gen_ai.response.finish_reasons"] = sorted(usage.finish_reasons)
+        attributes["gen_ai.response.finish_reasons"] = sorted(usage.finish_reasons)
     for field, name in REQUESTED.items() if usage.wanted is not None else ():
         if (value := getattr(usage.wanted, field)) is not None:
-            told[f"gen_ai.request.{name}"] = value
-    return told
+            attributes[f"gen_ai.request.{name}"] = value
+    return attributes

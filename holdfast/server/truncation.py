@@ -1,9 +1,9 @@
-"""Truncation: which turns leave the prompt of a conversation that has outgrown the context.
+"""Truncation: leaves turns out of the prompt of a conversation that has outgrown the context.
 
-The rule. System messages stay, and so does the last turn. When the rest does not fit any more, the oldest whole turns
-leave, so many at once that the prompt fills half of its room. The next turns then find the same beginning, and the
-cache has it; a cut with each turn would shift every position each time, and nothing could be reused. The rule looks at
-nothing but the messages and the sizes of context and answer, so it finds the same cut again without any memory of it.
+The rule: system messages stay, and so does the last turn. When the rest no longer fits, whole turns are left out, the
+oldest first, until the prompt fills half of its room. The following turns then have the same beginning, which is in the
+cache. Cutting a little at each turn would shift every position each time, and nothing could be reused. The rule depends
+only on the messages and on the sizes of context and answer. So it finds the same cut again without any stored state.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Message = dict[str, Any]
 Composed = TypeVar("Composed", bound=Sized)
 
 ANSWER_SHARE = 8
-"""One part in so many of the context is left to the answer, or more if it may be longer."""
+"""Divisor of the context that gives the minimum room for the answer. A longer answer gets more room."""
 KNOWN_SIZES = 1 << 16
-"""Messages whose sizes are remembered."""
+"""Maximum number of messages whose sizes are remembered."""
 MARGIN = 8
-"""Tokens by which a message may be larger in its place than alone."""
+"""Number of tokens by which a message may be larger in its place than alone."""
 
 
 class Truncation:
-    """Cuts conversations to the context of one model. Safe to use from several threads."""
+    """Cuts conversations to the context of one model. May be used from several threads."""
 
     def __init__(self, text: Text, context: int) -> None:
         self._text, self._context = text, context
         self._overhead: int | None = None
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        """Tokens of messages, by digest; those asked for last are at the end."""
+        """Number of tokens of messages by digest, the most recently used last."""
         self._lock = threading.Lock()
 
     def compose(
@@ -46,11 +46,11 @@ class Truncation:
         build: Callable[[Sequence[Message]], Composed],
         toolset: Toolset | None = None,
     ) -> Composed:
-        """What `build` makes of the messages that stay: something of as many items as the prompt has tokens.
+        """Call `build` with the messages that stay, and return its result, whose length is the prompt's tokens.
 
-        `answer` is the most tokens of the answer, if that is known. The prompt holds the tools of `toolset`, too. Where
-        the last turn alone does not fit, its prompt is too long. Raises as `build`, and ValueError where a message's
-        text cannot be tokenized.
+        `answer` is the maximum number of tokens of the answer; None if unknown. The prompt also holds the tools of
+        `toolset`. If the last turn alone does not fit, its prompt is too long. Raises the exceptions of `build`, and
+        ValueError if a message's text cannot be tokenized.
         """
         room = self._context - (answer or 1)
         budget = self._context - max(answer or 0, self._context // ANSWER_SHARE)
@@ -64,7 +64,7 @@ class Truncation:
             try:
                 composed = build(kept)
                 excess = len(composed) - room
-            except RequestRefused:  # too long, whatever its tokens are
+            except RequestRefused:  # The prompt is too long for any tokenization.
                 if last:
                     raise
                 excess = max(budget // 2, 1)
@@ -73,7 +73,7 @@ class Truncation:
             budget -= excess
 
     def _size(self, message: Message) -> int:
-        """Tokens that a message takes in a prompt, or somewhat more."""
+        """Return an upper estimate of the number of tokens that a message takes in a prompt."""
         content = message.get("content")
         rest = {name: value for name, value in message.items() if name not in ("role", "content") and value}
         written = content if isinstance(content, str) else json.dumps(content) if content else ""
@@ -91,7 +91,7 @@ class Truncation:
         return size
 
     def _of_template(self) -> int:
-        """Tokens that the template puts around one message, and before an answer."""
+        """Return the number of tokens that the template adds around one message and before an answer."""
         if self._overhead is None:
             rendered = self._text.render_chat([{"role": "user", "content": "x"}])
             self._overhead = len(self._text.encode(rendered, add_special_tokens=False))
@@ -99,11 +99,11 @@ class Truncation:
 
 
 def first_kept(roles: Sequence[str], sizes: Sequence[int], budget: int) -> int:
-    """The first message that stays beside the system messages, where those that stay have at most `budget` tokens.
+    """Return the index of the first message to keep, besides system messages, within `budget` tokens.
 
-    It begins a turn: a user's message with what was answered and called before the next one. The conversation is gone
-    through as it grew. Whenever a message other than the model's own did not fit, the turns before it left until half
-    of the budget was full. Its own turn stays, even if it does not fit.
+    It begins a turn: a user's message with the answers and calls before the next one. The conversation is replayed in
+    order. Whenever a message other than the model's own did not fit, earlier turns were left out until half of the
+    budget was full. The message's own turn stays, even if it does not fit.
     """
     first, turn, total = 0, 0, sum(size for role, size in zip(roles, sizes, strict=True) if role == "system")
     for at, (role, size) in enumerate(zip(roles, sizes, strict=True)):
@@ -122,5 +122,5 @@ def first_kept(roles: Sequence[str], sizes: Sequence[int], budget: int) -> int:
 
 
 def last_turn(roles: Sequence[str]) -> int:
-    """The index of the message that begins the last turn."""
+    """Return the index of the message that begins the last turn."""
     return max((at for at, role in enumerate(roles) if role == "user"), default=0)

@@ -1,4 +1,4 @@
-"""Viewers: the pages that watch an engine at work, and the events that they are sent."""
+"""Viewers: the pages that watch an engine at work, and the events that they receive."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.replies import encode
 
 LEASE_SECONDS = 10.0
-"""The engine tells what it does for this long after it was last asked to."""
+"""Seconds for which the engine reports its activity after each request for it."""
 MOST_VIEWERS = 16
 MOST_UNSENT = 64
-"""Events that a viewer may be behind. One that is further behind is disconnected, and may come again."""
+"""Maximum number of unsent events per viewer. A slower viewer is disconnected and may reconnect."""
 MOST_STEPS = 6000
-"""Records of steps that are kept for the next viewer."""
+"""Maximum number of step records that are kept for later viewers."""
 
 
 class Viewers:
-    """Has the engine tell what it does while anybody watches, and passes it on to all who do.
+    """Lets the engine report its activity while anybody watches, and passes the reports on to all viewers.
 
-    A viewer that comes later is told at once what the others know. Memory is bounded: by what the engine tells of, by
+    A later viewer first receives the state that the others know. Memory is bounded: by the contents of a report, by
     MOST_STEPS, and for each viewer by MOST_UNSENT.
     """
 
     def __init__(self, client: EngineClient, replica: str = "", replicas: Callable[[], Sequence[str]] = tuple) -> None:
-        """`replica` names the engine where there are several, which `replicas` lists."""
+        """`replica` names the engine if there are several, and `replicas` returns the names of all."""
         self.client = client
         self._replica, self._replicas = replica, replicas
         self._viewers: set[_Viewer] = set()
@@ -47,10 +47,10 @@ class Viewers:
         self._known = _Known()
 
     async def events(self, *, named: bool) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of one viewer. With `named`, requests have their ids, and otherwise short digests.
+        """Yield the server-sent events of one viewer. With `named`, requests have their ids, otherwise short digests.
 
-        First `engine`, then `activity` again and again. It ends when the viewer is too far behind. Raises ApiError 503
-        if there are too many viewers, or if the engine has ended.
+        The first event is `engine`; all others are `activity`. The stream ends if the viewer is too slow.
+        Raises ApiError 503 if there are too many viewers, or if the engine has ended.
         """
         if len(self._viewers) >= MOST_VIEWERS:
             raise ApiError(f"{MOST_VIEWERS} pages watch the engine already", status=503, code="too_many_viewers")
@@ -72,7 +72,7 @@ class Viewers:
                 self._end()
 
     def about(self) -> dict[str, Any]:
-        """What a view needs to know of the engine beside what it tells."""
+        """Return the properties of the engine that a view needs in addition to its activity."""
         info, config = self.client.info, self.client.config
         return {
             "version": __version__,
@@ -123,7 +123,7 @@ class Viewers:
 
 
 class _Viewer:
-    """One page: the events that it has not been sent."""
+    """One page, with the events that were not sent to it yet."""
 
     def __init__(self, named: bool) -> None:
         self.named = named
@@ -131,7 +131,7 @@ class _Viewer:
         self._ended = False
 
     def offer(self, data: bytes) -> bool:
-        """Send an event, if it is not too far behind."""
+        """Queue an event. Returns False if too many events are unsent."""
         if self._ended:
             return True
         if self.unsent.qsize() >= MOST_UNSENT:
@@ -140,7 +140,7 @@ class _Viewer:
         return True
 
     def end(self, last: bytes) -> None:
-        """End the stream with this event, in place of all that was not sent."""
+        """End the stream with this event, in place of all unsent ones."""
         self._ended = True
         while not self.unsent.empty():
             self.unsent.get_nowait()
@@ -149,11 +149,11 @@ class _Viewer:
 
 
 class _Known:
-    """What the engine has told since watching began, for viewers that come later."""
+    """The engine's reports since watching began, merged for later viewers."""
 
     def __init__(self) -> None:
         self.begun = False
-        """The engine has told anything."""
+        """Whether the engine has reported anything."""
         self._at = 0.0
         self._steps: deque[StepRecord] = deque(maxlen=MOST_STEPS)
         self._blocks: dict[int, ConversationBlocks] = {}
@@ -161,7 +161,7 @@ class _Known:
         self._costs: list[tuple[int, float]] | None = None
 
     def take(self, activity: Activity) -> None:
-        """Add what the engine tells."""
+        """Add a report of the engine."""
         if activity.begins:
             self._steps.clear()
             self._blocks.clear()
@@ -177,19 +177,19 @@ class _Known:
             self._last = activity
 
     def as_activity(self) -> Activity:
-        """All of it, as one message."""
+        """Return all reports merged into one."""
         last = self._last
         queues, stats = (None, None) if last is None else (last.queues, last.stats)
         return Activity(self._at, True, list(self._steps), list(self._blocks.values()), queues, stats, self._costs)
 
 
 def event(kind: str, data: Any) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return f"event: {kind}\ndata: ".encode() + encode(data) + b"\n\n"
 
 
 def written(activity: Activity, named: bool) -> dict[str, Any]:
-    """What the engine tells, as JSON has it. Unless `named`, requests have short digests in place of their ids."""
+    """Convert a report to JSON. Unless `named`, requests have short digests in place of their ids."""
     steps, blocks, queues = activity.steps, activity.blocks, activity.queues
     if not named:
         steps, blocks = [unnamed(step) for step in steps], [unnamed_row(row) for row in blocks]
@@ -206,12 +206,12 @@ def written(activity: Activity, named: bool) -> dict[str, Any]:
 
 @lru_cache(4096)
 def short(name: str) -> str:
-    """The first eight hexadecimal digits of the SHA-256 digest of an id; empty for none."""
+    """Return the first eight hexadecimal digits of the SHA-256 digest of an id; empty for an empty id."""
     return hashlib.sha256(name.encode()).hexdigest()[:8] if name else ""
 
 
 def unnamed(step: StepRecord) -> StepRecord:
-    """The same step with short digests of its requests' ids."""
+    """Return the step with short digests in place of its requests' ids."""
     if not (step.chunks or step.preempted):
         return step
     fields = {name: getattr(step, name) for name in step.__struct_fields__}
@@ -220,11 +220,11 @@ def unnamed(step: StepRecord) -> StepRecord:
 
 
 def unnamed_row(row: ConversationBlocks) -> ConversationBlocks:
-    """The same blocks with a short digest of the request's id."""
+    """Return the blocks with a short digest in place of the request's id."""
     return row._replace(request=short(row.request))
 
 
 def unnamed_queues(queues: QueueReport) -> QueueReport:
-    """The same queues with short digests of the requests' ids."""
+    """Return the queues with short digests in place of the requests' ids."""
     first = tuple([each._replace(id=short(each.id)) for each in queues.first])
     return queues._replace(first=first, rows=tuple([each._replace(id=short(each.id)) for each in queues.rows]))

@@ -1,7 +1,8 @@
-"""A Ray cluster of several nodes on one machine, in a process of its own: run as a script, it is told what to do.
+"""A Ray cluster of several nodes on one machine, in a process of its own: run as a script, it takes commands.
 
 It prints its address. Then each line of its input is a command, which it answers with a line: `add` starts a node and
-answers with its id, `kill ID` kills the node whose id begins so. At the end of its input it ends, and so do all nodes.
+answers with its id; `kill ID` kills the node whose id has this beginning. It ends with all nodes at the end of its
+input.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 STORE_BYTES = 80 << 20
-"""About the least object store that Ray accepts; nothing uses it."""
+"""Number of bytes of the object store, close to the least that Ray accepts. Nothing uses it."""
 
 
 class Nodes:
-    """The cluster, for who started it. Its head runs no replica."""
+    """The cluster, for the process that started it. Its head runs no replica."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -46,7 +47,7 @@ class Nodes:
 
 @contextmanager
 def ray_nodes(count: int) -> Iterator[Nodes]:
-    """A cluster with a head and so many nodes."""
+    """A cluster with a head and `count` nodes."""
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=environment) as process:
@@ -59,7 +60,7 @@ def ray_nodes(count: int) -> Iterator[Nodes]:
 
 
 def main() -> None:
-    """Be the cluster."""
+    """Run the cluster."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": STORE_BYTES})

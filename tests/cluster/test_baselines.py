@@ -22,12 +22,12 @@ def send(router, request, replica):
     router.sent(request, turn(0), Choice(replica), 0.0)
 
 
-def test_round_robin_takes_each_in_turn():
+def test_round_robin_uses_each_replica_in_turn():
     router = make_router("round-robin")
     assert [pick(router, turn(0)) for _ in range(6)] == ["r0", "r1", "r2", "r3", "r0", "r1"]
 
 
-def test_least_loaded_counts_requests_under_way():
+def test_least_loaded_counts_requests_in_progress():
     router = make_router("least-loaded")
     for number, replica in enumerate(["r0", "r0", "r1", "r2", "r3", "r3"]):
         send(router, str(number), replica)
@@ -35,7 +35,7 @@ def test_least_loaded_counts_requests_under_way():
     router.ended("3", 1.0)
     assert pick(router, turn(0)) == "r2"
     router.lost("r3")
-    assert pick(router, turn(0)) == "r2"  # the first of those with none
+    assert pick(router, turn(0)) == "r2"  # The first of those with none.
 
 
 def test_session_hash_keeps_a_conversation_and_moves_only_those_of_a_lost_replica():
@@ -59,20 +59,20 @@ def test_power_of_two_takes_the_emptier_of_two_and_draws_the_same_for_a_seed():
     for number in range(3):
         send(router, str(number), f"r{number}")
     counts = Counter(pick(router, turn(0)) for _ in range(400))
-    assert 160 < counts["r3"] < 240  # it is one of the two in half of the draws, and then it wins
+    assert 160 < counts["r3"] < 240  # It is one of the two in half of the draws, and then it wins.
     assert pick(router, turn(0), REPLICAS[:1]) == "r0"
 
 
 def test_prefix_tree_follows_the_longest_known_prefix_above_the_threshold():
     router = make_router("prefix-tree")
     send(router, "a", "r0")
-    assert pick(router, turn(1, 10)) == "r1"  # unknown: the fewest requests
+    assert pick(router, turn(1, 10)) == "r1"  # Unknown, so it goes to the fewest requests.
     send(router, "b", "r1")
     send(router, "c", "r1")
-    assert pick(router, turn(1, 30)) == "r1"  # 10 of 30 blocks are known
+    assert pick(router, turn(1, 30)) == "r1"  # 10 of 30 blocks are known.
     assert pick(router, turn(2, 3)) == "r2"
     send(router, "d", "r2")
-    assert pick(router, turn(2, 10)) == "r3"  # 3 of 10 are not more than 0.3
+    assert pick(router, turn(2, 10)) == "r3"  # 3 of 10 are not more than 0.3.
 
 
 def test_prefix_tree_goes_to_the_fewest_while_requests_are_unbalanced():
@@ -80,17 +80,17 @@ def test_prefix_tree_goes_to_the_fewest_while_requests_are_unbalanced():
     assert pick(router, turn(1)) == "r0"
     for number in range(64):
         send(router, str(number), "r0")
-    assert pick(router, turn(1)) == "r0"  # 64 more are not too many
+    assert pick(router, turn(1)) == "r0"  # 64 more are not too many.
     send(router, "one more", "r0")
     assert pick(router, turn(1)) == "r1"
     router.ended("one more", 1.0)
-    assert pick(router, turn(1)) == "r1"  # which got it last
+    assert pick(router, turn(1)) == "r1"  # The last one that got it.
     for replica in ("r1", "r2", "r3"):
         for number in range(128):
             send(router, f"{replica} {number}", replica)
     for number in range(192 - 64):
         send(router, f"more {number}", "r0")
-    assert pick(router, turn(1)) == "r1"  # 64 more, and 1.5 times as many
+    assert pick(router, turn(1)) == "r1"  # 64 more, and 1.5 times as many.
 
 
 def test_prefix_tree_forgets_a_lost_replica_and_is_bounded():
@@ -118,7 +118,7 @@ def test_no_policy_chooses_a_draining_replica(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_end_may_be_told_late_or_twice(name):
+def test_an_end_may_be_reported_late_or_twice(name):
     router = make_router(name, COST)
     choice = router.choose(turn(1), REPLICAS, 0.0)
     router.sent("a", turn(1), choice, 0.0)
@@ -129,7 +129,7 @@ def test_an_end_may_be_told_late_or_twice(name):
     router.sent("a", turn(1), router.choose(turn(1), REPLICAS, 1.0), 1.0)
 
 
-def test_make_router_names_what_is_wrong():
+def test_make_router_names_the_wrong_argument():
     with pytest.raises(ValueError, match="the priced router needs a cost model"):
         make_router("priced")
     with pytest.raises(ValueError, match="router 'random' is unknown; there are priced, round-robin"):

@@ -1,4 +1,4 @@
-"""How engines on one machine share its GPUs, cores and memory."""
+"""Engines on one machine share its GPUs, cores and memory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_on_the_cpu_the_first_engine_measures_its_pace_alone(
     assert await asyncio.gather(*starts) == [0, 1, 2]  # type: ignore[comparison-overlap]
 
 
-def test_sizes_that_are_given_are_those_of_each_engine() -> None:
+def test_configured_sizes_apply_to_each_engine() -> None:
     shared = share(EngineConfig(cache_gb=3.0, host_cache_gb=0.0), 4, on_gpus=False)
     assert (shared.cache_gb, shared.host_cache_gb) == (3.0, 0.0)
 

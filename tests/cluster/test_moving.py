@@ -1,4 +1,4 @@
-"""Mover: what it waits for, what it learns of the pace, and that a move that fails loses nothing."""
+"""Mover: its time limits, its measured pace, and that a failed move loses nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_engines_without_an_address_move_nothing(ends: str) -> None:
     assert not cast(Peer, target).asked
 
 
-async def test_a_move_is_given_up_after_a_multiple_of_what_its_tokens_take(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_move_is_given_up_after_a_multiple_of_its_expected_time(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
 
     async def wait_for(work: Any, limit: float) -> Any:
@@ -70,7 +70,7 @@ async def test_a_move_is_given_up_after_a_multiple_of_what_its_tokens_take(monke
     assert limits == [pytest.approx(PATIENCE_SECONDS + PATIENCE * 64 * BLOCK * 0.5e-3)]
 
 
-async def test_a_move_that_takes_far_too_long_or_whose_engine_dies_moves_nothing_and_says_nothing_of_the_pace(
+async def test_a_move_that_takes_too_long_or_loses_its_engine_moves_nothing_and_is_not_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(moving, "PATIENCE_SECONDS", 0.0)
@@ -80,7 +80,7 @@ async def test_a_move_that_takes_far_too_long_or_whose_engine_dies_moves_nothing
     assert made.ms_per_token == 1e-6
 
 
-async def test_the_pace_follows_what_moves_take_and_short_moves_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_pace_follows_the_times_of_moves_and_ignores_short_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "time", SimpleNamespace(monotonic=itertools.count(step=0.5).__next__))
     made = mover(10.0)
     await made.move(CHAIN, peer(), peer(came=moving.LEAST_TOKENS - 1))

@@ -1,4 +1,4 @@
-"""The priced router, against an oracle that keeps every turn in plain lists and computes every price anew."""
+"""The priced router, compared with an oracle that keeps every turn in plain lists and computes every price anew."""
 
 from dataclasses import replace
 from math import exp
@@ -16,7 +16,7 @@ PRICING = Pricing(COST, RULES.step_tokens)
 
 
 def chain(conversation, blocks):
-    """Digests of a conversation's first blocks, by number."""
+    """Return the digests of a conversation's first blocks, by number."""
     return [conversation.to_bytes(16, "big") + index.to_bytes(16, "big") for index in range(blocks)]
 
 
@@ -50,33 +50,33 @@ def serve(router, request, asked, replicas, now):
 
 
 def expected(known, name):
-    """Tokens that a replica has, or is about to have, by a router's map."""
+    """Return the tokens that a replica has, or is about to have, by a router's map."""
     return known.get(name, (Found(), 0))[0].tokens
 
 
 class Oracle:
-    """All that a router is told, in lists."""
+    """All events of a router, in lists."""
 
     def __init__(self):
         self.requests = []
-        """[id, replica, work, decode, per token, has its first token]"""
+        """Entries [id, replica, work, decode, per token, has its first token]."""
         self.given = []
-        """[replica, work in ms, when, conversation]; all of a conversation's is its owner's."""
+        """Entries [replica, work in ms, time, conversation]. All work of a conversation belongs to its owner."""
         self.since = {}
         self.links = {}
-        """By replica, when its link is free."""
+        """Time at which each replica's link is free."""
         self.left = {}
-        """By conversation: its replica, the one it left, and when."""
+        """Current replica, previous replica and time of the change, by conversation."""
 
     def recent(self, replica, now):
-        """The work that it got, fading to 1/e in a minute."""
+        """Return the work that a replica got, decayed to 1/e per minute."""
         return sum(work * exp((at - now) / 60) for name, work, at, _ in self.given if name == replica)
 
     def waiting(self, replica):
         return [each for each in self.requests if each[1] == replica and not each[5]]
 
     def decoding(self, replica):
-        """What the answers under way add to each step, in ms."""
+        """Return the ms that the answers in progress add to each step."""
         return sum(each[4] for each in self.requests if each[1] == replica and each[5])
 
     def wait(self, replica, now):
@@ -91,7 +91,7 @@ class Oracle:
         return self.wait(replica, now) + sum(each[3] for each in self.requests if each[1] == replica)
 
     def price(self, asked, view, found, now):
-        """The cheaper of bringing what another has and computing it."""
+        """Return the price with the cheaper of copying another replica's state and computing it."""
         have, best = found[view.name].tokens, max(each.tokens for each in found.values())
         wait, lift = self.wait(view.name, now), found[view.name].host * view.host_ms_per_token
         decoding = self.decoding(view.name)
@@ -199,23 +199,23 @@ def test_map_finds_the_longest_prefix_that_was_sent_to_each_replica(seed):
             longest = max((blocks for one, blocks, at in sent if (one, at) == (asked.key, name)), default=0)
             held = expected(known, name)
             most = min(longest, len(asked.chain)) * BLOCK
-            # One block in eight is remembered, and each chain's last.
+            # One block in eight and the last block of each chain are remembered.
             assert most - 8 * BLOCK < held <= most or held == most
         choice = serve(router, str(number), asked, views(4), float(number))
         sent.append((asked.key, len(asked.chain), choice.replica))
 
 
-def test_only_what_another_replica_may_hold_unknown_to_the_router_is_unknown():
+def test_unknown_counts_only_tokens_that_a_replica_may_hold_without_the_routers_knowledge():
     router = priced()
     assert router.unknown(turn(1, 100)) == 1603
     serve(router, "a", turn(1, 100), views(2), 0.0)
-    assert router.unknown(turn(1, 300)) == 0  # what is new of a known conversation lies nowhere
-    assert router.unknown(Turn("other", chain(1, 300), 4803, 20)) == 3203  # another one that begins alike
+    assert router.unknown(turn(1, 300)) == 0  # No replica has the new tokens of a known conversation.
+    assert router.unknown(Turn("other", chain(1, 300), 4803, 20)) == 3203  # It has the same beginning.
     router.lost(router.owner("1"))
     assert router.unknown(turn(1, 300)) == 4803
 
 
-def test_what_lies_below_the_host_tier_counts_where_it_is_and_is_copied_from_nowhere():
+def test_state_below_the_host_tier_counts_at_its_replica_and_is_not_copied():
     router = priced()
     held = {"r0": Found(lower=1600), "r1": Found(host=800)}
     choice = router.choose(turn(1, 100), views(3), 0.0, held.get)
@@ -231,7 +231,7 @@ def test_next_turn_goes_where_the_conversation_is():
         assert (choice.replica, choice.move_from) == (first, None)
 
 
-def test_conversations_are_spread_by_what_they_cost_where_all_are_idle():
+def test_conversations_are_spread_by_their_cost_while_all_replicas_are_idle():
     router = priced()
     homes = [serve(router, str(n), turn(n, 400 if n in (0, 3, 6) else 2), views(3), float(n)).replica for n in range(9)]
     assert len({homes[0], homes[3], homes[6]}) == 3
@@ -244,45 +244,45 @@ def test_state_is_copied_only_once_it_is_computed():
     price = router.choose(turn(2, 400), views(2), 0.0).priced["r1"]
     again = Turn("other", chain(1, 400), 6403, 20)
     assert router.choose(again, views(2), 0.0).priced["r1"].fetched == price.fetched == 0
-    assert expected(router.known(again), "r0") == 6400  # there it waits for the prompt that has it
+    assert expected(router.known(again), "r0") == 6400  # There it waits for the prompt that computes it.
     router.started("a", 1.0)
     assert router.choose(again, views(2), 1.0).priced["r1"].fetched == 6400
 
 
-def test_state_that_has_to_go_costs_what_computing_it_again_has_cost_so_far():
+def test_displaced_state_costs_as_much_as_recomputing_it_has_cost_so_far():
     router, sizes = priced(), {"r0": 60 * BLOCK, "r1": 1000 * BLOCK}
 
     def sized():
         return [replace(view, most_tokens=sizes[view.name]) for view in views(2, link=None)]
 
-    for number, name in enumerate(["r0", "r1"] * 2):  # two conversations at r0, of which one does not fit
+    for number, name in enumerate(["r0", "r1"] * 2):  # Two conversations at r0, of which one does not fit.
         (only,) = (view for view in sized() if view.name == name)
         serve(router, f"a{number}", turn(number, 40), [only], float(number))
     new = turn(9, 40)
     assert [router.choose(new, sized(), 10.0).priced[name].displaced for name in ("r0", "r1")] == [0, 0]
-    serve(router, "again", turn(0, 40), [sized()[0]], 11.0)  # what r0 has given up of it is missed
-    assert (router.prefixes.given_up, router.prefixes.missed) == (48, 24)
+    serve(router, "again", turn(0, 40), [sized()[0]], 11.0)  # The state that r0 dropped is needed again.
+    assert (router.prefixes.dropped, router.prefixes.missed) == (48, 24)
     choice = router.choose(new, sized(), 300.0)
-    tokens = (40 - 4) * BLOCK + 3 + 20  # there is room for four blocks
+    tokens = (40 - 4) * BLOCK + 3 + 20  # There is room for four blocks.
     assert choice.priced["r0"].displaced == pytest.approx(tokens * 24 / 48 * PRICING.step / RULES.step_tokens)
     assert choice.priced["r1"].displaced == 0 and choice.replica == "r1"
     assert router.choose(new, views(2, link=None), 300.0).priced["r0"].displaced == 0  # its size is not known
 
 
-def test_what_the_target_has_already_is_handed_over_without_a_copy():
+def test_state_that_the_target_already_has_is_handed_over_without_a_copy():
     router, only = priced(most_moves=100), views(1)
     serve(router, "a", turn(1, 50), only, 0.0)
     serve(router, "b", turn(2, 50), only, 0.0)
-    router.moved(Move("1", chain(1, 50), 50 * BLOCK, "r9", "r1"), 50 * BLOCK, 0.5)  # as it came there once
+    router.moved(Move("1", chain(1, 50), 50 * BLOCK, "r9", "r1"), 50 * BLOCK, 0.5)  # It was copied there once.
     moves = router.rebalance(1.0, views(2, draining={0}))
     assert [(move.key, move.tokens) for move in moves] == [("2", 50 * BLOCK)]
     assert router.owner("1") == "r1" and router.owner("2") == "r0"
-    router.moved(moves[0], 20 * BLOCK, 2.0)  # the rest did not come
+    router.moved(moves[0], 20 * BLOCK, 2.0)  # The rest did not arrive.
     assert router.owner("2") == "r1" and expected(router.known(turn(2, 50)), "r1") == 20 * BLOCK
 
 
 @pytest.mark.parametrize("keyed", [True, False])
-def test_turn_leaves_a_crowded_replica_and_its_state_is_brought_along(keyed):
+def test_turn_leaves_a_crowded_replica_and_its_state_is_copied(keyed):
     router = priced(fair_ms=1e9)
     home = serve(router, "a", turn(1, 200, keyed=keyed), views(3), 0.0).replica
     for number in range(4):
@@ -294,7 +294,7 @@ def test_turn_leaves_a_crowded_replica_and_its_state_is_brought_along(keyed):
     assert choice.priced[choice.replica].fetched == 200 * BLOCK
 
 
-def test_state_is_computed_again_where_the_link_is_slower():
+def test_state_is_computed_again_if_the_link_is_slower():
     router = priced(fair_ms=1e9)
     home = serve(router, "a", turn(1, 200), views(2), 0.0).replica
     for number in range(4):
@@ -328,7 +328,7 @@ def test_lost_replica_is_forgotten_with_all_it_had():
     assert all(gone not in router.known(turn(number, 50)) for number in range(20))
     assert router.load(gone, 0.0) == 0 and router.load("r0" if gone != "r0" else "r1", 0.0) > 0
     router.started("3", 1.0)
-    router.ended("3", 1.0)  # what comes late is ignored
+    router.ended("3", 1.0)  # Late events are ignored.
     left = [view for view in views(3) if view.name != gone]
     assert serve(router, "again", turn(3, 50), left, 2.0).replica == router.owner("3") != gone
 
@@ -356,7 +356,7 @@ def test_idle_conversations_leave_an_overloaded_replica_costliest_first():
     router, only = priced(most_moves=2), views(1)
     for number, blocks in enumerate([10, 300, 20, 200, 400]):
         serve(router, str(number), turn(number, blocks), only, 0.0)
-        if number < 4:  # the last one may never come back
+        if number < 4:  # The last one may never come back.
             serve(router, f"{number} again", turn(number, blocks + 1), only, 0.0)
     busy = turn(9, 2000)
     router.sent("busy", busy, router.choose(busy, only, 10.0), 10.0)
@@ -391,10 +391,10 @@ def test_turn_during_a_move_decides_where_the_conversation_lives():
     choice = serve(router, "b", turn(1, 110), [v for v in views(3) if v.name not in ("r0", move.target)], 1.5)
     router.moved(move, move.tokens, 2.0)
     assert router.owner("1") == choice.replica
-    assert expected(router.known(turn(1, 110)), move.target) == 100 * BLOCK  # the copy is there, too
+    assert expected(router.known(turn(1, 110)), move.target) == 100 * BLOCK  # The copy is there, too.
 
 
-def test_request_id_cannot_be_under_way_twice():
+def test_request_id_cannot_be_in_progress_twice():
     router, asked = priced(), turn(1, 3)
     choice = router.choose(asked, views(2), 0.0)
     router.sent("a", asked, choice, 0.0)

@@ -1,6 +1,6 @@
 """Replicas on the nodes of a Ray cluster: two nodes on this machine, one of which is lost.
 
-Without Ray most of these are skipped: pip install 'holdfast[ray]', then pytest -m ray.
+Most of these are skipped without Ray: pip install 'holdfast[ray]', then pytest -m ray.
 """
 
 from __future__ import annotations

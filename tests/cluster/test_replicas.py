@@ -1,4 +1,4 @@
-"""Replicas over scripted engines: deaths, restarts, hangs, adapters, draining, queues, and what is counted."""
+"""Replicas over scripted engines: deaths, restarts, hangs, adapters, draining, queues, and counters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def stats(**changes: Any) -> SchedulerStats:
 
 
 class Scripted(EngineClient):
-    """An engine that counts up from the last token. It dies, hangs or fills up as its test says."""
+    """An engine that counts up from the last token. It dies, hangs or fills up as its test requires."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -56,17 +56,17 @@ class Scripted(EngineClient):
         self.retired = False
         self.asked: list[Stream] = []
         self.prefill = 0.0
-        """Seconds before the first token that it gives of a request."""
+        """Seconds before the first token of each request."""
         self.chains: list[int] = []
-        """Blocks of each chain that it was asked for."""
+        """Number of blocks of each chain that it was asked for."""
         self.dies_at: int | None = None
-        """It dies before it gives this token of an answer."""
+        """Index of the token before which it dies; None if it does not die."""
         self.gate = asyncio.Event()
-        """Tokens after the first wait for it."""
+        """Tokens after the first wait for this event."""
         self.gate.set()
         self.hangs, self.is_full, self.refuses = False, False, ""
         self.on_disk, self.searches = 0, 0
-        """Tokens of any prompt that its disk tier has, and how often it was asked."""
+        """Number of tokens of any prompt on its disk tier, and number of searches there."""
         self.computed = 7
 
     @property
@@ -82,7 +82,7 @@ class Scripted(EngineClient):
         self.asked.append(stream)
         request = stream.request
         if request.id == "poison":
-            await asyncio.sleep(self.prefill / 2)  # others are computed meanwhile
+            await asyncio.sleep(self.prefill / 2)  # Other engines compute meanwhile.
             self.die()
             raise EngineDead(self.reason)
         if self.prefill:
@@ -143,9 +143,9 @@ class Scripts:
 
     def __init__(self, prepare: Callable[[Scripted], None] = lambda engine: None) -> None:
         self.prepare = prepare
-        """Called with each new engine; may raise EngineStartError."""
+        """Called with each new engine. May raise EngineStartError."""
         self.engines: list[Scripted] = []
-        """All that were ever started."""
+        """All engines that were ever started."""
 
     def place(self, number: int) -> str:
         return "nowhere"
@@ -165,7 +165,7 @@ class Scripts:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds become moments."""
+    """Make waits short."""
     monkeypatch.setattr(fleet, "PAUSES", (0.0, 0.01))
     monkeypatch.setattr("holdfast.cluster.replicas.WATCH_SECONDS", 0.01)
     monkeypatch.setattr(fleet, "HANG_SECONDS", 0.03)
@@ -174,7 +174,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def started() -> AsyncGenerator[Callable[..., Any], None]:
-    """Starts replicas that are closed at the end."""
+    """Start replicas, which are closed at the end."""
     all_of_them: list[Replicas] = []
 
     async def start(scripts: Scripts, replicas: int = 2, **fields: Any) -> Replicas:
@@ -201,7 +201,7 @@ def states(replicas: Replicas) -> list[State]:
     return [replica.state for replica in replicas.members]
 
 
-async def test_an_answer_goes_on_at_another_replica_and_the_lost_one_is_started_again(started: Any) -> None:
+async def test_an_answer_continues_on_another_replica_and_the_lost_one_is_restarted(started: Any) -> None:
     scripts = Scripts()
     replicas = await started(scripts)
     scripts.engines[0].dies_at = 2
@@ -235,7 +235,7 @@ async def test_a_request_that_ends_engine_after_engine_is_given_up(started: Any)
 
 
 @pytest.mark.parametrize("deaths", [3, 4])
-async def test_a_stream_that_gets_tokens_between_outlives_three_engines_and_no_more(started: Any, deaths: int) -> None:
+async def test_a_stream_that_gets_tokens_between_outlives_at_most_three_engines(started: Any, deaths: int) -> None:
     places = itertools.count(1)
 
     def dying(engine: Scripted) -> None:
@@ -274,7 +274,7 @@ async def test_requests_next_to_one_that_kills_engines_outlive_it(started: Any) 
     assert len(given) == 2 and replicas.counts.lost == 1
 
 
-async def test_a_drained_engine_accuses_none_of_the_requests_that_it_still_had(started: Any) -> None:
+async def test_no_request_of_a_drained_engine_is_suspected(started: Any) -> None:
     scripts = Scripts()
     replicas = await started(scripts, 3, replica_drain_seconds=0.01)
     for engine in scripts.engines[:2]:
@@ -289,7 +289,7 @@ async def test_a_drained_engine_accuses_none_of_the_requests_that_it_still_had(s
     assert await reading == [1000, 1001, 1002, 1003] and replicas.counts.lost == 0
 
 
-async def test_what_the_router_learns_of_a_resumed_answer_holds_it_once(
+async def test_the_router_counts_the_tokens_of_a_resumed_answer_once(
     started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripts = Scripts()
@@ -318,7 +318,7 @@ async def test_an_adapter_that_ends_an_engine_is_given_to_no_other(started: Any)
     await until(lambda: states(replicas) == [State.READY] * 2)
 
 
-async def test_scaling_goes_by_the_places_of_one_replica_and_drains_the_idlest(started: Any) -> None:
+async def test_scaling_uses_the_places_of_one_replica_and_drains_the_idlest(started: Any) -> None:
     loads: list[tuple[Load, int, bool]] = []
 
     class Down(Scaler):
@@ -357,7 +357,7 @@ async def test_the_queueing_time_is_that_of_the_earliest_request_that_still_wait
     replicas._streams = {}
 
 
-async def test_an_answer_waits_for_a_replica_where_none_serves(started: Any) -> None:
+async def test_a_request_waits_for_a_replica_while_none_serves(started: Any) -> None:
     scripts = Scripts()
     replicas = await started(scripts, 1, max_replicas=2)
     scripts.engines[0].dies_at = 2
@@ -365,7 +365,7 @@ async def test_an_answer_waits_for_a_replica_where_none_serves(started: Any) -> 
     assert len(scripts.engines) == 2
 
 
-async def test_the_server_ends_when_no_replica_can_start_any_more(started: Any) -> None:
+async def test_the_server_ends_when_no_replica_can_start(started: Any) -> None:
     starts = itertools.count()
 
     def fails(engine: Scripted) -> None:
@@ -448,7 +448,7 @@ async def test_a_drained_replica_ends_when_its_requests_have(started: Any) -> No
     await until(lambda: [replica.name for replica in replicas.members] == ["1"])
 
 
-async def test_requests_that_outlast_the_drain_go_on_elsewhere(started: Any) -> None:
+async def test_requests_that_outlast_the_drain_continue_on_another_replica(started: Any) -> None:
     scripts = Scripts()
     replicas = await started(scripts, replica_drain_seconds=0.02)
     scripts.engines[0].gate.clear()
@@ -475,8 +475,8 @@ async def test_replicas_are_added_while_requests_queue_up_to_the_most(
     monkeypatch.setattr(scripts.engines[0], "run", never)
     reading = asyncio.create_task(read(replicas))
     await until(lambda: states(replicas) == [State.READY] * 2)
-    looked = Mock(wraps=replicas.fleet.look)
-    monkeypatch.setattr(replicas.fleet, "look", looked)
+    looked = Mock(wraps=replicas.fleet.check_replicas)
+    monkeypatch.setattr(replicas.fleet, "check_replicas", looked)
     await until(lambda: looked.call_count > 3)
     assert len(replicas.members) == 2
     with pytest.raises(ValueError, match="max_replicas is 2"):
@@ -518,18 +518,18 @@ async def test_a_router_that_has_restarted_finds_a_conversation_on_the_disk_of_i
 
     scripts = Scripts(prepare)
     replicas = await started(scripts, 3, routing="priced")
-    scripts.engines[1].hangs = True  # it holds nobody up for long
+    scripts.engines[1].hangs = True  # It delays nobody for long.
     await ask(list(range(16, 2016)))
     assert [len(engine.asked) for engine in scripts.engines] == ([0, 0, 1] if disk else [1, 0, 0])
     if disk:  # 125 whole blocks; the last token is computed in any case
         assert [engine.chains for engine in scripts.engines] == [[124]] * 3
-    await ask(list(range(16, 3016)))  # the router knows the conversation now, and asks nobody
+    await ask(list(range(16, 3016)))  # The router knows the conversation now and asks no engine.
     assert [engine.searches for engine in scripts.engines] == [disk] * 3
     await ask([7] * 400)  # computing this is as quick as asking
     assert [engine.searches for engine in scripts.engines] == [disk] * 3
 
 
-async def test_the_router_is_told_how_much_the_tiers_of_each_replica_hold(started: Any) -> None:
+async def test_the_router_gets_the_size_of_the_tiers_of_each_replica(started: Any) -> None:
     def sized(engine: Scripted) -> None:
         engine.info = dataclasses.replace(engine.info, num_blocks=100 + engine.number, num_host_blocks=50)
 
@@ -543,7 +543,7 @@ async def test_the_router_is_told_how_much_the_tiers_of_each_replica_hold(starte
         assert [view.most_tokens for view in replicas._views()] == [None, None]
 
 
-async def test_counters_go_on_when_an_engine_has_ended(started: Any) -> None:
+async def test_counters_keep_the_counts_of_ended_engines(started: Any) -> None:
     scripts = Scripts()
     replicas = await started(scripts)
     assert (await replicas.health()).tokens_computed == 14

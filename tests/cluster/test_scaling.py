@@ -1,4 +1,4 @@
-"""When replicas are added and taken away."""
+"""When replicas are added and removed."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ def test_a_replica_is_added_after_queueing_has_lasted_and_not_above_the_most() -
     assert [scaler.decide(BUSY, 3, 100.0 + now) for now in range(20)] == [0] * 20
 
 
-def test_a_short_queue_adds_none() -> None:
+def test_a_short_queue_adds_no_replica() -> None:
     scaler = Scaler(1, 3, 1.0, 60.0)
     loads = [BUSY, BUSY, CALM] * 10
     assert not any(scaler.decide(load, 1, now) for now, load in enumerate(loads))
 
 
-def test_a_replica_is_taken_away_after_a_calm_time_and_not_below_the_least() -> None:
+def test_a_replica_is_removed_after_a_calm_time_but_not_below_the_minimum() -> None:
     scaler = Scaler(1, 3, 1.0, 60.0)
     decided = [scaler.decide(CALM, 2, float(now)) for now in range(62)]
     assert decided == [0] * 60 + [-1] + [0]
     assert not any(scaler.decide(CALM, 1, 100.0 + now) for now in range(200))
 
 
-def test_none_is_taken_away_while_the_others_have_no_room() -> None:
+def test_no_replica_is_removed_while_the_others_have_no_room() -> None:
     scaler = Scaler(1, 3, 1.0, 60.0)
     assert not any(scaler.decide(Load(0.0, 16, 10), 3, float(now)) for now in range(200))
 
 
-def test_nothing_else_is_done_while_a_replica_comes_or_goes() -> None:
+def test_no_replica_is_added_or_removed_while_another_one_changes() -> None:
     scaler = Scaler(1, 3, 1.0, 60.0)
     assert not any(scaler.decide(BUSY, 1, float(now), changing=True) for now in range(50))
     assert scaler.decide(BUSY, 1, 50.0) == 1

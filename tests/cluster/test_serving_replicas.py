@@ -1,4 +1,4 @@
-"""`holdfast serve --replicas`: one address over several engines that may die, drain and join while clients talk."""
+"""`holdfast serve --replicas`: one address over several engines that die, drain and join while clients talk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def busy(served: Serving) -> dict[str, Any]:
 
 
 def read(served: Serving, kill_at: int | None = None) -> tuple[str, list[float], Any, Any]:
-    """A streamed completion: its text, log probabilities, finish reason and usage. Its engine is killed on the way."""
+    """Stream a completion. Returns its text, log probabilities, finish reason and usage. `kill_at` kills its engine."""
     stream = served.client().completions.create(**ASKED, stream=True, stream_options={"include_usage": True})
     text, told, reason, usage = "", list[float](), None, None
     for chunk in stream:
@@ -113,7 +113,7 @@ def test_a_conversation_is_followed_across_three_replicas_with_the_same_answers(
         return answers, cached, places
 
     def drain(number: int, places: list[str]) -> None:
-        """Take away the replica of the last turn; its conversations move first."""
+        """Drain the replica of the last turn. Its conversations move first."""
         if number:
             assert httpx.post(f"{served.url}/replicas/{places[-1]}/drain", headers=OPERATOR).status_code == 200
             eventually(lambda: places[-1] not in {each["name"] for each in members(served)})

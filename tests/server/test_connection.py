@@ -40,7 +40,7 @@ async def connected(server: Any, count: int = 1) -> AsyncIterator[list[Streams]]
 
 
 async def pour(writer: asyncio.StreamWriter, piece: bytes, pieces: int) -> int:
-    """Send `piece` again and again. Returns how many were sent until the connection ended, at most `pieces`."""
+    """Send `piece` again and again. Returns how often it was sent until the connection ended, at most `pieces`."""
     for sent in range(pieces):
         try:
             writer.write(piece)
@@ -95,12 +95,12 @@ async def test_trailers_within_the_limit_are_dropped(listening: Listening) -> No
 async def test_a_refused_request_closes_its_connection_and_its_body_is_not_swallowed(listening: Listening) -> None:
     async with listening(api_key=("sesame",)) as server, connected(server) as [(reader, writer)]:
         writer.write(CHUNKED + b"0\r\n")
-        answer = await asyncio.wait_for(reader.read(), 30)  # up to the end, so the server has closed
+        answer = await asyncio.wait_for(reader.read(), 30)  # Up to the end, so the server has closed.
         assert answer.startswith(head(401)) and b"connection: close" in answer
         assert await pour(writer, b"x-1: vvv\r\n" * 100_000, 1_000_000) < 1_000_000
 
 
-async def test_what_is_read_and_dropped_after_a_refusal_is_bounded(
+async def test_data_read_and_dropped_after_a_refusal_is_limited(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "LINGER_SECONDS", 3600)
@@ -163,7 +163,7 @@ async def test_a_request_that_never_ends_is_closed_after_the_timeout(
 @pytest.mark.parametrize(
     "declared", [b"content-length: 7900000\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"]
 )
-async def test_a_body_has_no_more_time_for_what_its_client_only_announces(
+async def test_a_body_gets_no_extra_time_for_bytes_that_were_only_announced(
     listening: Listening, declared: bytes
 ) -> None:
     async with listening(body_seconds=0.1) as server, connected(server) as [(reader, writer)]:
@@ -265,7 +265,7 @@ async def test_beyond_the_connection_limit_the_longest_waiting_is_closed(
                 assert (await api.get("/health")).status_code == 200
             with pytest.raises(ConnectionError):
                 assert not await opened[0][0].read()
-                raise ConnectionResetError  # closed in order is as good
+                raise ConnectionResetError  # An orderly close is also good.
     assert len([record for record in caplog.records if "10 connections are open" in record.message]) == 1
 
 

@@ -50,7 +50,7 @@ def test_an_echoed_prompt_has_its_text_and_the_log_probability_of_each_token_but
     assert (echoed.usage.total_tokens, echoed.usage.completion_tokens) == (plain.usage.total_tokens, 3)
 
 
-def test_with_max_tokens_0_the_prompt_alone_is_told(api: openai.OpenAI) -> None:
+def test_max_tokens_0_with_echo_returns_only_the_prompt(api: openai.OpenAI) -> None:
     asked: Any = {"model": "bytes", "prompt": [PROMPT, "other"], "logprobs": 1, "echo": True}
     none = api.completions.create(**asked, max_tokens=0)
     one = api.completions.create(**asked, max_tokens=1, temperature=0)
@@ -72,7 +72,7 @@ def test_a_streamed_echo_adds_up_to_the_whole_one(api: openai.OpenAI) -> None:
         tokens, logprobs, top, offsets = (list(chain(*column)) for column in zip(*parts, strict=True))
         whole_tokens, whole_logprobs, whole_top, whole_offsets = columns(choice)
         assert (tokens, offsets) == (whole_tokens, whole_offsets)
-        # Steps of other sizes round otherwise.
+        # Steps of other sizes round differently.
         assert logprobs == pytest.approx(whole_logprobs, abs=1e-4)
         assert [top[0], whole_top[0]] == [None, None]
         for one, other in zip(top[1:], whole_top[1:], strict=True):
@@ -103,6 +103,6 @@ def test_prompt_logprobs_have_the_form_of_vllm_in_completions_and_chats(api: ope
         ({"extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs: "),
     ],
 )
-def test_what_cannot_be_told_is_refused_by_name(api: openai.OpenAI, asked: Any, reason: str) -> None:
+def test_unavailable_log_probabilities_are_refused_by_name(api: openai.OpenAI, asked: Any, reason: str) -> None:
     with pytest.raises(openai.BadRequestError, match=reason):
         api.completions.create(model="bytes", prompt="a", **asked)

@@ -1,4 +1,4 @@
-"""Embeddings by the openai client, beside Transformers' hidden states and sentence-transformers' rules."""
+"""Embeddings by the openai client, compared with Transformers' hidden states and sentence-transformers' rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END = 0
 
 
 def describe(directory: Path, *, mode: str = "lasttoken", normalize: bool = True, more: tuple[str, ...] = ()) -> None:
-    """The files of sentence-transformers."""
+    """Write the files of sentence-transformers."""
     kinds = ["Transformer", "Pooling", *more, *(["Normalize"] if normalize else [])]
     modules = [
         {"idx": at, "path": f"{at}_{kind}" if at else "", "type": f"sentence_transformers.models.{kind}"}
@@ -40,7 +40,7 @@ def describe(directory: Path, *, mode: str = "lasttoken", normalize: bool = True
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 of random weights whose tokenizer ends each text with a token, as Qwen3-Embedding's does."""
+    """A Qwen3 with random weights whose tokenizer ends each text with a token, as that of Qwen3-Embedding does."""
     directory = tmp_path_factory.mktemp("models") / "embedder"
     make(directory, "Qwen3", max_position_embeddings=1024)
     tokenizer: Any = write_tokenizer(directory)
@@ -66,7 +66,7 @@ def api(serving: Serving) -> Iterator[openai.OpenAI]:
 
 @torch.inference_mode()
 def expected(checkpoint: Path, texts: list[str]) -> np.ndarray[Any, Any]:
-    """The last hidden state of each text's last token, brought to length 1."""
+    """Return the hidden state of each text's last token, normalized to length 1."""
     model = transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     states = [model(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0, -1] for text in texts]
@@ -86,12 +86,12 @@ def test_vectors_are_those_of_transformers_alone_together_and_from_the_cache(
     np.testing.assert_allclose(vectors(together), wanted, atol=1e-4)
     tokens = sum(len(text) + 1 for text in TEXTS)
     assert (together.usage.prompt_tokens, together.usage.total_tokens) == (tokens, tokens)
-    for text, vector in zip(TEXTS, wanted, strict=True):  # the longest is cached by now
+    for text, vector in zip(TEXTS, wanted, strict=True):  # The longest is cached by now.
         alone = api.embeddings.create(model="embedder", input=text, encoding_format="float")
         np.testing.assert_allclose(vectors(alone)[0], vector, atol=1e-4)
 
 
-def test_embeddings_are_computed_beside_answers(api: openai.OpenAI, checkpoint: Path) -> None:
+def test_embeddings_are_computed_while_answers_are_written(api: openai.OpenAI, checkpoint: Path) -> None:
     asked: Any = {"model": "embedder", "prompt": "Once", "max_tokens": 60, "temperature": 0}
     alone = api.completions.create(**asked).choices[0].text
     pieces = []
@@ -127,7 +127,7 @@ def test_token_ids_base64_and_fewer_dimensions(api: openai.OpenAI, serving: Serv
         ({"encoding_format": "int8"}, "encoding_format"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(api: openai.OpenAI, asked: Any, reason: str) -> None:
+def test_a_wrong_parameter_is_refused_by_name(api: openai.OpenAI, asked: Any, reason: str) -> None:
     with pytest.raises(openai.BadRequestError, match=reason):
         api.embeddings.create(**{"model": "embedder", "input": "x"} | asked)
 

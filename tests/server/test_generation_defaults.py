@@ -1,4 +1,4 @@
-"""Sampling that the model's files recommend, in requests of every kind that do not say."""
+"""The sampling that the model's files recommend applies to requests of every kind that leave it open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECOMMENDED = GenerationDefaults(
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-async def test_the_models_defaults_fill_in_what_a_request_does_not_say(
+async def test_the_models_defaults_apply_to_fields_that_a_request_leaves_out(
     http: Http, client: FakeClient, path: str
 ) -> None:
     client.generation = RECOMMENDED
@@ -37,7 +37,7 @@ async def test_the_models_defaults_fill_in_what_a_request_does_not_say(
     assert (said.temperature, said.top_p, said.top_k) == (0.0, 0.95, 0)
 
 
-async def test_a_response_tells_the_sampling_that_was_used(http: Http, client: FakeClient) -> None:
+async def test_a_response_reports_the_sampling_that_was_used(http: Http, client: FakeClient) -> None:
     async with http() as api:
         wanted = {"model": "tiny", "input": "hello"}
         told = (await api.post("/v1/responses", json=wanted)).json()

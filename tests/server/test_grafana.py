@@ -16,13 +16,13 @@ from holdfast.server.metrics import Metrics
 BOARD = json.loads((Path(__file__).parents[2] / "deploy" / "grafana.json").read_text())
 ENDINGS = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
 TARGETS = {"job", "instance", "le"}
-"""Labels that Prometheus adds, and that of histograms."""
+"""Labels that Prometheus adds, and the label of histogram buckets."""
 
 Http = Callable[..., httpx.AsyncClient]
 
 
 def expressions() -> list[str]:
-    """All expressions of the board, those of its variables too."""
+    """Return all expressions of the board, including those of its variables."""
     found = [target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", ())]
     return [
         *found,
@@ -31,7 +31,7 @@ def expressions() -> list[str]:
 
 
 def labels_of(metrics: Metrics) -> set[str]:
-    """The labels of all the server's own metrics."""
+    """Return the labels of all the server's own metrics."""
     return {label for each in vars(metrics).values() for label in getattr(each, "_labelnames", ())}
 
 

@@ -1,4 +1,4 @@
-"""Structured output over HTTP: what clients ask for reaches the engine as a grammar, and refusals say what is wrong."""
+"""Structured output over HTTP: requests reach the engine as a grammar, and refusals name the fault."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_a_response_format_becomes_a_grammar(
         ({"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}, schema()),
     ],
 )
-async def test_a_text_format_becomes_a_grammar_and_is_told_in_the_response(
+async def test_a_text_format_becomes_a_grammar_and_is_repeated_in_the_response(
     http: Any, client: FakeClient, wanted: dict[str, Any], grammar: Grammar | None
 ) -> None:
     async with http() as api:
@@ -90,13 +90,13 @@ async def test_a_text_format_becomes_a_grammar_and_is_told_in_the_response(
         ({"guided_grammar": 'start: "a"', "guided_decoding_backend": "guidance"}, Grammar("lark", 'start: "a"')),
     ],
 )  # fmt: skip
-async def test_names_of_vllm_are_taken_on_every_route(
+async def test_vllms_parameter_names_are_accepted_on_every_route(
     http: Any, client: FakeClient, path: str, given: dict[str, Any], grammar: Grammar
 ) -> None:
     assert await grammar_of(http, client, path, given) == grammar
 
 
-async def test_structural_tags_are_taken_as_a_format_and_as_a_parameter(http: Any, client: FakeClient) -> None:
+async def test_structural_tags_are_accepted_as_a_format_and_as_a_parameter(http: Any, client: FakeClient) -> None:
     async with http() as api:
         for given in (
             {"response_format": {"type": "structural_tag", **TAGS}},
@@ -157,7 +157,7 @@ async def test_the_engines_refusal_is_400_before_any_token_and_names_the_clients
         ({"guided_json": {"enum": ["x" * 300_000]}}, "guided_json", "300"),
     ],
 )  # fmt: skip
-async def test_a_mistake_is_named_with_its_place(
+async def test_a_mistake_is_reported_with_its_place(
     http: Any, client: FakeClient, given: dict[str, Any], param: str, words: str
 ) -> None:
     async with http() as api:
@@ -169,7 +169,7 @@ async def test_a_mistake_is_named_with_its_place(
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_a_grammar_is_written_once_a_request_whatever_the_number_of_choices(
+async def test_a_grammar_is_built_once_per_request_whatever_the_number_of_choices(
     http: Any, client: FakeClient, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, write = list[object](), grammars.schema_grammar

@@ -1,4 +1,4 @@
-"""Log probabilities as clients get them, by the openai client."""
+"""Log probabilities in answers, read by the openai client."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import openai
 import pytest
 from fake_engine import FakeClient
 
-from holdfast.server.logprobs import CompletionLogprobs, ToldToken, spelled
+from holdfast.server.logprobs import CompletionLogprobs, TokenRecord, spelled
 
 Listening = Callable[..., Any]
 HELLO: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 2}
 
 
-async def test_a_chat_tells_each_token_with_the_most_probable_ones_whole_and_streamed(listening: Listening) -> None:
+async def test_a_chat_reports_each_token_with_the_most_probable_ones_whole_and_streamed(listening: Listening) -> None:
     async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
         answer = await api.chat.completions.create(**HELLO)
         chunks = [chunk async for chunk in await api.chat.completions.create(**HELLO, stream=True)]
@@ -32,7 +32,7 @@ async def test_a_chat_tells_each_token_with_the_most_probable_ones_whole_and_str
     assert [each.top_logprobs for each in alone.choices[0].logprobs.content] == [[]] * 4
 
 
-async def test_completions_tell_columns_whole_and_streamed(listening: Listening) -> None:
+async def test_completions_report_columns_whole_and_streamed(listening: Listening) -> None:
     asked: Any = {"model": "tiny", "prompt": "hello", "logprobs": 1}
     async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
         answer = await api.completions.create(**asked)
@@ -50,7 +50,7 @@ async def test_completions_tell_columns_whole_and_streamed(listening: Listening)
         assert [each for part in parts for each in getattr(part, name)] == getattr(told, name)
 
 
-async def test_a_response_tells_its_tokens_when_asked_to_include_them(listening: Listening) -> None:
+async def test_a_response_reports_its_tokens_on_request(listening: Listening) -> None:
     asked: Any = {"model": "tiny", "input": "hello", "top_logprobs": 2}
     included: Any = asked | {"include": ["message.output_text.logprobs"]}
     async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
@@ -68,9 +68,9 @@ async def test_a_response_tells_its_tokens_when_asked_to_include_them(listening:
     assert [each.token for each in done.logprobs] == [each.token for each in told]
 
 
-def test_bytes_that_are_no_character_are_written_out_and_count_once_complete(client: FakeClient) -> None:
+def test_bytes_of_an_incomplete_character_are_escaped_and_count_once_complete(client: FakeClient) -> None:
     client.text.token_bytes = lambda token: bytes([token])  # type: ignore[method-assign]
-    columns = CompletionLogprobs(client.text).columns([ToldToken(byte, None) for byte in "aé!".encode()])  # type: ignore[arg-type]
+    columns = CompletionLogprobs(client.text).columns([TokenRecord(byte, None) for byte in "aé!".encode()])  # type: ignore[arg-type]
     assert columns["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "!"]
     assert columns["text_offset"] == [0, 1, 1, 2]
     assert columns["token_logprobs"] == columns["top_logprobs"] == [None] * 4

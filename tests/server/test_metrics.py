@@ -1,4 +1,4 @@
-"""The metrics: what the engine's steps add up to, and the names that vLLM's users know."""
+"""The metrics: the totals of the engine's steps, and the names that vLLM's users know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.server.metrics import STATS, VLLM, Metrics
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    """Each sample by its name and its labels but vLLM's own, as the exposition has them."""
+    """Return each sample by its name and its labels except vLLM's own, as in the exposition."""
     return {
         " ".join([sample.name, *(f"{k}={v}" for k, v in sample.labels.items() if k not in ("model_name", "engine"))]): (
             sample.value
@@ -35,7 +35,7 @@ def test_steps_are_counted_by_their_tokens_and_their_time() -> None:
     assert found["holdfast_step_seconds_bucket le=0.005"] == 2
 
 
-def test_what_vllm_counts_too_has_its_name_there_and_the_same_value() -> None:
+def test_metrics_that_vllm_also_has_appear_under_its_names_with_the_same_value() -> None:
     metrics = Metrics("tiny")
     metrics.stats = SchedulerStats(
         waiting=3, running=2, blocks_total=100, blocks_used=25, blocks_cached=0, preemptions=1, prefix_queries=40,
@@ -65,5 +65,5 @@ def test_an_engine_that_does_not_answer_has_no_gauges_under_either_name() -> Non
     assert not any("requests_running" in name or "kv_cache" in name for name in found)
 
 
-def test_what_a_replica_that_ended_had_counts_no_further_in_any_gauge() -> None:
+def test_gauges_do_not_include_an_ended_replica() -> None:
     assert {name for name, (kind, *_) in STATS.items() if kind == "gauge"} == GAUGES

@@ -1,4 +1,4 @@
-"""Models that only Transformers' own code runs, unmodified, served over HTTP: streams, stops, aborts, conversations."""
+"""Models that only Transformers' unmodified code runs, served over HTTP: streams, stops, aborts, conversations."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 
 @dataclass
 class Served:
-    """A model of random weights behind a server, and the model itself."""
+    """A served model with random weights, and the model itself."""
 
     serving: Serving
     module: Any
     tokenizer: Tokenizer
 
     def alone(self, prompt: str, max_tokens: int) -> str:
-        """What the model's own `generate` says, alone and greedily."""
+        """Return the answer of the model's own `generate`, alone and greedily."""
         tokens = generate_alone(self.module, self.tokenizer.encode(prompt).ids, max_tokens)
         return str(self.tokenizer.decode(list(tokens)))
 
@@ -62,7 +62,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Served(serving, module, tokenizer)
 
 
-def test_the_start_says_that_rows_are_padded_and_why(served: Served) -> None:
+def test_the_start_reports_that_rows_are_padded_and_why(served: Served) -> None:
     shown = " ".join(served.serving.announced.split())
     assert "executor padded, because" in shown and type(served.module).__name__ in shown
     assert "decoded together" in shown
@@ -70,14 +70,14 @@ def test_the_start_says_that_rows_are_padded_and_why(served: Served) -> None:
     assert chunks in shown
 
 
-def test_a_stream_and_an_answer_are_what_the_model_gives_alone(served: Served) -> None:
+def test_a_stream_and_an_answer_equal_those_of_the_model_alone(served: Served) -> None:
     asked: dict[str, Any] = {"model": "m", "prompt": "Tell me of the sea.", "temperature": 0, "max_tokens": 200}
     with served.serving.client() as client:
         asked["model"] = client.models.list().data[0].id
         whole = client.completions.create(**asked)
         pieces = [chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True) if chunk.choices]
     assert "".join(pieces) == whole.choices[0].text == served.alone(asked["prompt"], 200)
-    # A server that falls behind its engine sends what has come meanwhile in one piece.
+    # A server that is slower than its engine sends the waiting tokens in one piece.
     assert len(pieces) > 1 and whole.choices[0].finish_reason == "length"
 
 
@@ -115,7 +115,7 @@ def test_a_client_that_leaves_frees_its_row(served: Served) -> None:
     assert answer.choices[0].text == served.alone("Still here?", 8)
 
 
-def test_a_hundred_at_once_each_get_what_they_get_alone(served: Served) -> None:
+def test_a_hundred_concurrent_requests_each_get_the_answer_that_they_get_alone(served: Served) -> None:
     choose = random.Random(3)
     prompts = ["".join(choose.choices(LETTERS, k=length)) for length in (1, 3, 7, 12, 20, 33, 50, 64, 90, 140)]
     lengths = (1, 5, 9, 14, 24)
@@ -158,7 +158,7 @@ def test_the_next_turn_of_a_conversation_finds_the_state_of_the_last(served: Ser
     assert first.usage is not None and again.usage is not None and other.usage is not None
     assert first.usage.input_tokens_details.cached_tokens == 0
     cached = again.usage.input_tokens_details.cached_tokens
-    # All of the turn before but its last token, which was sampled and never computed.
+    # Every token of the turn before except its last one, which was sampled and never computed.
     assert first.usage.total_tokens - 2 <= cached < again.usage.input_tokens
     assert other.output_text == first.output_text == served.alone(f"<user>{opening}<assistant>", 24)
 
@@ -190,7 +190,7 @@ def test_another_key_finds_nothing_of_the_first(served: Served) -> None:
 
 @pytest.fixture(scope="module")
 def translator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A T5 without a chat template behind a server."""
+    """A served T5 without a chat template."""
     directory = tmp_path_factory.mktemp("models") / "t5"
     torch.manual_seed(0)
     settings = transformers.T5Config(

@@ -1,9 +1,9 @@
-"""Usage as replies have it."""
+"""The `usage` object of replies."""
 
 from holdfast.server.replies import RequestUsage
 
 
-def test_cached_tokens_are_told_by_tier_if_any_came_from_elsewhere_than_the_device():
+def test_cached_tokens_are_reported_by_tier_if_any_came_from_another_tier_than_the_device():
     usage = RequestUsage(prompt_tokens=100, cached_tokens=64)
     assert usage.reply()["prompt_tokens_details"] == {"cached_tokens": 64}
     usage.add_tiers((16, 32, 0))

@@ -1,4 +1,4 @@
-"""Web searches that the server does for the model: the search engine's side, and responses with several answers."""
+"""Web searches that the server runs for the model: the search engine's side, and responses with several answers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def engine() -> Iterator[Engine]:
 
 
 class Rounds(FakeClient):
-    """Writes one text for each request, the last one again and again."""
+    """Writes one text for each request, and repeats the last one."""
 
     texts: tuple[str, ...] = ()
 
@@ -136,7 +136,7 @@ def test_the_query_is_found_under_its_name_or_as_the_only_argument(arguments: st
 @pytest.mark.parametrize(
     "arguments", ["", "{", "[]", '{"a": "b", "c": "d"}', '{"query": 3}', '{"query": "  "}', "[" * 9999]
 )
-def test_arguments_without_a_query_are_no_search(arguments: str) -> None:
+def test_arguments_without_a_query_are_a_failed_search(arguments: str) -> None:
     with pytest.raises(SearchFailed):
         read_query(arguments)
 
@@ -146,7 +146,7 @@ def test_the_address_of_the_search_engine_is_checked() -> None:
         ServerConfig(web_search="sea.example")
 
 
-async def test_the_model_goes_on_with_what_a_search_has_found(http: Http, client: Rounds, engine: Engine) -> None:
+async def test_the_model_continues_with_the_results_of_a_search(http: Http, client: Rounds, engine: Engine) -> None:
     async with http(web_search=engine.url) as api:
         whole = await post(api)
     found, said = whole["output"]
@@ -163,7 +163,7 @@ async def test_the_model_goes_on_with_what_a_search_has_found(http: Http, client
     assert usage["output_tokens"] == 3 + 2
 
 
-async def test_a_stream_tells_a_search_as_it_goes(http: Http, engine: Engine) -> None:
+async def test_a_stream_reports_the_progress_of_a_search(http: Http, engine: Engine) -> None:
     async with http(web_search=engine.url) as api:
         body = {"model": "tiny", "input": "Tides?", "tools": TOOLS, "stream": True}
         text = (await api.post("/v1/responses", json=body)).text
@@ -183,7 +183,7 @@ async def test_a_stream_tells_a_search_as_it_goes(http: Http, engine: Engine) ->
     assert added == done == {0, 1}
 
 
-async def test_the_next_turn_knows_what_was_found(http: Http, client: Rounds, engine: Engine) -> None:
+async def test_the_next_turn_knows_the_search_results(http: Http, client: Rounds, engine: Engine) -> None:
     async with http(web_search=engine.url) as api:
         first = await post(api)
         await post(api, input="And tomorrow?", previous_response_id=first["id"], tools=[])
@@ -193,7 +193,7 @@ async def test_the_next_turn_knows_what_was_found(http: Http, client: Rounds, en
     assert ends[0] == ends[1] != ""
 
 
-async def test_a_failed_search_is_told_to_the_model(http: Http, client: Rounds, engine: Engine) -> None:
+async def test_the_model_reads_that_a_search_failed(http: Http, client: Rounds, engine: Engine) -> None:
     engine.status = 500
     async with http(web_search=engine.url) as api:
         whole = await post(api)
@@ -206,12 +206,12 @@ async def test_searches_end_at_the_limit_of_calls(http: Http, client: Rounds, en
     async with http(web_search=engine.url) as api:
         whole = await post(api, max_tool_calls=2)
     assert len(engine.asked) == 2
-    assert len(client.asked) == 3  # the third prompt has no tool any more
+    assert len(client.asked) == 3  # The third prompt has no tools.
     assert "web_search" in prompt(client, 1) and "web_search" not in prompt(client, 2).partition("When")[0]
     assert [item["type"] for item in whole["output"]] == ["web_search_call", "web_search_call", "message"]
 
 
-async def test_an_answer_that_is_cut_searches_nothing(http: Http, client: Rounds, engine: Engine) -> None:
+async def test_a_cut_answer_searches_nothing(http: Http, client: Rounds, engine: Engine) -> None:
     async with http(web_search=engine.url) as api:
         whole = await post(api, max_output_tokens=2)
     assert (whole["status"], [item["status"] for item in whole["output"]]) == ("incomplete", ["failed"])
@@ -225,7 +225,7 @@ async def test_tokens_of_all_answers_count_toward_the_limit(http: Http, client: 
     assert whole["output"][-1]["content"][0]["text"] == "High"
 
 
-async def test_a_function_that_is_called_beside_a_search_is_the_clients(
+async def test_a_function_called_together_with_a_search_is_left_to_the_client(
     http: Http, client: Rounds, engine: Engine
 ) -> None:
     client.texts = (call(query="tides") + '|<tool_call>{"name": "forecast", "arguments": {}}</tool_call>',)
@@ -237,14 +237,14 @@ async def test_a_function_that_is_called_beside_a_search_is_the_clients(
     assert len(client.asked) == 1
 
 
-async def test_a_search_that_had_to_be_called_is_called_once(http: Http, client: Rounds, engine: Engine) -> None:
+async def test_a_required_search_runs_once(http: Http, client: Rounds, engine: Engine) -> None:
     async with http(web_search=engine.url) as api:
         await post(api, tool_choice={"type": "web_search"})
     assert client.asked[0].params.grammar is not None
     assert client.asked[1].params.grammar is None
 
 
-async def test_a_background_response_is_told_again_with_its_search(http: Http, client: Rounds, engine: Engine) -> None:
+async def test_a_background_response_is_replayed_with_its_search(http: Http, client: Rounds, engine: Engine) -> None:
     async with http(web_search=engine.url) as api:
         begun = await post(api, background=True)
         while (whole := (await api.get(f"/v1/responses/{begun['id']}")).json())["status"] != "completed":

@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: what the model is told, and what clients get, whole and in pieces."""
+"""Tools and reasoning over HTTP: the prompts, and the answers, whole and in pieces."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def knows_tools(client: FakeClient, *tags: str) -> None:
 
 @pytest.fixture(autouse=True)
 def roomy(client: FakeClient) -> None:
-    """Room for tools in the prompt."""
+    """Make room for tools in the prompt."""
     client.info = engine_info(max_model_len=4000)
 
 
@@ -119,7 +119,7 @@ async def test_one_call_at_most_without_parallel_calls(http: Http, client: FakeC
     assert len((await chat(http, parallel_tool_calls=False))["message"]["tool_calls"]) == 1
 
 
-async def test_functions_by_their_old_name_give_a_call_by_its_old_name(http: Http, client: FakeClient) -> None:
+async def test_functions_by_their_former_name_give_a_call_by_its_former_name(http: Http, client: FakeClient) -> None:
     client.words = pieces(CALL)
     body = {"model": "tiny", "messages": ASKED, "functions": [WEATHER], "function_call": "auto"}
     choice = await chat(http, **body, tools=[])
@@ -166,14 +166,14 @@ async def test_arguments_of_past_calls_hold_no_more_json_than_a_body(
     }[kind]
     async with http() as api:
         written = json.dumps(arguments)
-        # Written like this, the body's own check does not see the brackets.
+        # In this form, the body's own check does not see the brackets.
         body = json.dumps({"model": "tiny", **two}).replace(written, written.replace("[", "\\u005b"))
         answer = await api.post(RESPONSES if kind == "responses" else CHAT, content=body)
     told = answer.json()["error"]["message"]
     assert answer.status_code == 400 and told.startswith("the text of all arguments in") and reason in told
 
 
-async def test_a_template_that_knows_no_tools_is_told_of_them_in_words(http: Http, client: FakeClient) -> None:
+async def test_a_template_that_knows_no_tools_gets_a_description_of_them(http: Http, client: FakeClient) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": ""}}
     past = [
         {"role": "system", "content": "Be brief."},
@@ -235,7 +235,7 @@ async def test_tools_that_may_be_called_freely_get_no_grammar(http: Http, client
          "unsupported_parameter"),
     ],
 )  # fmt: skip
-async def test_what_is_wrong_with_tools_is_told_by_its_place(
+async def test_a_fault_in_tools_is_reported_with_its_place(
     http: Http, more: dict[str, Any], param: str, code: str
 ) -> None:
     async with http() as api:
@@ -244,7 +244,7 @@ async def test_what_is_wrong_with_tools_is_told_by_its_place(
     assert (response.status_code, error["param"], error["code"]) == (400, param, code)
 
 
-async def test_reasoning_comes_apart_whole_and_streamed(http: Http, client: FakeClient) -> None:
+async def test_reasoning_is_separated_whole_and_streamed(http: Http, client: FakeClient) -> None:
     knows_tools(client, "<think>")
     client.words = pieces(f"<think>\nParis, I think.\n</think>\n\n{CALL}", 3)
     choice = await chat(http)
@@ -367,14 +367,14 @@ async def test_a_call_and_its_result_are_kept_in_a_conversation(http: Http, clie
     assert [item["type"] for item in items] == kinds
 
 
-async def test_a_background_response_with_a_call_is_told_again(http: Http, client: FakeClient) -> None:
+async def test_a_background_response_with_a_call_is_replayed(http: Http, client: FakeClient) -> None:
     client.words = pieces(f"I look. {CALL}")
     async with http() as api:
         begun = (await api.post(RESPONSES, json={**TURN, "background": True})).json()
         while (given := (await api.get(f"{RESPONSES}/{begun['id']}")).json())["status"] != "completed":
             await asyncio.sleep(0.01)
         transport: Any = api._transport
-        transport.app.state.responses._ended.clear()  # as after a restart
+        transport.app.state.responses._ended.clear()  # This simulates a restart.
         told = (await api.get(f"{RESPONSES}/{begun['id']}?stream=true")).text
     events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")]
     for event in events:

@@ -1,4 +1,4 @@
-"""Tools from end to end: the openai client, a server process, and the built-in model, which a grammar makes call."""
+"""Tools from end to end: the openai client, a server process, and the built-in model with an enforced call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serving() -> Iterator[Serving]:
         yield serving
 
 
-def test_a_chat_calls_a_tool_and_goes_on_with_its_result(serving: Serving) -> None:
+def test_a_chat_calls_a_tool_and_continues_with_its_result(serving: Serving) -> None:
     with serving.client() as client:
         chat: dict[str, Any] = {"model": MODEL, "tools": CHAT_TOOLS, "max_tokens": 200, "temperature": 0}
         first = client.chat.completions.create(

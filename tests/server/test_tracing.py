@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry: what they tell, whose children they are, and that nothing is imported without them."""
+"""Spans of OpenTelemetry: their contents and parents, and that nothing is imported without them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 
 async def spans(http: Http, exporter: InMemorySpanExporter, *asked: tuple[str, Any, dict[str, str]]) -> Any:
-    """The spans of these requests: paths, bodies, and headers."""
+    """Return the spans of these requests, each a path, a body, and headers."""
     async with http(otlp_traces_endpoint="http://localhost:4318") as api:
         for path, body, headers in asked:
             await api.post(path, json=body, headers=headers)
@@ -43,7 +43,7 @@ async def spans(http: Http, exporter: InMemorySpanExporter, *asked: tuple[str, A
     return exporter.get_finished_spans()
 
 
-async def test_a_span_tells_model_tokens_and_latencies(
+async def test_a_span_has_model_tokens_and_latencies(
     http: Http, exporter: InMemorySpanExporter, client: FakeClient
 ) -> None:
     client.cached = 3
@@ -106,7 +106,7 @@ async def test_a_failure_of_the_server_is_an_error(
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """A collector's address, and what it has received: paths and bodies."""
+    """The address of a collector, and the paths and bodies that it has received."""
     received: list[tuple[str, bytes]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -139,7 +139,7 @@ async def test_spans_reach_a_collector_before_the_server_ends(
 
 
 def test_a_server_that_does_not_trace_imports_none_of_it() -> None:
-    # FastAPI imports OpenTelemetry's interface by itself, where it is installed.
+    # FastAPI imports OpenTelemetry's interface by itself if it is installed.
     code = "import sys, holdfast.server.app; assert not [name for name in sys.modules if 'opentelemetry.sdk' in name]"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment())
 

@@ -1,4 +1,4 @@
-"""Conversations longer than the context: what leaves the prompt, and what of the rest the cache still has."""
+"""Conversations longer than the context: which turns are left out, and how much of the rest is cached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TURNS = 30
 
 
 def grown(turns: int, size: int) -> tuple[list[str], list[int]]:
-    """A conversation of equal messages whose last turn waits for its answer."""
+    """Return a conversation of equal messages whose last turn waits for its answer."""
     roles = ["system", *["user", "assistant"] * turns][: 2 * turns]
     return roles, [size] * len(roles)
 
@@ -56,8 +56,8 @@ def test_system_messages_and_the_last_turn_stay_and_the_rest_fits(said: list[tup
         assert first_kept(roles[:length], sizes[:length], budget) <= first, "what has left stays away"
 
 
-def test_a_message_s_calls_and_results_take_room_too_and_are_measured_apart() -> None:
-    """Messages of the same text have sizes of their own where their calls differ."""
+def test_calls_and_results_of_a_message_count_towards_its_size() -> None:
+    """Messages of the same text have different sizes if their calls differ."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "x" * 300}}
     said: list[dict[str, Any]] = []
     for number in range(4):
@@ -77,7 +77,7 @@ def test_a_message_s_calls_and_results_take_room_too_and_are_measured_apart() ->
     assert len(composed) <= 1900 and composed.endswith('"and now?"}') and len(tried) == 1
 
 
-def test_a_template_that_takes_more_than_was_thought_costs_more_turns() -> None:
+def test_a_template_larger_than_estimated_costs_more_turns() -> None:
     said = [{"role": ("user", "assistant")[at % 2], "content": "word " * 8} for at in range(21)]
     built: list[int] = []
 
@@ -110,11 +110,11 @@ def api(serving: Serving) -> Iterator[openai.OpenAI]:
 
 SAID = "This is turn {} of a long conversation, and it has some length to it."
 WHITE: Any = {"logit_bias": {str(token): (100 if token == 64 else -100) for token in range(60, 70)}}
-"""So that answers are text."""
+"""Sampling options that make answers text."""
 
 
 def check_reuse(turns: list[tuple[int, int]]) -> None:
-    """Check the prompt and cached tokens of each turn: few are cut, and between cuts the turn before is reused."""
+    """Check the prompt and cached tokens of each turn: few are cut, and between cuts the previous turn is reused."""
     cuts = 0
     for (before, _), (prompt, cached) in itertools.pairwise(turns):
         assert prompt <= CONTEXT
@@ -126,7 +126,7 @@ def check_reuse(turns: list[tuple[int, int]]) -> None:
     assert sum(cached for _, cached in turns) > 0.7 * sum(prompt for prompt, _ in turns)
 
 
-def test_a_stored_conversation_goes_on_past_the_context_and_keeps_all_its_items(api: openai.OpenAI) -> None:
+def test_a_stored_conversation_continues_past_the_context_and_keeps_all_its_items(api: openai.OpenAI) -> None:
     conversation = api.conversations.create(items=[{"type": "message", "role": "developer", "content": "Be kind."}])
     turns = []
     for number in range(TURNS):
@@ -158,7 +158,7 @@ def test_a_chat_that_is_sent_whole_is_cut_at_the_same_place_for_many_turns(api: 
         api.chat.completions.create(model="bytes", messages=said)
 
 
-def test_a_last_turn_that_does_not_fit_is_refused_as_ever(api: openai.OpenAI) -> None:
+def test_a_last_turn_that_does_not_fit_is_refused(api: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens"):
         api.responses.create(model="bytes", input="x" * CONTEXT, truncation="auto")
 

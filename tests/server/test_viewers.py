@@ -1,4 +1,4 @@
-"""Who may watch the engine, what viewers are sent, and that a slow or absent one costs nothing."""
+"""Which clients may watch the engine, the events that viewers get, and that a slow or absent one costs nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def viewers_of(client: FakeClient) -> Viewers:
     return Viewers(client)  # type: ignore[arg-type]
 
 
-async def test_the_engine_is_told_to_begin_with_the_first_viewer_and_to_stop_with_the_last(client: FakeClient) -> None:
+async def test_the_engine_reports_from_the_first_viewer_to_the_last(client: FakeClient) -> None:
     viewers = viewers_of(client)
     one, other = viewers.events(named=False), viewers.events(named=False)
     assert client.watched == []
@@ -79,7 +79,7 @@ async def test_the_lease_is_renewed_while_anybody_watches(client: FakeClient, mo
 
 
 async def begun(viewers: Viewers, client: FakeClient, *, named: bool) -> AsyncGenerator[bytes, None]:
-    """A viewer that has been told what it watches, and waits for what follows."""
+    """Begin a viewer that has received its first event and waits for the next one."""
     events = viewers.events(named=named)
     await next_event(events)
     client.on_activity(activity(begins=True))
@@ -105,7 +105,7 @@ async def test_requests_have_their_ids_for_operators_and_short_digests_for_other
     assert short("resp_2") != short("resp_3") and len(short("resp_2")) == 8
 
 
-async def test_a_viewer_that_comes_later_is_told_what_the_others_know(client: FakeClient) -> None:
+async def test_a_later_viewer_gets_the_state_that_the_others_know(client: FakeClient) -> None:
     viewers = viewers_of(client)
     first = await begun(viewers, client, named=False)
     for number in (1, 2):
@@ -126,7 +126,7 @@ def replace_blocks(message: Activity, blocks: list[ConversationBlocks]) -> Activ
     return message
 
 
-async def test_a_viewer_that_is_too_far_behind_is_disconnected_and_others_are_not(client: FakeClient) -> None:
+async def test_a_slow_viewer_is_disconnected_and_others_are_not(client: FakeClient) -> None:
     viewers = viewers_of(client)
     slow = await begun(viewers, client, named=False)
     quick = viewers.events(named=False)
@@ -154,7 +154,7 @@ async def test_viewers_are_limited_in_number(client: FakeClient, monkeypatch: py
     await first.aclose()
 
 
-async def test_viewers_are_told_when_the_engine_ends(client: FakeClient) -> None:
+async def test_viewers_are_notified_when_the_engine_ends(client: FakeClient) -> None:
     viewers = viewers_of(client)
     events = await begun(viewers, client, named=False)
     client.die("it was killed")
@@ -180,7 +180,7 @@ async def test_viewers_are_told_when_the_engine_ends(client: FakeClient) -> None
         ({"operator_key": ("boss",)}, {"authorization": "Bearer boss"}, "192.168.1.7", 200),
     ],
 )
-async def test_the_engine_is_shown_to_operators_and_on_loopback_alone(
+async def test_the_engine_is_shown_only_to_operators_and_on_loopback(
     http: Http, config: dict[str, Any], headers: dict[str, str], address: str, status: int, client: FakeClient
 ) -> None:
     async with http(headers, **config) as api:

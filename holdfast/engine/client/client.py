@@ -485,7 +485,7 @@ class Stream:
         self._by_tier = 0, 0, 0
         self._scheduled = self._first = self._last = 0.0
         self._errors: list[Exception] = []
-        """What ends the stream, if something does."""
+        """The error that ends the stream, if there is one."""
         self._changed = asyncio.Event()
         self._answer = array("I")
         self._told = self._told_again = 0

@@ -16,7 +16,7 @@ TIERS_BELOW = {
     "k": "on the disk",
     "r": "in the remote tier, when it was last asked",
 }
-"""Where the state of a block can lie behind the host, by letters that `block_pool.TIERS` does not have."""
+"""Places of a block's state in tiers below the host, by letters that `block_pool.TIERS` does not have."""
 MOST_CONVERSATIONS = 4096
 """Largest number of conversations followed at a time."""
 KEPT_SECONDS = 60.0
@@ -26,7 +26,7 @@ UNKNOWN = b""
 
 
 class TiersBelow(Protocol):
-    """The tiers behind the host tier."""
+    """The tiers below the host tier."""
 
     @property
     def disk(self) -> HostPool | None:

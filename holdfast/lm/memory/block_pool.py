@@ -68,7 +68,7 @@ class BlockPool:
     ) -> None:
         """Swapping out begins when the share of blocks that are free or reclaimable falls below `low_water`.
 
-        Of `host_blocks`, `host_ready` can be used from the start (None: all), others once `host.resize` says so. A
+        `host_ready` of the `host_blocks` can be used from the start (None: all), others once `host.resize` says so. A
         plan swaps out `copies_ahead` blocks ahead of need, or as many as it computes if those are more. A plan that
         computes anything copies `copies_for_others` of the blocks that others want. `prices` say whether a block of the
         host is worth its copy; None: each is.
@@ -113,7 +113,7 @@ class BlockPool:
         """Whether the next plan copies idle blocks to the host however many are free: nobody needs the device."""
 
     def serve_below(self, has: Callable[[bytes], bool]) -> None:
-        """There are tiers behind the host from now on: `has` says whether they have the block of a digest."""
+        """There are tiers below the host from now on: `has` says whether they have the block of a digest."""
         self.kept_below = has
 
     def flush(self, on: bool) -> None:

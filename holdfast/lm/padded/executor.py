@@ -111,7 +111,7 @@ class PaddedExecutor:
     """`loop.contracts.Executor` for a model of Transformers, unmodified, on padded rows.
 
     The moves and forwards of a plan (`RowPlan.moves`, `RowPlan.forwards`) run in the plan's order; forwards apart
-    may run on a second stream beside those of the batch. On CUDA `submit` returns once the work is launched. On a CPU
+    may run on a second stream next to those of the batch. On CUDA `submit` returns once the work is launched. On a CPU
     one worker thread runs the steps in order. Sampled tokens feed the next forward on the device (`PENDING`).
 
     If the model lacks an ability, a forward is run in parts, at worst one row at a time, with the same tokens.

@@ -1,6 +1,6 @@
-"""Compaction: what stands for a conversation, as one item that clients carry and do not read.
+"""Compaction: replaces a conversation by one opaque item that clients carry.
 
-It holds a summary. The user's messages stand before it as they are, as in OpenAI's API.
+The item holds a summary. The user's messages stay before it unchanged, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ SUMMARIZE = (
     "Summarize our conversation so far for somebody who goes on with it: what was asked and answered, the facts and "
     "names that were given, and what is still open. Answer with the summary alone."
 )
-"""What the model is asked at the end of a conversation that is compacted."""
+"""Request for a summary, put to the model at the end of a conversation that is compacted."""
 OPENING = "Summary of the conversation so far: "
 MOST_TOKENS = 1024
-"""Most tokens of a summary, and at most a quarter of the context, unless the client says otherwise."""
+"""Maximum number of summary tokens unless the client gives one. A quarter of the context is a further limit."""
 
 
 class Compacted(NamedTuple):
-    """What stands for a conversation."""
+    """Replacement of a conversation."""
 
     summary: str
     said: list[str] = []  # noqa: RUF012  never changed
-    """The user's messages, in items that earlier versions made."""
+    """The user's messages, in items of earlier versions."""
 
 
 def encode_compacted(compacted: Compacted) -> str:
-    """It as the `encrypted_content` of an item, which holds nothing that its client may not see."""
+    """Encode a compaction as the `encrypted_content` of an item. Nothing in it is secret from its client."""
     return base64.urlsafe_b64encode(json.dumps(compacted._asdict()).encode()).decode()
 
 
 class _Sealed(msgspec.Struct):
-    """The JSON object within an `encrypted_content`."""
+    """JSON object within an `encrypted_content`."""
 
     summary: str
     said: list[str] = []
 
 
 def decode_compacted(encoded: object, name: str) -> Compacted:
-    """What an `encrypted_content` holds. Raises ApiError for anything that `encode_compacted` has not made.
+    """Decode an `encrypted_content`. Raises ApiError for a value that `encode_compacted` did not make.
 
-    It counts as JSON of its own, because the check of the body that it came in cannot see into it.
+    Its JSON has its own size check, because the check of the request body cannot see into it.
     """
     try:
         data = base64.urlsafe_b64decode(str(encoded).encode("ascii"))

@@ -13,7 +13,7 @@ from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.values import Conflict, Context, Item, NotFound, Turn, check_context
 from holdfast.server.replies import encode
 
-# The query of every turn in a conversation, built once.
+# Built once, because every turn in a conversation runs this query.
 _OWN = (
     select(conversations)
     .join(threads, threads.c.id == conversations.c.thread)
@@ -26,11 +26,11 @@ _OWN = (
 
 
 PAGE_BYTES = 8 << 20
-"""A page of items ends in front of the one with which it would be larger, unless that is its first one."""
+"""Maximum size of a page of items in bytes, except that a page holds at least one item."""
 
 
 class ConversationStore:
-    """The conversations of a store. Each method is one transaction. Raises NotFound for what does not exist."""
+    """Conversations of a store. Each method is one transaction. Raises NotFound for an object that does not exist."""
 
     def __init__(self, database: Database, space: Space, chain: Callable[[Connection, Row[Any]], Context]) -> None:
         """`chain` reads the context that ends with a turn."""
@@ -41,7 +41,7 @@ class ConversationStore:
     def create(
         self, tenant: str, conversation: str, metadata: Mapping[str, str], first: Sequence[Item]
     ) -> dict[str, Any]:
-        """Begin a conversation with these items. Returns it as the API shows it."""
+        """Create a conversation with these items. Returns it in the API's shape."""
         encoded = encode(metadata)
         with self._database.write() as db:
             row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}
@@ -51,12 +51,12 @@ class ConversationStore:
             return _shown(self.find(db, tenant, conversation))
 
     def get(self, tenant: str, conversation: str) -> dict[str, Any]:
-        """A conversation as the API shows it."""
+        """Return a conversation in the API's shape."""
         with self._database.read() as db:
             return _shown(self.find(db, tenant, conversation))
 
     def update(self, tenant: str, conversation: str, metadata: Mapping[str, str]) -> dict[str, Any]:
-        """Replace the metadata. Returns the conversation as the API shows it."""
+        """Replace the metadata. Returns the conversation in the API's shape."""
         with self._database.write() as db:
             row = self.find(db, tenant, conversation)
             values = {"metadata": encode(metadata)}
@@ -72,7 +72,7 @@ class ConversationStore:
             self._space.prune(db, row.thread, row.head, sum(freed))
 
     def context(self, tenant: str, conversation: str) -> Context:
-        """What a turn in this conversation builds on. Raises ThreadTooLarge."""
+        """Return the context of a new turn in this conversation. Raises ThreadTooLarge."""
         with self._database.read() as db:
             row = self.find(db, tenant, conversation)
             if row.head is not None:
@@ -87,7 +87,7 @@ class ConversationStore:
     def items(
         self, tenant: str, conversation: str, *, limit: int, newest_first: bool, after: str | None = None
     ) -> tuple[list[Item], bool]:
-        """A page of items, and whether there are more. It ends early where the items are large."""
+        """Return a page of items, and whether there are more. A page of large items is shorter than `limit`."""
         here, position = items.c.conversation == conversation, items.c.position
         with self._database.read() as db:
             self.find(db, tenant, conversation)
@@ -107,7 +107,7 @@ class ConversationStore:
             return [decode(item) for (item,) in db.execute(page)], len(rows) > count
 
     def item(self, tenant: str, conversation: str, item: str) -> Item:
-        """One item of a conversation."""
+        """Return one item of a conversation."""
         this = (items.c.conversation == conversation, items.c.id == item)
         with self._database.read() as db:
             self.find(db, tenant, conversation, item)
@@ -126,7 +126,7 @@ class ConversationStore:
             self._space.prune(db, row.thread, row.head)
 
     def delete_item(self, tenant: str, conversation: str, item: str) -> dict[str, Any]:
-        """Remove an item. Returns the conversation as the API shows it."""
+        """Remove an item. Returns the conversation in the API's shape."""
         this = (items.c.conversation == conversation, items.c.id == item)
         with self._database.write() as db:
             row = self.find(db, tenant, conversation, item)
@@ -138,7 +138,7 @@ class ConversationStore:
             return _shown(row)
 
     def find(self, db: Connection, tenant: str, conversation: str, item: str | None = None) -> Row[Any]:
-        """A conversation's row. Raises NotFound, for the item where the client asked for one."""
+        """Return a conversation's row. Raises NotFound; it names `item` if the client asked for one."""
         key = {"id": conversation, "tenant": tenant, "oldest": self._space.oldest()}
         row = db.execute(_OWN, key).one_or_none()
         if row is None:
@@ -146,12 +146,15 @@ class ConversationStore:
         return row
 
     def _clear_head(self, db: Connection, conversation: str) -> None:
-        """No turn stands for the edited items. The update also keeps other writers out until the commit."""
+        """Clear the head after an edit, because no turn has these items.
+
+        The update also keeps other writers out until the commit.
+        """
         db.execute(update(conversations).where(conversations.c.id == conversation).values(head=None))
 
 
 def fitting(sizes: Sequence[int], most: int) -> int:
-    """How many of the first things have at most this size together; at least one, if there are any."""
+    """Return how many leading items have at most this total size; at least one if there are any."""
     total = 0
     for count, size in enumerate(sizes):
         total += size
@@ -175,15 +178,15 @@ def append(db: Connection, conversation: str, new: Sequence[Item]) -> int:
 
 
 def _remove(db: Connection, *which: ColumnElement[bool]) -> Sequence[int]:
-    """Remove items, within the caller's transaction. Returns their sizes in bytes."""
+    """Remove items within the caller's transaction. Returns their sizes in bytes."""
     return db.execute(delete(items).where(*which).returning(func.length(items.c.item))).scalars().all()
 
 
 def advance(db: Connection, turn: Turn) -> None:
     """Make a turn its conversation's head, within the caller's transaction.
 
-    Raises Conflict if the conversation has changed since the turn began: its head or, where it has none, its items.
-    The update comes first because it keeps other servers out.
+    Raises Conflict if the conversation has changed since the turn began: its head or, without a head, its items. The
+    update comes first because it keeps other servers out.
     """
     columns, parent, here = conversations.c, turn.context.parent, items.c.conversation == turn.conversation
     unmoved = columns.head.is_(None) if parent is None else columns.head == parent

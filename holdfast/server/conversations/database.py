@@ -1,4 +1,4 @@
-"""The store's database: where it is, its tables, its transactions, and the steps that bring an older one up to date."""
+"""The store's database: its location, its tables, its transactions, and the migration of older schemas."""
 
 from __future__ import annotations
 
@@ -39,21 +39,24 @@ from holdfast.files.regular import open_regular
 
 MEMORY = "memory"
 MIGRATION_LOCK = 0x486F6C6466617374
-"""Number of PostgreSQL's advisory lock that a server holds while it migrates: `Holdfast` in ASCII."""
+"""Key of PostgreSQL's advisory lock that a server holds while it migrates: `Holdfast` in ASCII."""
 BUSY_SECONDS = 5.0
-"""A write waits this long for the lock of another program."""
+"""Seconds that a write waits for the lock of another program."""
 FAILURES = (SQLAlchemyError, msgspec.MsgspecError, OSError)
-"""What is raised when a database is full, locked, damaged or unreachable."""
+"""Exceptions of a database that is full, locked, damaged or unreachable."""
 
 
 class Name(TypeDecorator[str]):
-    """An id. A NUL in a client's id, which PostgreSQL refuses, becomes a character that no id has."""
+    """Column type of ids.
+
+    PostgreSQL refuses a NUL. A NUL in a client's id becomes a character that no stored id has.
+    """
 
     impl = String(64)
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """The id as it is looked up."""
+        """Return the id in the form in which it is looked up."""
         return None if value is None else value.replace("\0", "\ufffd")
 
 
@@ -71,10 +74,13 @@ threads = Table(
     Column("active", Float, nullable=False, index=True),
     Column("bytes", BigInteger, nullable=False),
 )
-"""A first turn or a conversation with all that followed. Kept or dropped whole. `active` is its last turn's time."""
+"""Threads: a first turn or a conversation, with all turns that follow.
+
+A thread is kept or dropped whole. `active` is the time of its last turn.
+"""
 
 by_tenant = Index("threads_by_tenant", threads.c.tenant, threads.c.active)
-"""Finds a tenant's longest idle thread."""
+"""Index that finds a tenant's longest idle thread."""
 
 turns = Table(
     "turns",
@@ -93,9 +99,9 @@ turns = Table(
     Column("characters", Integer, nullable=False),
     Column("digest", LargeBinary, nullable=False),
 )
-"""A response and what it was made from. Its tokens are the parent's up to `start`, then its own.
+"""Turns: a response and its input. Its tokens are the parent's up to `start`, then its own.
 
-A turn that is not visible was deleted, or was created with store: false. It stays while other turns build on it.
+A turn is not visible if it was deleted or created with store: false. It stays while other turns build on it.
 """
 
 conversations = Table(
@@ -108,7 +114,7 @@ conversations = Table(
     Column("metadata", LargeBinary, nullable=False),
     Column("head", NAME),
 )
-"""`head` is the turn whose context and output are the conversation's items; null once a client edited the items."""
+"""Conversations. `head` is the turn whose context and output are the items; null after a client edited the items."""
 
 items = Table(
     "items",
@@ -129,7 +135,10 @@ leases = Table(
     Column("seen", Float, nullable=False),
     Column("cancelled", Boolean, nullable=False),
 )
-"""Responses that are being written, each with the server that does. It renews `seen`, and stops what is `cancelled`."""
+"""Leases: responses that are being written, each with its server.
+
+The server renews `seen`, and stops a response that is `cancelled`.
+"""
 
 
 def _turns(db: Connection) -> None:
@@ -143,26 +152,27 @@ def _conversations(db: Connection) -> None:
 
 
 def _by_tenant(db: Connection) -> None:
-    by_tenant.create(db, checkfirst=True)  # a new table comes with it
+    by_tenant.create(db, checkfirst=True)  # A new table already has its index.
 
 
 MigrationStep = Callable[[Connection], None]
 """A migration step, run within a transaction."""
 STEPS: tuple[MigrationStep, ...] = (_turns, _conversations, _by_tenant)
-"""Step i takes a database from version i to i + 1. When a table changes later, its old step keeps the old form.
+"""Migration steps. Step i takes a database from version i to i + 1.
 
-The steps of files and batches come behind these (`server.jobs.tables`); a later step of either goes to their end.
+When a table changes later, its old step keeps the old form. The steps of files and batches come after these
+(`server.jobs.tables`), so a later step of either is added at their end.
 """
 
 
 def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
-    """Apply the missing steps, and `more` steps behind them, within the caller's transaction: all or none.
+    """Apply the missing steps and then those of `more`, within the caller's transaction: all or none.
 
-    Other servers that start on the same database wait for the transaction's end. Raises ValueError for a database that
-    a newer Holdfast wrote.
+    Other servers that start on the same database wait for the end of the transaction. Raises ValueError for a database
+    that a newer Holdfast wrote.
     """
     steps = (*STEPS, *more)
-    if db.dialect.name == "postgresql":  # in SQLite the transaction itself keeps other writers out
+    if db.dialect.name == "postgresql":  # In SQLite the transaction itself keeps other writers out.
         db.execute(select(func.pg_advisory_xact_lock(MIGRATION_LOCK)))
     versions.create(db, checkfirst=True)
     version = db.execute(select(func.max(versions.c.version))).scalar() or 0
@@ -173,22 +183,22 @@ def migrate(db: Connection, more: Sequence[MigrationStep] = ()) -> None:
     for number, step in enumerate(steps[version:], version + 1):
         step(db)
         db.execute(insert(versions).values(version=number))
-    leases.create(db, checkfirst=True)  # it has no version: nothing in it outlives a server, and others do without it
+    leases.create(db, checkfirst=True)  # It has no version, because nothing in it outlives a server.
 
 
 def data_directory() -> Path:
-    """The directory for Holdfast's files among the user's data."""
+    """Return the directory for Holdfast's files among the user's data."""
     given = os.environ.get("XDG_DATA_HOME")
     return (Path(given) if given else Path.home() / ".local" / "share") / "holdfast"
 
 
 def place(store: str | None) -> str:
-    """The location of the store that a configuration asks for."""
+    """Return the location of the store that a configuration asks for."""
     return store or str(data_directory() / "conversations.sqlite")
 
 
 def shown(where: str) -> str:
-    """A store's location for people: a URL without its password."""
+    """Return a store's location for display: a URL without its password."""
     try:
         return sqlalchemy.make_url(where).render_as_string(hide_password=True) if "://" in where else where
     except ArgumentError:
@@ -196,31 +206,31 @@ def shown(where: str) -> str:
 
 
 class Database:
-    """A connected database."""
+    """Connection to a database."""
 
     def __init__(self, where: str) -> None:
         """Connect to a SQLite file, a database's URL, or `memory`. Raises ValueError, OSError, SQLAlchemyError."""
         self.engine = _connect(where)
         self.single = isinstance(self.engine.pool, StaticPool)
         """Whether there is only one connection, for one thread at a time."""
-        # All queries of a read see one moment. SQLite does so by itself.
+        # All queries of a read see one moment. SQLite does this by itself.
         isolation = {"isolation_level": "REPEATABLE READ"} if self.engine.dialect.name == "postgresql" else {}
         self._reading = self.engine.execution_options(**isolation)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that only reads."""
+        """Begin a transaction that only reads."""
         with self._reading.connect() as db, db.begin():
             yield db
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that writes; it holds the write lock from its beginning."""
+        """Begin a transaction that writes. It holds the write lock from its beginning."""
         with self.engine.connect().execution_options(holdfast_write=True) as db, db.begin():
             yield db
 
     def check(self) -> None:
-        """Read a SQLite file whole. Raises ValueError or SQLAlchemyError if it is damaged."""
+        """Read a whole SQLite file. Raises ValueError or SQLAlchemyError if it is damaged."""
         if self.engine.dialect.name == "sqlite":
             with self.read() as db:
                 found = db.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
@@ -228,9 +238,9 @@ class Database:
                 raise ValueError("the file is damaged; restore it, or move it away to begin a new one")
 
     def make_room(self, error: Exception) -> bool:
-        """Move SQLite's log into its file after a failed write, so that the log's space can be used again.
+        """After a failed write, move SQLite's log into its file, so that the log's space can be used again.
 
-        Returns False if this cannot help, because it was not the disk that failed.
+        Returns False if this cannot help, because the failure was not that of a disk.
         """
         code = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF
         if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
@@ -257,7 +267,7 @@ def _connect(where: str) -> Engine:
     elif url.drivername.startswith("sqlite"):
         path = Path(url.database or "").expanduser()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Only the owner may read it; SQLite gives its side files the same rights.
+        # Only the owner may read it. SQLite gives its side files the same rights.
         os.close(open_regular(path, os.O_RDWR | os.O_CREAT))
         engine = sqlalchemy.create_engine(
             url.set(database=str(path)),
@@ -279,11 +289,11 @@ def _prepare_sqlite(engine: Engine) -> None:
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, record: Any) -> None:
-        connection.isolation_level = None  # Python's own BEGIN would leave reads outside the transaction
+        connection.isolation_level = None  # Python's own BEGIN would leave reads outside the transaction.
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "secure_delete=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
     def begin(db: Connection) -> None:
-        # A writer takes its lock at once: one that reads first could find that another has written meanwhile.
+        # A writer takes its lock at once. If it read first, another writer could commit before it gets the lock.
         db.exec_driver_sql("BEGIN IMMEDIATE" if db.get_execution_options().get("holdfast_write") else "BEGIN")

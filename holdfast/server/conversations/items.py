@@ -1,4 +1,4 @@
-"""Items: messages, reasoning, calls and their results, as the API shows them and as chat templates want them."""
+"""Items: messages, reasoning, calls and their results, in the API's shape and as messages for chat templates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.server.protocol import (
     shown,
     text_parts,
 )  # fmt: skip
-from holdfast.server.search import FAILED, SEARCH_TOOL, Result, told_results
+from holdfast.server.search import FAILED, SEARCH_TOOL, Result, format_results
 
 TEXT_KINDS = ("input_text", "output_text", "text")
 ITEM_FIELDS = ("type", "id", "status", "role", "content", "phase")
@@ -31,23 +31,23 @@ REASONING_FIELDS = ("type", "id", "status", "summary", "content", "encrypted_con
 
 
 def new_id(kind: str) -> str:
-    """An unguessable id: resp_…, msg_…, conv_…."""
+    """Return an unguessable id such as resp_…, msg_… or conv_…."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 
 def new_item(role: str, *texts: str) -> Item:
-    """A message as a completed item."""
+    """Return a message as a completed item."""
     content = [output_text(text) if role == "assistant" else {"type": "input_text", "text": text} for text in texts]
     return {"id": new_id("msg"), "type": "message", "status": "completed", "role": role, "content": content}
 
 
 def output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """The content part of an answer."""
+    """Return the content part of an answer."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def call_item(name: str, call_id: str, arguments: str = "") -> Item:
-    """A call as a completed item."""
+    """Return a call as a completed item."""
     return {
         "id": new_id("fc"), "type": "function_call", "status": "completed", "call_id": call_id, "name": name,
         "arguments": arguments,
@@ -55,7 +55,7 @@ def call_item(name: str, call_id: str, arguments: str = "") -> Item:
 
 
 def search_item() -> Item:
-    """A web search that the model asks for."""
+    """Return an item for a web search that the model asks for."""
     return {
         "id": new_id("ws"), "type": "web_search_call", "status": "in_progress",
         "action": {"type": "search", "query": "", "sources": []}, "results": [],
@@ -63,7 +63,7 @@ def search_item() -> Item:
 
 
 def searched_item(item: Item, query: str, results: list[Result] | None) -> Item:
-    """The search as it has ended: None are the results of one that failed."""
+    """Return the item of a search that has ended. `results` is None if the search failed."""
     sources = [{"type": "url", "url": page["url"]} for page in results or ()]
     return item | {
         "status": "failed" if results is None else "completed",
@@ -72,13 +72,16 @@ def searched_item(item: Item, query: str, results: list[Result] | None) -> Item:
 
 
 def reasoning_item(*texts: str) -> Item:
-    """Reasoning as a completed item. There is no summary of it."""
+    """Return reasoning as a completed item. It has no summary."""
     content = [{"type": "reasoning_text", "text": text} for text in texts]
     return {"id": new_id("rs"), "type": "reasoning", "status": "completed", "summary": [], "content": content}
 
 
 def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
-    """A client's items with new ids. Raises ApiError for what is none, or too many parts or messages."""
+    """Convert a client's items to stored items with new ids.
+
+    Raises ApiError for a value that is not an item, and for too many content parts or messages.
+    """
     check_parts(given, name)
     check_arguments((text for item in given if isinstance(text := item.get("arguments"), str)), name)
     items: list[Item] = []
@@ -99,12 +102,12 @@ def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
 
 
 def _expanded(found: Compacted) -> list[Item]:
-    """What a compaction stands for: the user's messages, then the summary."""
+    """Return the items of a compaction: the user's messages, then the summary."""
     return [*(new_item("user", text) for text in found.said), new_item("assistant", f"{OPENING}{found.summary}")]
 
 
 def unfolded(items: Iterable[Item]) -> Iterator[Item]:
-    """The same items, with what a compaction stands for in its place."""
+    """Yield the items, with each compaction replaced by its content."""
     for item in items:
         if item["type"] == "compaction":
             yield from _expanded(decode_compacted(item["encrypted_content"], "compaction"))
@@ -145,13 +148,13 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
 
 
 def _search_call(item: Item) -> dict[str, Any]:
-    """A search as the model asked for it."""
+    """Return a search as the call that the model made."""
     arguments = {"query": item["action"]["query"]}
     return {"id": item["id"], "type": "function", "function": {"name": SEARCH_TOOL.name, "arguments": arguments}}
 
 
 def _read_search(item: Mapping[str, Any], name: str) -> Item:
-    """A search with what it found, as an answer of this server has it."""
+    """Read a search with its results, in the shape of this server's answers. Raises ApiError."""
     action, found = item.get("action"), item.get("results")
     query = action.get("query") if isinstance(action, Mapping) else None
     if not isinstance(query, str):
@@ -176,7 +179,7 @@ def _string(item: Mapping[str, Any], field: str, name: str, *, empty: bool = Fal
 
 
 def text_size(instructions: str, items: Sequence[Item]) -> int:
-    """Characters of a turn's instructions and of the texts in its own items."""
+    """Return the number of characters in a turn's instructions and in the texts of its own items."""
     parts = (part for item in items for part in item.get("content", ()))
     others = sum(len(item.get("output", "")) + len(item.get("arguments", "")) for item in items)
     others += sum(len(page["text"]) for item in items for page in item.get("results", ()))
@@ -184,14 +187,14 @@ def text_size(instructions: str, items: Sequence[Item]) -> int:
 
 
 def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The messages for the chat template: the turn's instructions first, then all items.
+    """Return the messages for the chat template: the turn's instructions first, then all items.
 
-    Reasoning and calls belong to the assistant's message that they stand beside.
+    Reasoning and calls are merged into the adjacent message of the assistant.
     """
     said: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     names: dict[str, str] = {}
     answering: dict[str, Any] | None = None
-    """The assistant's message that calls may join."""
+    """The assistant's message that calls may be added to."""
     for item in unfolded(items):
         match item["type"]:
             case "message":
@@ -219,7 +222,7 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
                 call = _search_call(item) if searched else past_call(item["call_id"], item["name"], item["arguments"])
                 answering.setdefault("tool_calls", []).append(call)
                 if searched:
-                    found = told_results(item["results"]) if item["status"] == "completed" else FAILED
+                    found = format_results(item["results"]) if item["status"] == "completed" else FAILED
                     said.append({"role": "tool", "content": found, "tool_call_id": item["id"]})
                     said[-1]["name"] = SEARCH_TOOL.name
                     answering = None

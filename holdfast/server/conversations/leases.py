@@ -1,4 +1,4 @@
-"""Leases: which running responses have a server that writes them. A server that ends, however it does, renews none."""
+"""Leases record which server writes each running response. A server that ends in any way stops renewing them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,37 @@ from sqlalchemy import Connection, delete, insert, select, update
 from holdfast.server.conversations.database import Database, leases
 
 LEASE_SECONDS = 15.0
-"""How long a lease holds that is not renewed. The clocks of servers with one database may differ by half of it."""
+"""Seconds for which a lease holds without renewal.
+
+The clocks of servers with one database may differ by half of it.
+"""
 RENEW_SECONDS = 1.0
-"""Servers renew their leases, and see what others ask of them, so often."""
+"""Seconds between two renewals. At each one, a server also reads the requests of other servers."""
 KEPT_SECONDS = 100 * LEASE_SECONDS
-"""How long the lease of a server that has ended stays in the table."""
+"""Seconds for which the lease of an ended server stays in the table."""
 
 _BY = leases.c
 
 
 class Leases:
-    """The leases of all servers with one database. Each response that is stored before it is complete has one."""
+    """Leases of all servers with one database. Each response that is stored before it is complete has one."""
 
     def __init__(self, database: Database, now: Callable[[], float]) -> None:
         self.server = uuid.uuid4().hex
-        """This server, among those with the same database."""
+        """Unique id of this server among those with the same database."""
         self._database = database
         self._now = now
 
     def begin(self, db: Connection, response: str) -> None:
-        """Note that this server writes a response, within the transaction that stores its beginning."""
+        """Record that this server writes a response, within the transaction that stores its beginning."""
         db.execute(insert(leases).values(response=response, server=self.server, seen=self._now(), cancelled=False))
 
     def end(self, db: Connection, response: str) -> None:
-        """Give a lease up, within the transaction that stores a response's end or deletes it."""
+        """Remove a lease, within the transaction that stores a response's end or deletes it."""
         db.execute(delete(leases).where(_BY.response == response))
 
     def held(self, db: Connection, responses: Collection[str]) -> set[str]:
-        """Those of the responses that another server writes. This one knows what it writes itself."""
+        """Return those of the responses that another server writes. Responses of this server are not included."""
         other = _BY.response.in_(responses), _BY.server != self.server, _BY.seen >= self._now() - LEASE_SECONDS
         return {*db.execute(select(_BY.response).where(*other)).scalars()} if responses else set()
 
@@ -52,7 +55,7 @@ class Leases:
             db.execute(update(leases).where(_BY.response == response).values(cancelled=True))
 
     def renew(self, responses: Collection[str]) -> set[str]:
-        """Renew the leases of what this server writes. Returns those that it is to stop: cancelled or deleted."""
+        """Renew the leases of this server's responses. Returns those to stop because they were cancelled or deleted."""
         mine = _BY.server == self.server, _BY.response.in_(responses)
         with self._database.write() as db:
             db.execute(update(leases).where(*mine).values(seen=self._now()))

@@ -1,4 +1,4 @@
-"""Lists a tenant's conversations, the latest first, and searches them. Each call is one bounded read."""
+"""Lists and searches a tenant's conversations, the latest first. Each call is one bounded read."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from holdfast.server.conversations.space import Space
 from holdfast.server.conversations.values import NotFound
 
 SCANNED = 100
-"""Conversations that a search reads at once."""
+"""Maximum number of conversations that one search call reads."""
 SCANNED_BYTES = 8 << 20
-"""A search ends its page behind the conversation with which it has read so much, so that no read keeps others waiting.
-Of one conversation, only so much is searched."""
+"""Number of bytes after which a search ends its page, so that no read delays others.
+
+It is also the limit for each conversation: a search sees no more of it.
+"""
 FETCHED = 8
-"""Items that are fetched at once."""
+"""Number of items that are fetched at once."""
 BEGINNING = 4096
-"""Bytes of an item that are read for its beginning."""
+"""Number of bytes that are read for the beginning of an item."""
 SURROGATES = r"\ud83d\ude00"
-"""The longest way to write a character in JSON."""
+"""Longest form of one character in JSON."""
 TEXT = re.compile(rb'"(?:text|output)":"((?:[^"\\]|\\.)*+)')
-"""A text within an item, whose end may be missing."""
+"""Pattern of a text within an item. The end of the text may be missing."""
 PREVIEW = 120
-"""Most characters of a conversation's beginning, or of what a search found."""
+"""Maximum number of characters in a preview: the beginning of a conversation, or the text around a match."""
 
 
 class _Part(Struct):
@@ -38,7 +40,7 @@ class _Part(Struct):
 
 
 class _Said(Struct):
-    """What of an item is looked at. Other fields are skipped."""
+    """Fields of an item that a search reads. Other fields are skipped."""
 
     role: str = ""
     content: list[_Part] = field(default_factory=list)
@@ -46,21 +48,21 @@ class _Said(Struct):
     arguments: str = ""
 
     def text(self) -> str:
-        """All that a reader sees of it."""
+        """Return the whole visible text of the item."""
         return "\n".join([*(part.text for part in self.content), *filter(None, (self.arguments, self.output))])
 
 
 class Listing:
-    """The list of a store's conversations. Raises NotFound for a cursor that is no conversation of the tenant."""
+    """List of a store's conversations. Raises NotFound if a cursor is no conversation of the tenant."""
 
     def __init__(self, database: Database, space: Space) -> None:
         self._database = database
         self._space = space
 
     def page(self, tenant: str, *, limit: int, after: str | None = None) -> tuple[list[dict[str, Any]], bool]:
-        """Conversations by their last activity, the latest first, behind `after`; and whether there are more.
+        """Return conversations after the cursor `after`, the latest active first, and whether there are more.
 
-        Each is as the API shows it, with `active_at` and the beginning of its first message.
+        Each is in the API's shape, with `active_at` and the beginning of its first message.
         """
         with self._database.read() as db:
             rows = self._rows(db, tenant, limit + 1, after)
@@ -70,10 +72,10 @@ class Listing:
     def search(
         self, tenant: str, wanted: str, *, limit: int, after: str | None = None
     ) -> tuple[list[dict[str, Any]], str | None, bool]:
-        """Conversations whose metadata or items have `wanted` in them, in any case; each with the `match`.
+        """Find conversations whose metadata or items contain `wanted`, ignoring case. Each has its `match`.
 
-        Returns those of a page, the last conversation that was looked at, and whether there are more to look at. A page
-        can be short, or empty, because a search reads only so much at once.
+        Returns a page of them, the last conversation that was read, and whether there are more to read. A page can be
+        short or empty, because one search reads only a bounded amount.
         """
         wanted, found, size = wanted.casefold(), list[dict[str, Any]](), 0
         with self._database.read() as db:
@@ -95,7 +97,7 @@ class Listing:
                     return found, after, len(rows) > len(batch)
 
     def _rows(self, db: Connection, tenant: str, limit: int, after: str | None) -> Sequence[Row[Any]]:
-        """Conversations behind a cursor, with the time of their last activity."""
+        """Return conversations after a cursor, with the time of their last activity."""
         columns, active = conversations.c, threads.c.active
         own: ColumnElement[bool] = and_(
             threads.c.tenant == tenant, columns.tenant == tenant, active >= self._space.oldest()
@@ -110,7 +112,7 @@ class Listing:
 
 
 def _firsts(db: Connection, ids: Sequence[str]) -> dict[str, str]:
-    """The beginning of what the user says first in each conversation, of its first two items."""
+    """Return the beginning of the user's first message in each conversation, from its first two items."""
     beginning = func.substr(items.c.item, 1, BEGINNING, type_=LargeBinary)
     query = select(items.c.conversation, beginning).where(items.c.conversation.in_(ids), items.c.position < 2)
     begun: dict[str, str] = {}
@@ -122,12 +124,12 @@ def _firsts(db: Connection, ids: Sequence[str]) -> dict[str, str]:
 
 
 def _beginning(item: bytes) -> _Said:
-    """What an item says at its beginning. Of a larger one, only its first bytes are given."""
+    """Read the beginning of an item. A large item may be cut anywhere."""
     if len(item) < BEGINNING:
         return decode(item, type=_Said)
     role = "system" if b'"role":"system"' in item[: BEGINNING // 2] else ""
     found = TEXT.search(item)
-    for cut in range(len(SURROGATES) if found else 0):  # the last character may have been cut
+    for cut in range(len(SURROGATES) if found else 0):  # A cut may have split the last character.
         with suppress(MsgspecError, UnicodeDecodeError):
             assert found is not None
             text = found[1][: len(found[1]) - cut]
@@ -136,14 +138,14 @@ def _beginning(item: bytes) -> _Said:
 
 
 def _sizes(db: Connection, ids: Sequence[str]) -> dict[str, int]:
-    """Bytes of the items of conversations."""
+    """Return the size in bytes of each conversation's items."""
     here = items.c.conversation.in_(ids)
     query = select(items.c.conversation, func.sum(func.length(items.c.item))).where(here)
     return {conversation: int(size) for conversation, size in db.execute(query.group_by(items.c.conversation))}
 
 
 def _said(db: Connection, ids: Sequence[str]) -> tuple[dict[str, list[str]], int]:
-    """The texts of conversations in their order, up to SCANNED_BYTES, and how many bytes were read."""
+    """Return the texts of conversations in order, up to SCANNED_BYTES, and the number of bytes read."""
     here = items.c.conversation.in_(ids)
     query = select(items.c.conversation, items.c.item, func.length(items.c.item)).where(here)
     texts: dict[str, list[str]] = {}
@@ -159,7 +161,7 @@ def _said(db: Connection, ids: Sequence[str]) -> tuple[dict[str, list[str]], int
 
 
 def _around(text: str, wanted: str) -> str | None:
-    """Some of the text around what is wanted; None if it is not in it."""
+    """Return part of the text around a match; None if there is no match."""
     at = text.casefold().find(wanted)
     if at < 0:
         return None

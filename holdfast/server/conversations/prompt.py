@@ -13,7 +13,7 @@ from holdfast.server.conversations.values import Context
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The tokens of a text, with a digest that identifies the text."""
+    """Tokens of a text, with a digest that identifies the text."""
 
     tokens: array[int]
     characters: int
@@ -26,7 +26,7 @@ class Prompt:
 
     text: str
     tokens: array[int]
-    """32-bit numbers. Do not modify."""
+    """Token ids as 32-bit numbers. Do not modify."""
     known: int
     """Number of leading tokens that came from the store. The others were tokenized from text."""
 
@@ -35,10 +35,11 @@ class Prompt:
         return len(self.tokens)
 
     def answered(self, text: Text, answer: str, tokens: Sequence[int], reason: FinishReason) -> Known:
-        """The tokens known at the turn's end: the prompt's, and the generated ones if they decode to the answer.
+        """Return the known tokens at the end of the turn: those of the prompt, then the generated ones.
 
-        They do not if a stop string cut the answer short, or if they include special tokens, which have no text. The
-        token that stopped the sequence is left out, because the template writes its own end of a message.
+        Generated tokens count as known only if they decode to the answer. They do not if a stop string cut the answer
+        short, or if they include special tokens, which have no text. The token that stopped the sequence is left out,
+        because the template writes its own end of a message.
         """
         if reason is FinishReason.STOP:
             tokens = tokens[:-1]
@@ -51,11 +52,11 @@ class Prompt:
 def compose(text: Text, whole: str, context: Context, most: int | None = None) -> Prompt:
     """Tokenize the rendering of all messages after the part whose tokens the context knows.
 
-    If the rendering begins with the known text (compared by digest; the text is not stored), the known tokens are used
-    for it, and only the rest is tokenized, in context. Otherwise everything is tokenized: after other instructions, an
-    edited item, another tokenizer, or a template that trims or reorders messages; and when a token would span the
-    border. So the tokens always stand for exactly the template's rendering. Raises RequestRefused if the text must have
-    more than `most` tokens.
+    If the rendering begins with the known text (compared by digest; the text is not stored), its known tokens are
+    reused, and only the rest is tokenized, in context. Otherwise everything is tokenized. This happens after new
+    instructions, an edited item or a change of tokenizer, with a template that trims or reorders messages, and when a
+    token would span the border. So the tokens always stand for exactly the template's rendering. Raises RequestRefused
+    if the text must have more than `most` tokens.
     """
     border = context.characters
     if context.tokens and border <= len(whole) and text.digest(whole[:border]) == context.digest:

@@ -1,4 +1,4 @@
-"""Wire types of the stateful API: requests as strict types, items, response objects, stream events in their order."""
+"""Wire types of the stateful API: requests, items, response objects, and the order of stream events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from holdfast.server.search import SEARCH_TOOL
 from holdfast.server.tools import read_toolset, search_results
 
 MAX_NEW_ITEMS = 20
-"""Most items that one call may add to a conversation, as in OpenAI's API."""
+"""Maximum number of items that one call may add to a conversation, as in OpenAI's API."""
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
 Label = Annotated[str, Meta(max_length=1024)]
@@ -55,13 +55,13 @@ Response = dict[str, Any]
 
 
 class ConversationParam(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`conversation` as an object."""
+    """The `conversation` parameter as an object."""
 
     id: Id
 
 
 class ReasoningOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`reasoning`: the effort goes to the chat template. There are no summaries."""
+    """The `reasoning` parameter. The effort goes to the chat template. There are no summaries."""
 
     effort: Label | None = None
     summary: Label | None = None
@@ -69,14 +69,14 @@ class ReasoningOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
 
 class TextOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`text`. The verbosity is told in the answer, and without effect."""
+    """The `text` parameter. The verbosity is repeated in the response and has no effect."""
 
     format: dict[str, Any] = field(default_factory=lambda: {"type": "text"})
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/responses."""
+    """Body of POST /v1/responses."""
 
     route = "/v1/responses"
     prompt_param = "input"
@@ -96,9 +96,10 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     background: bool = False
     max_output_tokens: Count | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    """Whether the oldest turns leave a prompt that exceeds the context. The conversation keeps them."""
+    """Whether the oldest turns are left out of a prompt that exceeds the context. The conversation keeps them."""
     include: list[Included] = field(default_factory=list)
-    """The log probabilities of the answer's tokens. All else is told in any case, and openly."""
+    """Optional contents of the response. Only log probabilities have an effect; all other contents are always
+    included."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
     metadata: Metadata = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -106,8 +107,8 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
     max_tool_calls: Count | None = None
-    """Most calls of tools that the server runs: web searches."""
-    # Told in the answer, and without effect on it.
+    """Maximum number of tool calls that the server runs, which are web searches."""
+    # Repeated in the response, without effect on the answer.
     prompt_cache_key: Label | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     safety_identifier: Label | None = None
@@ -116,17 +117,17 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
 
     @property
     def toolset(self) -> Toolset | None:
-        """The tools that the model may call. Raises ApiError."""
+        """Tools that the model may call; None without any. Raises ApiError."""
         return read_toolset(self.tools, self.tool_choice, parallel=self.parallel_tool_calls, api="responses")
 
     @property
     def search_results(self) -> int:
-        """Most results of each web search; 0 if the model may not search."""
+        """Maximum number of results of each web search; 0 if the model may not search."""
         return 0 if self.toolset is None else search_results(self.tools)
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Further variables of the chat template."""
+        """Further variables for the chat template."""
         return template_options(self.chat_template_kwargs, self.reasoning.effort)
 
     @property
@@ -143,11 +144,11 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
 
     @property
     def conversation_id(self) -> str | None:
-        """The conversation of this turn, if it belongs to one."""
+        """Id of the conversation of this turn; None if it belongs to none."""
         return self.conversation.id if isinstance(self.conversation, ConversationParam) else self.conversation
 
     def items(self) -> list[Item]:
-        """The input as items. Raises ApiError for unsupported content, and for parameters that exclude each other."""
+        """Return the input as items. Raises ApiError for unsupported content and mutually exclusive parameters."""
         if self.previous_response_id is not None and self.conversation is not None:
             reason = "previous_response_id and conversation are mutually exclusive; give one of them"
             raise ApiError(reason, param="previous_response_id", code="mutually_exclusive_parameters")
@@ -163,39 +164,39 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
 
 
 class InputTokensRequest(ResponseRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/responses/input_tokens: a turn that is counted and not answered, of the served model by default."""
+    """Body of POST /v1/responses/input_tokens: a turn to be counted, by default for the served model."""
 
     model: str = ""
 
 
 class CompactRequest(ResponseRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/responses/compact."""
+    """Body of POST /v1/responses/compact."""
 
     unsupported = ResponseRequest.unsupported | {"background": (False,), "conversation": (), "stream": (False,)}
 
 
 class ConversationRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/conversations."""
+    """Body of POST /v1/conversations."""
 
     items: NewItems = field(default_factory=list)
     metadata: Metadata = field(default_factory=dict)
 
 
 class ConversationUpdate(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/conversations/{id}."""
+    """Body of POST /v1/conversations/{id}."""
 
     metadata: Metadata
 
 
 class HeadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/conversations/{id}/head: the turn behind which, or before which, the conversation goes on."""
+    """Body of POST /v1/conversations/{id}/head: the turn after or before which the conversation continues."""
 
     after: Id | None = None
     before: Id | None = None
 
 
 class CopiedTurn(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One turn of a copied tree, as `GET /v1/conversations/{id}/turns` tells it."""
+    """One turn of a copied tree, in the shape that `GET /v1/conversations/{id}/turns` returns."""
 
     id: Id
     parent: Id | None = None
@@ -210,14 +211,14 @@ class CopiedTurn(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 
 class CopyRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/conversations/copies: a conversation with all its turns, each behind its parent."""
+    """Body of POST /v1/conversations/copies: a conversation with all its turns, each listed after its parent."""
 
     metadata: Metadata = field(default_factory=dict)
     turns: Annotated[list[CopiedTurn], Meta(max_length=MAX_MESSAGES)]
     head: Id | None = None
 
     def read(self, tenant: str, conversation: str) -> tuple[list[Turn], str | None]:
-        """The turns with new ids, as they are stored, and the new id of the head. Raises ApiError."""
+        """Return the turns with new ids, ready to be stored, and the new id of the head. Raises ApiError."""
         new: dict[str, str] = {}
         grown: list[Turn] = []
         for index, turn in enumerate(self.turns):
@@ -248,18 +249,18 @@ class CopyRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=
 
 
 class ItemsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/conversations/{id}/items."""
+    """Body of POST /v1/conversations/{id}/items."""
 
     items: NewItems
 
 
 def event_bytes(event: Event) -> bytes:
-    """One server-sent event, named by its type."""
+    """Encode one server-sent event, named by its type."""
     return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
 
 
 def new_response(wanted: ResponseRequest, served: str) -> Response:
-    """A response before it is answered."""
+    """Return a response as it is before the answer begins."""
     conversation = wanted.conversation_id
     return {
         "id": new_id("resp"),
@@ -289,7 +290,7 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
         "temperature": wanted.temperature,
         "text": {"format": wanted.text.format, "verbosity": wanted.text.verbosity or "medium"},
         "tool_choice": wanted.tool_choice,
-        "tools": [_told_tool(tool) for tool in wanted.tools],
+        "tools": [_full_tool(tool) for tool in wanted.tools],
         "top_logprobs": wanted.top_logprobs,
         "top_p": wanted.top_p,
         "truncation": wanted.truncation,
@@ -299,39 +300,39 @@ def new_response(wanted: ResponseRequest, served: str) -> Response:
     }
 
 
-def _told_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as its response tells it: with all fields."""
+def _full_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as its response reports it, with all fields."""
     if tool.get("type") != "function":
         return dict(tool)
     return {"description": None, "parameters": None, "strict": False, **tool}
 
 
 class ResponseShape:
-    """The wire format of one response, from its creation to its end. `response` is its present state.
+    """The wire format of one response, from its creation to its end. `response` is its current state.
 
-    Its output is a list of items: reasoning, messages and calls, in the order in which the model writes them. Each is
-    opened by its first part and closed by the next one's.
+    The output is a list of items: reasoning, messages and calls, in the order in which the model writes them. The first
+    part of an item opens it. The first part of the next item closes it.
     """
 
     def __init__(self, response: Response, reading: Reading | None = None) -> None:
-        """`reading` says how the answer is read, which need not be known of one that is told again."""
+        """`reading` parses the answer. It may be None if the response is only replayed."""
         self.response = response
         self.reading = reading
         self.searches: dict[int, str] = {}
-        """The arguments of web searches that have not ended, by their places in the output."""
+        """Arguments of web searches that have not ended, by index in the output."""
         self.output: list[Item] = []
-        """The items so far. All but the last are complete."""
+        """Items so far. All but the last are complete."""
         self.opened = 0
-        """How many of them were told."""
+        """Number of items in `output` whose opening event was sent."""
         self.numbers = itertools.count()
 
     def queued(self) -> Iterator[Event]:
-        """The first events of a background response, before anything of it runs."""
+        """Yield the first events of a background response, before anything of it runs."""
         yield self._event("response.created", response=self.response)
         yield self._event("response.queued", response=self.response)
 
     def opening(self) -> Iterator[Event]:
-        """The events before the answer: the first ones of a stream that does not run in the background."""
+        """Yield the events before the answer. A stream that does not run in the background begins with them."""
         if not self.response["background"]:
             yield self._event("response.created", response=self.response)
         self.response = self.response | {"status": "in_progress"}
@@ -340,14 +341,14 @@ class ResponseShape:
             yield from self._add(new_item("assistant", ""))
 
     def part(self, part: Part, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
-        """More of the answer, with the records of its tokens."""
+        """Yield the events of one more part of the answer, with the records of its tokens."""
         kind = self.output[-1]["type"] if self.output else None
         match part:
             case Said(text):
                 if kind != "message":
                     yield from self._add(new_item("assistant", ""))
                 self.output[-1]["content"][0]["text"] += text
-                self.tell(logprobs)
+                self.add_logprobs(logprobs)
                 yield self._part("response.output_text.delta", delta=text, logprobs=_in_event(logprobs))
             case Reasoning(text):
                 if kind != "reasoning":
@@ -368,24 +369,24 @@ class ResponseShape:
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
 
     def searching(self, at: int) -> Event:
-        """A web search begins, which is at this place of the output."""
+        """Return the event that the web search at this index of the output begins."""
         return self._of_item("response.web_search_call.searching", at)
 
     def searched(self, at: int, item: Item) -> Iterator[Event]:
-        """It has ended so."""
+        """Yield the events that the web search at this index of the output ended with `item`."""
         del self.searches[at]
         self.output[at] = item
         if item["status"] == "completed":
             yield self._of_item("response.web_search_call.completed", at)
         yield self._event("response.output_item.done", output_index=at, item=item)
 
-    def tell(self, logprobs: Sequence[dict[str, Any]]) -> None:
-        """Add the records of further tokens to the message, if there is one."""
+    def add_logprobs(self, logprobs: Sequence[dict[str, Any]]) -> None:
+        """Add the records of further tokens to the last item if it is a message."""
         if self.output and self.output[-1]["type"] == "message":
             self.output[-1]["content"][0]["logprobs"] += logprobs
 
     def again(self, item: Item) -> Iterator[Event]:
-        """The first events of an item of a response that has ended: its whole text is one delta."""
+        """Yield the events of an item of a response that has ended, except its last. Its whole text is one delta."""
         yield from self._add(item)
         match item["type"]:
             case "function_call":
@@ -404,7 +405,7 @@ class ResponseShape:
                 yield self._part("response.output_text.delta", delta=part["text"], logprobs=logprobs)
 
     def whole(self, reason: FinishReason, usage: RequestUsage, reasoning_tokens: int) -> Response:
-        """The complete response. The caller stores it first, and then sets `response` to it."""
+        """Return the complete response. The caller stores it first, and then sets `response` to it."""
         stopped = reason is FinishReason.STOP
         status = "completed" if stopped else "incomplete"
         return self.response | {
@@ -427,14 +428,15 @@ class ResponseShape:
         }
 
     def cancelled(self) -> Response:
-        """The response as it is when it is cancelled: with what was sent so far, if anything was."""
+        """Return the response in its cancelled state, with the output sent so far."""
         sent = any(item["type"] != "message" or item["content"][0]["text"] for item in self.output)
         return ended(self.response, "cancelled") | {"output": self._ended("incomplete") if sent else []}
 
     def closing(self) -> Iterator[Event]:
-        """The last events of a stream, sent once the response is stored.
+        """Yield the last events of a stream. They are sent once the response is stored.
 
-        OpenAI's types have no event for a cancelled response: it is response.incomplete, and its response says more.
+        OpenAI's types have no event for a cancelled response, so it ends with response.incomplete. The status is in the
+        response.
         """
         items: list[Item] = self.response["output"]
         if items:
@@ -445,7 +447,7 @@ class ResponseShape:
         yield self._event(f"response.{LAST_EVENTS[self.response['status']]}", response=self.response)
 
     def failed(self, error: ApiError) -> Event:
-        """The last event of a stream that failed. Marks the response as failed."""
+        """Mark the response as failed, and return the last event of its stream."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self.response = ended(self.response, "failed", code, error.message)
         return self._event("response.failed", response=self.response)
@@ -458,7 +460,7 @@ class ResponseShape:
         yield from self._open()
 
     def _open(self) -> Iterator[Event]:
-        """The events that begin the last item, which is empty at first."""
+        """Yield the events that begin the last item, which is empty at first."""
         item = self.output[-1]
         self.opened = len(self.output)
         empty = item | {"status": "in_progress"}
@@ -478,7 +480,7 @@ class ResponseShape:
         yield self._part("response.content_part.added", part=part)
 
     def _close(self) -> Iterator[Event]:
-        """The events that end the last item. Those of a web search come when it has ended."""
+        """Yield the events that end the last item. The events of a web search follow when it has ended."""
         item = self.output[-1]
         match item["type"]:
             case "web_search_call":
@@ -498,7 +500,7 @@ class ResponseShape:
         yield self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
     def _ended(self, status: str) -> list[Item]:
-        """The items at the end of the answer: an empty message if the model said nothing at all."""
+        """Return the items at the end of the answer: an empty message if the model wrote nothing."""
         if not self.output:
             self.output.append(new_item("assistant", ""))
         if self.output[-1]["type"] != "web_search_call":
@@ -506,7 +508,7 @@ class ResponseShape:
         return [item | {"status": "failed"} if at in self.searches else item for at, item in enumerate(self.output)]
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        if kind.startswith("response.content_part."):  # more than OpenAI's types have: llama-stack's clients read it
+        if kind.startswith("response.content_part."):  # Not in OpenAI's types, but the clients of llama-stack read it.
             fields["response_id"] = self.response["id"]
         return {"type": kind, "sequence_number": next(self.numbers), **fields}
 
@@ -523,7 +525,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def _in_event(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records of tokens as events have them: without bytes."""
+    """Return token records in the shape of events, without bytes."""
 
     def short(record: Mapping[str, Any]) -> dict[str, Any]:
         return {"token": record["token"], "logprob": record["logprob"]}
@@ -532,7 +534,7 @@ def _in_event(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
-    """The answer to /v1/responses/compact: the user's messages of these items, then the summary in the response."""
+    """Return the body of /v1/responses/compact: the user's messages in `items`, then the response as a summary."""
     texts = (part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
     content = encode_compacted(Compacted("".join(texts)))
     said = [item | {"id": new_id("msg")} for item in items if item.get("role") == "user"]
@@ -546,20 +548,21 @@ def compacted(response: Response, items: Sequence[Item]) -> dict[str, Any]:
 
 
 def error_event(error: ApiError) -> Event:
-    """The last event of a stream whose reader is failed, and not the response."""
+    """Return the last event of a stream that fails while its response may go on."""
     return {
         "type": "error", "code": error.code, "message": error.message, "param": error.param, "sequence_number": 0
     }  # fmt: skip
 
 
 LAST_EVENTS = {"completed": "completed", "incomplete": "incomplete", "cancelled": "incomplete", "failed": "failed"}
-"""The last event of a stream, by the status of its response."""
+"""Suffix of a stream's last event, by the status of the response."""
 
 
 def replay(response: Response, after: int = -1) -> Iterator[Event]:
-    """The events above `after` of a background response that has ended, whose own are no longer kept.
+    """Yield the events above `after` of an ended background response whose events are no longer kept.
 
-    All text comes as one delta, so there may be fewer than there were. The last one always comes, with the response.
+    All text comes as one delta, so there may be fewer events than there were. The last event always comes. It contains
+    the response.
     """
     *events, last = list(_replayed(_begun(response), response))
     yield from (event for event in events if event["sequence_number"] > after)
@@ -567,12 +570,12 @@ def replay(response: Response, after: int = -1) -> Iterator[Event]:
 
 
 def replay_begun(response: Response) -> Iterator[Event]:
-    """The first events of a background response, before any output."""
+    """Return the first events of a background response, before any output."""
     return _begun(response).queued()
 
 
 def _begun(response: Response) -> ResponseShape:
-    """A background response as it was before anything of it was written."""
+    """Return the shape of a background response as it was before any output."""
     begun = response | {"status": "queued", "output": [], "usage": None, "completed_at": None}
     return ResponseShape(begun | {"incomplete_details": None, "error": None})
 
@@ -588,12 +591,12 @@ def _replayed(shape: ResponseShape, response: Response) -> Iterator[Event]:
 
 
 def ended(response: Response, status: str, code: str | None = None, message: str = "") -> Response:
-    """A response without an answer: failed with a reason, or cancelled."""
+    """Return a response without an answer, which failed with a reason or was cancelled."""
     error = None if code is None else {"code": code, "message": message}
     return response | {"status": status, "output": [], "usage": None, "error": error}
 
 
 def item_list(items: Sequence[Item], has_more: bool) -> dict[str, Any]:
-    """A page of items."""
+    """Return a page of items in the API's shape."""
     first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
     return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}

@@ -1,4 +1,4 @@
-"""Responses: the stateful API, whose answers are written while the client waits or in the background."""
+"""The stateful API: responses that are written while the client waits or in the background."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from holdfast.server.replies import encode
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Lane, Service, internal
 
-LOOK_SECONDS = 0.25
-"""How often a server that waits for another one's response looks for its end."""
+POLL_SECONDS = 0.25
+"""Seconds between two checks whether another server's response has ended."""
 KEPT_EVENTS = 1 << 16
-"""Most events of background responses that have ended which are kept for readers that come back."""
+"""Maximum number of kept events of ended background responses. They are kept for readers that come back."""
 KEPT_BYTES = 64 << 20
-"""Most bytes of these responses."""
+"""Maximum number of bytes of the responses whose events are kept."""
 
 
 class Responses:
-    """The stateful API of a server. One for each server."""
+    """The stateful API of one server."""
 
     def __init__(self, service: Service, store: AsyncStore) -> None:
         self.service = service
@@ -50,20 +50,20 @@ class Responses:
         self._locked: set[tuple[str, str]] = set()
         self._background: dict[str, Background] = {}
         self._ended: dict[str, tuple[list[Event], int]] = {}
-        """The events of background responses that have ended lately, and each response's bytes; the oldest first."""
+        """Events and size in bytes of recently ended background responses by id, the oldest first."""
         self._kept_events = self._kept_bytes = 0
         self._renewing: asyncio.Task[None] | None = None
-        """Renews the leases of background responses while there are any."""
+        """Task that renews the leases of background responses. It ends when there are none."""
 
     def write(self, wanted: ResponseRequest, tenant: str, lane: Lane | None = None, name: str | None = None) -> Writing:
-        """Prepare a response; it runs when its events are iterated. Raises ApiError for errors visible at once.
+        """Prepare a response; it runs when its events are iterated. Raises ApiError for errors known before it runs.
 
-        `name` begins the ids of its requests in the engine.
+        `name` is the prefix of its request ids in the engine.
         """
         return Writing(self, wanted, tenant, lane, name)
 
     async def start(self, wanted: ResponseRequest, tenant: str) -> Background:
-        """Begin a background response. Returns once it is sure to be served. Raises ApiError."""
+        """Begin a background response. Returns once it is certain to be served. Raises ApiError."""
         writing = self.write(wanted, tenant)
         background = Background(writing)
         try:
@@ -78,10 +78,10 @@ class Responses:
         return background
 
     async def _renew(self) -> None:
-        """Tell other servers that this one writes its background responses, and stop what they ask it to stop."""
+        """Renew the leases of this server's background responses, and stop those that other servers cancelled."""
         while self._background:
             await asyncio.sleep(RENEW_SECONDS)
-            with suppress(ApiError):  # the store fails, which it has logged
+            with suppress(ApiError):  # The store fails, which it has logged.
                 for begun in [*self._background.values()]:
                     if begun.writing.running and not begun.stored_running:
                         await self.store.run(partial(_run, begun.writing.id))
@@ -91,14 +91,14 @@ class Responses:
                         await background.stop()
 
     async def _ended_elsewhere(self, tenant: str, response: Response) -> Response:
-        """Wait until another server has ended a response, or has ended itself. Raises ApiError."""
+        """Wait until another server ends a response or dies. Raises ApiError."""
         while response["status"] in RUNNING:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             response = await self.retrieve(tenant, response["id"])
         return response
 
     async def _elsewhere(self, tenant: str, response: Response, after: int) -> AsyncGenerator[Event, None]:
-        """The events above `after` of a response that another server writes: all text comes at its end."""
+        """Yield the events above `after` of a response that another server writes. All its text comes at its end."""
         for event in replay_begun(response):
             if event["sequence_number"] > after:
                 yield event
@@ -107,9 +107,9 @@ class Responses:
             yield event
 
     def _end(self, background: Background) -> None:
-        """Keep the events of a background response that has ended, and drop the oldest of such."""
+        """Keep the events of a background response that has ended, and drop the oldest kept ones beyond the limits."""
         del self._background[background.writing.id]
-        size = len(encode(background.writing.shape.response))  # a response repeats what was asked, such as tools
+        size = len(encode(background.writing.shape.response))  # It repeats its request's tools.
         self._ended[background.writing.id] = background.events, size
         self._kept_events += len(background.events)
         self._kept_bytes += size
@@ -123,7 +123,7 @@ class Responses:
         self._kept_bytes -= size
 
     async def events(self, tenant: str, response: str) -> Events:
-        """The events of a background response, past and future. Raises ApiError 404, and 400 for another response."""
+        """Return the events of a background response. Raises ApiError: 404, or 400 if it is not in the background."""
         stored = await self.retrieve(tenant, response)
         if not stored["background"]:
             reason = "only a response with background: true can be streamed again"
@@ -138,16 +138,16 @@ class Responses:
         return Events(None, lambda after: each(replay(stored, after)))
 
     async def count(self, wanted: InputTokensRequest, tenant: str) -> int:
-        """Tokens of the prompt that a turn would have. Raises ApiError."""
+        """Return the number of prompt tokens that a turn would have. Raises ApiError."""
         wanted = wanted.changed(model=wanted.model or self.service.client.info.model, background=False)
         writing = self.write(wanted, tenant)
         with self.service.lane.admission.admit(1, tenant):
             return len((await writing.compose(most=None)).tokens)
 
     async def compact(self, wanted: CompactRequest, tenant: str) -> dict[str, Any]:
-        """A turn's input and what it builds on, as fewer items: the user's own, and a summary. Raises ApiError.
+        """Compact a turn's input and its context to the user's own items and a summary. Raises ApiError.
 
-        It is stored as a response without a parent, so that a turn can go on from its id.
+        The result is stored as a response without a parent, so that a turn can continue from its id.
         """
         most = wanted.max_output_tokens or max(1, min(MOST_TOKENS, self.service.client.info.max_model_len // 4))
         writing = self.write(wanted.changed(store=False, max_output_tokens=most), tenant)
@@ -167,22 +167,22 @@ class Responses:
         return made
 
     def running(self, tenant: str, response: str) -> Background | None:
-        """A background response that this process is writing."""
+        """Return a background response that this process is writing; None if it is not."""
         background = self._background.get(response)
         return background if background is not None and background.writing.tenant == tenant else None
 
     async def retrieve(self, tenant: str, response: str) -> Response:
-        """A stored response in its present state, whichever server writes it. Raises ApiError 404."""
+        """Return the current state of a stored response, whichever server writes it. Raises ApiError 404."""
         background = self.running(tenant, response)
         if background is not None:
             return background.writing.shape.response
         stored, elsewhere = await self.store.read(lambda store: store.turns.response(tenant, response))
-        if stored["status"] in RUNNING and not elsewhere:  # nothing writes it any more
+        if stored["status"] in RUNNING and not elsewhere:  # Its server has ended.
             return ended(stored, "failed", "server_error", "the server ended before the response was complete")
         return stored
 
     async def cancel(self, tenant: str, response: str) -> Response:
-        """Stop a background response, at whichever server. One that has ended stays unchanged. Raises ApiError."""
+        """Stop a background response, whichever server writes it. An ended one stays unchanged. Raises ApiError."""
         background = self.running(tenant, response)
         if background is not None:
             await background.stop()
@@ -196,7 +196,7 @@ class Responses:
         return found
 
     async def delete(self, tenant: str, response: str) -> None:
-        """Delete a response, and stop it first if it is still written. Raises ApiError 404."""
+        """Delete a response, and stop it first if it is still being written. Raises ApiError 404."""
         background = self.running(tenant, response)
         if background is not None:
             await background.stop()
@@ -240,16 +240,16 @@ def _renewed(ids: Sequence[str], store: Store) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """The events of a background response."""
+    """Events of one background response."""
 
     last: int | None
-    """The sequence_number of the last one so far; None if that is not known any more."""
+    """The sequence_number of the last event so far; None if it is no longer known."""
     after: Callable[[int], AsyncGenerator[Event, None]]
-    """Those above a sequence_number."""
+    """Function that yields the events above a sequence_number."""
 
 
 async def each(events: Iterable[Event]) -> AsyncGenerator[Event, None]:
-    """Events that are there already."""
+    """Yield events that are already known, as an asynchronous generator."""
     for event in events:
         yield event
 
@@ -261,12 +261,12 @@ class Background:
         self.writing = writing
         self.events: list[Event] = []
         self.stored_running = False
-        """Whether the store was told that the model has begun to answer."""
+        """Whether the store has recorded that the model began to answer."""
         self._changed = asyncio.Event()
         self.task = asyncio.create_task(self._run())
 
     async def begun(self) -> None:
-        """Wait until the response is sure to be served and its beginning is stored. Raises ApiError."""
+        """Wait until the response is certain to be served and its beginning is stored. Raises ApiError."""
         prepared = asyncio.create_task(self.writing.prepared.wait())
         try:
             await asyncio.wait({prepared, self.task}, return_when=asyncio.FIRST_COMPLETED)
@@ -276,7 +276,7 @@ class Background:
             prepared.cancel()
 
     async def follow(self, after: int = -1) -> AsyncGenerator[Event, None]:
-        """The events with a sequence_number above `after`, past and future."""
+        """Yield the past and future events with a sequence_number above `after`."""
         at = after + 1
         while True:
             while at < len(self.events):
@@ -289,7 +289,7 @@ class Background:
             changed.cancel()
 
     async def stop(self) -> None:
-        """Cancel the response. One that has just ended, or whose end is being stored, stays unchanged."""
+        """Cancel the response. It stays unchanged if it has ended or its end is being stored."""
         if not (self.writing.settled or self.task.cancelling()):
             self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Space: tracks each tenant's share of the store, and drops threads to keep the store within its bounds."""
+"""Space accounting: tracks each tenant's share of the store and drops threads to keep it within its bounds."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from holdfast.server.conversations.database import conversations, items, threads
 from holdfast.server.conversations.values import Bounds, ThreadTooLarge
 
 SHARE = 8
-"""A thread may take up one part in this many of the store, so that none drives out all others."""
+"""Divisor of the store's size that gives a thread's maximum size, so that no thread drives out all others."""
 BATCH = 64
-"""Most threads that one write drops, so that no turn waits for a long clean-up."""
+"""Maximum number of threads that one write drops, so that no turn waits for a long clean-up."""
 RECOUNT, RECOUNT_OVER_BOUNDS = 256, 32
-"""Writes after which sizes are counted again, because other servers may write to the same database. Over the bounds the
-count comes sooner, to see what others have dropped. Counting takes some 50 ms for 100,000 threads."""
+"""Number of writes between two counts of the sizes, normally and beyond the bounds.
+
+Sizes are counted again because other servers may write to the same database. Beyond the bounds the count comes sooner,
+to see what others have dropped. Counting takes some 50 ms for 100,000 threads.
+"""
 
 _BYTES = select(threads.c.bytes).where(threads.c.id == bindparam("id"))
 _GROW = (
@@ -69,17 +72,17 @@ _BY_TENANT = select(threads.c.tenant, func.count(), func.sum(threads.c.bytes)).g
 
 @dataclass
 class Held:
-    """The size of one tenant's threads, as far as this process knows."""
+    """Size of one tenant's threads, as far as this process knows."""
 
     threads: int = 0
     bytes: int = 0
 
 
 class Space:
-    """Works within the store's transactions. A thread is kept whole or dropped whole.
+    """Keeps the store within its bounds, within the store's transactions. A thread is kept or dropped whole.
 
-    Beyond the bounds, the tenant that has most loses its longest idle thread. So no tenant is driven out by a larger
-    one: each of n tenants is safe with an n-th of the store.
+    Beyond the bounds, the tenant with the most data loses its longest idle thread. So no tenant is driven out by a
+    larger one: each of n tenants is safe with an n-th of the store.
     """
 
     def __init__(self, bounds: Bounds, now: Callable[[], float]) -> None:
@@ -89,15 +92,15 @@ class Space:
         self._writes = RECOUNT
 
     def bytes(self) -> int:
-        """Stored bytes of all tenants, as far as this process knows."""
+        """Number of stored bytes of all tenants, as far as this process knows."""
         return sum(each.bytes for each in list(self._held.values()))
 
     def oldest(self) -> float:
-        """Threads last active before this time are too old to be found."""
+        """Time of last activity before which threads are too old to be found."""
         return self.now() - self._bounds.seconds
 
     def grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
-        """Record that a thread is active and larger by `size` bytes, and keep the bounds. Raises ThreadTooLarge."""
+        """Record that a thread is active and grew by `size` bytes, and keep the bounds. Raises ThreadTooLarge."""
         now, most = self.now(), self._bounds.bytes // SHARE
         if size + (db.execute(_BYTES, {"id": thread}).scalar() or 0) > most:
             raise ThreadTooLarge(
@@ -134,7 +137,7 @@ class Space:
             held.bytes -= row.bytes
 
     def _over_bounds(self) -> list[str]:
-        """Beyond the bounds: the tenants, those first that have most of what is exceeded. Otherwise empty."""
+        """Return the tenants, the largest by the exceeded limit first. Empty within the bounds."""
         held, bounds = self._held, self._bounds
         if self.bytes() > bounds.bytes:
             return sorted(held, key=lambda tenant: -held[tenant].bytes)
@@ -143,12 +146,12 @@ class Space:
         return []
 
     def remove(self, db: Connection, thread: str) -> None:
-        """Remove a thread with everything in it, because its tenant asks for that."""
+        """Remove a thread with all its content, because its tenant asks for that."""
         self._drop(db, thread)
-        self._writes = RECOUNT  # the next write counts
+        self._writes = RECOUNT  # The next write counts the sizes again.
 
     def _drop(self, db: Connection, thread: str) -> None:
-        """Remove a thread with everything in it."""
+        """Remove a thread with all its content."""
         inside = select(conversations.c.id).where(conversations.c.thread == thread)
         db.execute(delete(items).where(items.c.conversation.in_(inside)))
         for table in (conversations, turns):
@@ -156,9 +159,10 @@ class Space:
         db.execute(delete(threads).where(threads.c.id == thread))
 
     def prune(self, db: Connection, thread: str, turn: str | None, freed: int = 0) -> None:
-        """Remove a turn if it is invisible and nothing builds on it, and then its ancestors likewise.
+        """Remove a turn if it is invisible and nothing builds on it, and then its ancestors in the same way.
 
-        Removes the thread if it is then empty. `freed` is the size in bytes of what the caller removed from it.
+        Removes the thread if it is then empty. `freed` is the size in bytes of the data that the caller removed from
+        it.
         """
         while turn is not None:
             row = db.execute(_REMOVE, {"turn": turn}).one_or_none()
@@ -171,4 +175,4 @@ class Space:
             db.execute(update(threads).where(threads.c.id == thread).values(bytes=threads.c.bytes - freed))
         else:
             return
-        self._writes = RECOUNT  # the next write counts
+        self._writes = RECOUNT  # The next write counts the sizes again.

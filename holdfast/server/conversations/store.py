@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class Store:
-    """The store, synchronous, for one writing and one reading thread. `AsyncStore` takes it off the event loop.
+    """Synchronous store, for one writing and one reading thread. `AsyncStore` runs it off the event loop.
 
-    Each method of its two parts is one transaction, committed whole or not at all: when the process dies, the last
-    committed turn stays. Every method takes the tenant, and finds nothing of another tenant.
+    Each method of its parts is one transaction, committed whole or not at all: if the process dies, the last committed
+    turn stays. Every method takes the tenant, and finds nothing of another tenant.
     """
 
     def __init__(self, database: Database, bounds: Bounds, now: Callable[[], float] = time.time) -> None:
@@ -52,7 +52,7 @@ class Store:
     ) -> Store:
         """Open or create the store at `where`: a file for SQLite, a database's URL, or `memory`.
 
-        Checks that a file is whole, and migrates an older schema, by `more` steps, too. Raises StoreError.
+        Checks that a file is whole, and migrates an older schema, including the steps of `more`. Raises StoreError.
         """
         shown = where if "://" not in where else where.partition("://")[0] + " database"
         try:
@@ -75,7 +75,7 @@ class Store:
 
 
 class AsyncStore:
-    """A store for coroutines, so that the event loop never waits for the disk.
+    """Store for coroutines. The event loop never waits for the disk.
 
     One thread writes and one reads, each in the order of the calls, so a read never waits for a write.
     """
@@ -97,14 +97,14 @@ class AsyncStore:
         return not self._failing
 
     async def read(self, work: Callable[[Store], T], param: str | None = None) -> T:
-        """The result of `work`, which only reads. Raises ApiError as `run` does."""
+        """Run `work`, which only reads, and return its result. Raises ApiError like `run`."""
         return await self._call(self._reader, work, param)
 
     async def run(self, work: Callable[[Store], T], param: str | None = None) -> T:
-        """The result of `work`. Cancelling the caller does not stop the work: it still completes.
+        """Run `work` and return its result. If the caller is cancelled, the work still completes.
 
-        Raises ApiError where the store refuses or the database fails, for example on a full disk; then nothing of the
-        work is stored. `param` is the request's parameter that names the object to be found, if there is one.
+        Raises ApiError if the store refuses or the database fails, for example on a full disk; then nothing of the work
+        is stored. `param` is the request's parameter that names the object to be found, if there is one.
         """
 
         def write(store: Store) -> T:
@@ -147,7 +147,7 @@ class AsyncStore:
             self._metrics.store_seconds.observe(time.perf_counter() - began)
 
     def close(self) -> None:
-        """Finish the work at hand and close the store."""
+        """Finish the current work and close the store."""
         if self._reader is not self._writer:
             self._reader.shutdown()
         self._writer.submit(self._store.close)
@@ -155,5 +155,5 @@ class AsyncStore:
 
 
 def not_found(kind: str, id: str, param: str | None = None) -> ApiError:
-    """The 404 of an object that does not exist or belongs to another tenant."""
+    """Return the 404 of an object that does not exist or belongs to another tenant."""
     return ApiError(f"{kind} {id[:64]!r} was not found", status=404, param=param, code=f"{kind}_not_found")

@@ -1,4 +1,4 @@
-"""A conversation as a tree: its turns with all branches, the branch that it goes on from, and copies of whole trees."""
+"""A conversation as a tree: its turns with all branches, its current branch, and copies of whole trees."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from holdfast.server.conversations.values import GOOD, RUNNING, Conflict, Contex
 from holdfast.server.replies import encode
 
 MOST_BYTES = 64 << 20
-"""A tree is told whole up to this size."""
-TOLD = (
+"""Maximum size in bytes of a tree that is returned. A tree is always returned whole."""
+REPORTED_FIELDS = (
     "status", "created_at", "completed_at", "model", "instructions", "temperature", "max_output_tokens", "output",
     "usage", "timings", "error", "incomplete_details", "background", "metadata",
 )  # fmt: skip
-"""What a turn tells of its response."""
+"""Fields of the response that a turn reports."""
 
 
 class Tree:
-    """The trees of a store. Each method is one transaction. Raises NotFound for what does not exist."""
+    """Trees of a store. Each method is one transaction. Raises NotFound for an object that does not exist."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Tree:
         find: Callable[[Connection, str, str], Row[Any]],
         chain: Callable[[Connection, Row[Any]], Context],
     ) -> None:
-        """`find` gives a tenant's conversation's row, `chain` the context that ends with a turn."""
+        """`find` returns the row of a tenant's conversation, and `chain` the context that ends with a turn."""
         self._database = database
         self._space = space
         self._cache = cache
@@ -47,17 +47,17 @@ class Tree:
         self._chain = chain
 
     def turns(self, tenant: str, conversation: str) -> dict[str, Any]:
-        """All turns, each behind its parent, older siblings first; and `head`, behind which the conversation goes on.
+        """Return all turns, each after its parent, older siblings first, and `head`, the turn to continue from.
 
-        A deleted turn is left out, and those behind it have its parent. `running` says that another server writes a
-        turn. Raises Conflict for a tree that is too large.
+        A deleted turn is left out, and its children get its parent. `running` says that another server writes a turn.
+        Raises Conflict if the tree is too large.
         """
         with self._database.read() as db:
             row = self._find(db, tenant, conversation)
             inside = turns.c.thread == row.thread
             size = db.execute(select(func.sum(SIZE)).where(inside)).scalar() or 0
             if size > MOST_BYTES:
-                raise Conflict(f"this conversation has {size} bytes; at most {MOST_BYTES} are told at once")
+                raise Conflict(f"this conversation has {size} bytes; at most {MOST_BYTES} are shown at once")
             found = db.execute(select(turns).where(inside)).all()
             elsewhere = self._leases.held(db, [turn.id for turn in found if turn.status in RUNNING])
         parents = {turn.id: turn.parent for turn in found}
@@ -68,10 +68,10 @@ class Tree:
                 turn = parents.get(turn)
             return turn
 
-        told = [_told(turn, above(turn.parent), turn.id in elsewhere) for turn in found if turn.visible]
-        told.sort(key=lambda turn: (turn["created_at"], turn["metadata"].get("sent", ""), turn["id"]))
+        shown = [_shown(turn, above(turn.parent), turn.id in elsewhere) for turn in found if turn.visible]
+        shown.sort(key=lambda turn: (turn["created_at"], turn["metadata"].get("sent", ""), turn["id"]))
         children: dict[str | None, list[dict[str, Any]]] = {}
-        for turn in told:
+        for turn in shown:
             children.setdefault(turn["parent"], []).append(turn)
         ordered: list[dict[str, Any]] = []
         waiting = children.get(None, [])[::-1]
@@ -80,10 +80,10 @@ class Tree:
             waiting += children.get(ordered[-1]["id"], [])[::-1]
         return {"object": "conversation.tree", "id": conversation, "head": above(row.head), "turns": ordered}
 
-    def move(self, tenant: str, conversation: str, response: str, *, behind: bool) -> None:
-        """Make the conversation go on behind one of its turns, or before it; its items become that branch's.
+    def move(self, tenant: str, conversation: str, response: str, *, after: bool) -> None:
+        """Continue the conversation after or before one of its turns. Its items become those of that branch.
 
-        Raises Conflict for a turn that nothing can follow.
+        Raises Conflict if no turn can follow this one.
         """
         with self._database.write() as db:
             row = self._find(db, tenant, conversation)
@@ -91,13 +91,13 @@ class Tree:
             turn = db.execute(select(turns).where(*this)).one_or_none()
             if turn is None:
                 raise NotFound("response", response)
-            if behind and not _goes_on(turn):
+            if after and not _goes_on(turn):
                 raise Conflict(f"response {response!r} is {turn.status} and has no output; nothing can follow it")
-            if not behind and turn.parent is None:
+            if not after and turn.parent is None:
                 head, branch = None, decode(turn.history, type=list[Item])
             else:
-                head = turn.id if behind else turn.parent
-                last = turn if behind else db.execute(select(turns).where(turns.c.id == head)).one()
+                head = turn.id if after else turn.parent
+                last = turn if after else db.execute(select(turns).where(turns.c.id == head)).one()
                 branch = list(self._chain(db, last).items)
             here = items.c.conversation == conversation
             db.execute(update(conversations).where(conversations.c.id == conversation).values(head=head))
@@ -117,7 +117,7 @@ class Tree:
     def restore(
         self, tenant: str, conversation: str, metadata: Mapping[str, str], grown: Sequence[Turn], head: str | None
     ) -> None:
-        """Store a new conversation with turns from elsewhere. A turn's context has its parent, an earlier turn."""
+        """Store a new conversation with turns from elsewhere. Each turn's context names its parent, an earlier turn."""
         encoded, size = encode(metadata), 0
         with self._database.write() as db:
             row = {"id": conversation, "thread": conversation, "tenant": tenant, "created": int(self._space.now())}
@@ -143,20 +143,20 @@ class Tree:
 
 
 def _goes_on(turn: Row[Any]) -> bool:
-    """Whether a turn can follow this one: it has ended, or was stopped and has said something."""
+    """Whether a turn can follow this one: it ended normally, or it was stopped after some output."""
     return turn.status in GOOD or (turn.status == "cancelled" and bool(decode(turn.response)["output"]))
 
 
-def _told(turn: Row[Any], parent: str | None, running: bool) -> dict[str, Any]:
+def _shown(turn: Row[Any], parent: str | None, running: bool) -> dict[str, Any]:
     response = decode(turn.response, type=dict[str, Any])
     before = {} if turn.parent else {"history": Raw(turn.history)}
-    told = {name: response.get(name) for name in TOLD}
+    shown = {name: response.get(name) for name in REPORTED_FIELDS}
     return {
         "id": turn.id,
         "object": "conversation.turn",
         "parent": parent,
         **before,
         "input": Raw(turn.input),
-        **told,
+        **shown,
         "running": running,
     }

@@ -1,4 +1,4 @@
-"""Stored turns: a response, what it was made from, and the tokens behind it. Turns form a tree and never change."""
+"""Stored turns: a response, its input, and its tokens. Turns form a tree and never change."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from holdfast.server.replies import encode
 CACHED_TURNS = 1024
 CACHED_TOKENS = 1 << 21
 CACHED_BYTES = 256 << 20
-"""Limits of the contexts held in memory: how many, their tokens in all (some tens of MB), and the bytes of their
-messages. Messages that contexts share are counted for each of them."""
-FETCHED = 8
-"""Turns of a chain that are fetched at once."""
+"""Limits of the contexts held in memory: their number, their total tokens (some tens of MB), and their message bytes.
 
-# The queries of every turn, built once.
+Messages that several contexts share count for each of them.
+"""
+FETCHED = 8
+"""Number of turns of a chain that are fetched at once."""
+
+# Built once, because every turn runs these queries.
 _VISIBLE = (
     select(turns)
     .join(threads, threads.c.id == turns.c.thread)
@@ -44,13 +46,13 @@ _INSERT_TURN = insert(turns)
 
 
 class _Answered(Struct):
-    """What of a response a later turn builds on. Its other fields are skipped."""
+    """Fields of a response that a later turn builds on. Other fields are skipped."""
 
     output: Raw
 
 
 class TurnStore:
-    """The turns of a store. Each method is one transaction, except `chain`, which runs within the caller's.
+    """Turns of a store. Each method is one transaction, except `chain`, which runs within the caller's.
 
     Raises NotFound for a response that does not exist.
     """
@@ -62,26 +64,26 @@ class TurnStore:
         self._space = space
 
     def context(self, tenant: str, response: str) -> Context:
-        """What a turn after this response builds on."""
+        """Return the context of a turn after this response."""
         with self._database.read() as db:
             return self.chain(db, self._find(db, tenant, response))
 
     def response(self, tenant: str, response: str) -> tuple[dict[str, Any], bool]:
-        """A response as the API shows it, and whether another server is writing it."""
+        """Return a response in the API's shape, and whether another server is writing it."""
         with self._database.read() as db:
             found = decode(self._find(db, tenant, response).response, type=dict[str, Any])
             return found, found["status"] in RUNNING and bool(self._leases.held(db, [response]))
 
     def input(self, tenant: str, response: str) -> list[Item]:
-        """The input items of a response, in order."""
+        """Return the input items of a response, in order."""
         with self._database.read() as db:
             return decode(self._find(db, tenant, response).input, type=list[Item])
 
     def commit(self, turn: Turn, *, begun: bool = False) -> None:
         """Store a turn, and append its items to its conversation if it has one.
 
-        `begun` says that this replaces the turn's own beginning, stored earlier. Raises Conflict when the parent, the
-        conversation or that beginning was deleted or has changed.
+        `begun` says that this replaces the beginning of the same turn, which was stored earlier. Raises Conflict if the
+        parent, the conversation or that beginning was deleted or has changed.
         """
         status, context = turn.response["status"], turn.context
         thread = context.thread or turn.conversation or turn.id
@@ -125,14 +127,14 @@ class TurnStore:
             )  # fmt: skip
 
     def run(self, response: str) -> None:
-        """Store that a response which was queued is being written, for whoever asks another server."""
+        """Mark a queued response as in progress, for readers at other servers."""
         with self._database.write() as db:
             row = db.execute(select(turns).where(turns.c.id == response, turns.c.status == "queued")).one_or_none()
             if row is None:
                 return
-            told = encode(decode(row.response, type=dict[str, Any]) | {"status": "in_progress"})
-            db.execute(update(turns).where(turns.c.id == response).values(status="in_progress", response=told))
-            self._space.grown(db, row.thread, row.tenant, len(told) - len(row.response))
+            running = encode(decode(row.response, type=dict[str, Any]) | {"status": "in_progress"})
+            db.execute(update(turns).where(turns.c.id == response).values(status="in_progress", response=running))
+            self._space.grown(db, row.thread, row.tenant, len(running) - len(row.response))
 
     def delete(self, tenant: str, response: str) -> None:
         """Delete a response. Its turn stays, invisible, while others build on it."""
@@ -144,7 +146,7 @@ class TurnStore:
             self._space.prune(db, row.thread, response)
 
     def chain(self, db: Connection, last: Row[Any]) -> Context:
-        """The items and tokens from a thread's first turn up to this one. Raises ThreadTooLarge."""
+        """Return the items and tokens from a thread's first turn up to this one. Raises ThreadTooLarge."""
         cached = self.cache.get(last.id)
         if cached is not None:
             check_context(cached.size)
@@ -171,7 +173,7 @@ class TurnStore:
         return context
 
     def _find(self, db: Connection, tenant: str, response: str) -> Row[Any]:
-        """A visible turn of this tenant, in a thread that is not too old. Raises NotFound."""
+        """Return a visible turn of this tenant, in a thread that is not too old. Raises NotFound."""
         key = {"id": response, "tenant": tenant, "oldest": self._space.oldest()}
         row = db.execute(_VISIBLE, key).one_or_none()
         if row is None:
@@ -179,7 +181,7 @@ class TurnStore:
         return row
 
     def _shared(self, db: Connection, turn: Turn) -> int:
-        """Number of leading tokens that a turn shares with its parent. Raises Conflict if the parent is gone."""
+        """Return the number of leading tokens shared with the parent. Raises Conflict if the parent is gone."""
         parent, known = turn.context.parent, turn.context.tokens
         if parent is None:
             return 0
@@ -192,19 +194,19 @@ class TurnStore:
 
 
 class ContextCache:
-    """Contexts of recent turns, so that the next turn need not read its whole chain. The least recent leaves first.
+    """Cache of recent turns' contexts, so that the next turn need not read its whole chain.
 
-    For several threads.
+    The least recently used context leaves first. Methods may be called from several threads.
     """
 
     def __init__(self) -> None:
         self.contexts: OrderedDict[str, Context] = OrderedDict()
-        """By the id of the last turn."""
+        """Contexts by the id of their last turn, the least recently used first."""
         self._tokens = self._bytes = 0
         self._lock = threading.RLock()
 
     def get(self, turn: str) -> Context | None:
-        """The context that ends with this turn, if it is cached."""
+        """Return the context that ends with this turn, if it is cached."""
         with self._lock:
             context = self.contexts.get(turn)
             if context is not None:
@@ -237,7 +239,7 @@ class ContextCache:
 
 
 def _to_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids as 32-bit little-endian numbers."""
+    """Encode token ids as 32-bit little-endian numbers."""
     numbers = array("I", tokens)
     if sys.byteorder == "big":
         numbers.byteswap()

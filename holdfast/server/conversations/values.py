@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 Item = dict[str, Any]
-"""A message as the API shows it: type, id, status, role, content."""
+"""An item in the API's shape, for example a message with type, id, status, role and content."""
 
 GOOD = ("completed", "incomplete")
 """Statuses of turns that others may build on."""
 RUNNING = ("queued", "in_progress")
-"""Those of turns that are still written."""
+"""Statuses of turns that are still being written."""
 
 
 MOST_CONTEXT = 16 << 20
-"""Most bytes of stored messages that a turn may build on: they are in memory as a whole while it runs."""
+"""Maximum number of bytes of stored messages that a turn may build on. They are all in memory while it runs."""
 
 
 class StoreError(Exception):
@@ -24,7 +24,7 @@ class StoreError(Exception):
 
 
 class NotFound(Exception):
-    """An object does not exist or belongs to another tenant, which look the same."""
+    """An object does not exist or belongs to another tenant. The two look the same to a client."""
 
     def __init__(self, kind: str, id: str, param: str | None = None) -> None:
         """`param` names the argument that held the id, if it is not the method's subject."""
@@ -33,11 +33,11 @@ class NotFound(Exception):
 
 
 class Conflict(Exception):
-    """A turn's parent or conversation was deleted, or has changed, while the turn was written."""
+    """A turn's parent or conversation was deleted or changed while the turn was written."""
 
 
 class ThreadTooLarge(Exception):
-    """A thread exceeds its share of the store, or what one turn may build on; the message is for the user."""
+    """A thread exceeds its share of the store, or the limit of one turn's context. The message is for the user."""
 
 
 def check_context(size: int) -> None:
@@ -51,18 +51,18 @@ def check_context(size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Limits of the store. Beyond any of them, the threads that have been idle for longest are dropped."""
+    """Limits of the store. Beyond any of them, the longest idle threads are dropped."""
 
     seconds: float
-    """Maximum time since a thread's last turn."""
+    """Maximum number of seconds since a thread's last turn."""
     threads: int
     bytes: int
-    """Stored bytes of all tokens and items."""
+    """Maximum number of stored bytes of tokens and items."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A response to be stored. `tokens` is the whole sequence, whose part from the parent is stored only once."""
+    """A response to be stored. `tokens` is the whole sequence; only the part after the parent's is stored."""
 
     response: Mapping[str, Any]
     """The response as the API shows it, with id, status, output and previous_response_id."""
@@ -79,26 +79,26 @@ class Turn:
 
     @property
     def id(self) -> str:
-        """The response's id."""
+        """Id of the response."""
         return str(self.response["id"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """The state that a new turn builds on."""
+    """State that a new turn builds on."""
 
     thread: str | None = None
-    """None for a turn that begins a thread."""
+    """Id of the thread; None for a turn that begins one."""
     parent: str | None = None
-    """The last turn; None at the beginning, and after a client edited the conversation's items."""
+    """Id of the last turn. None at the beginning, and after a client edited the conversation's items."""
     status: str = "completed"
     items: Sequence[Item] = ()
-    """All messages so far."""
+    """All items so far."""
     tokens: Sequence[int] = ()
-    """The raw tokens of the messages, as far as they are known."""
+    """Raw tokens of the items, as far as they are known."""
     characters: int = 0
-    """Length of the text that these tokens stand for."""
+    """Number of characters of the text that these tokens stand for."""
     digest: bytes = b""
-    """Digest of that text and the tokenizer."""
+    """Digest of the text and of the tokenizer."""
     size: int = 0
-    """About how many bytes the messages have as they are stored."""
+    """Approximate number of bytes of the items as they are stored."""

@@ -1,4 +1,4 @@
-"""Writing: one response of the Responses API, from its prompt to its stored turn."""
+"""Writing of one response of the Responses API, from its prompt to its stored turn."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from holdfast.server.conversations.values import GOOD, RUNNING, Context, Item, T
 from holdfast.server.formats.parts import Part, Said
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
-from holdfast.server.logprobs import records, told_tokens
+from holdfast.server.logprobs import records, tokens_with_logprobs
 from holdfast.server.protocol import ApiError
 from holdfast.server.search import MOST_SEARCHES, SEARCH_KINDS, SEARCH_TOOL, SearchFailed, WebSearch, read_query
 from holdfast.server.service import Answer, Lane, Service, check_length, refused
 
 
 class Server(Protocol):
-    """What a response needs of the stateful API that it is a part of."""
+    """Protocol of the stateful API, as far as one response uses it."""
 
     service: Service
     store: AsyncStore
@@ -37,22 +37,22 @@ class Server(Protocol):
         """Lock a conversation against other changes. Raises ApiError if it is locked already."""
 
     def running(self, tenant: str, response: str) -> object | None:
-        """A background response that this process is writing."""
+        """Return a background response that this process is writing; None if it is not."""
 
 
 @dataclass(slots=True)
 class Written:
-    """One answer of the model: all of a response, unless it searches the web."""
+    """One answer of the model. A response has several answers if it searches the web."""
 
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     reasoning: int = 0
-    """Tokens of its reasoning."""
+    """Number of reasoning tokens in the answer."""
     reason: FinishReason = FinishReason.STOP
 
 
 class Writing:
-    """One response in progress. It is stored at its end, so a client that leaves earlier leaves no trace."""
+    """One response in progress. It is stored when it ends, so a client that leaves earlier leaves no trace."""
 
     def __init__(
         self, server: Server, wanted: ResponseRequest, tenant: str, lane: Lane | None, name: str | None
@@ -71,24 +71,24 @@ class Writing:
             reason = f"{place} is web_search, and this server has no search engine (see --web-search)"
             raise ApiError(reason, param=place, code="unsupported_parameter")
         self.searched = 0
-        """Web searches so far."""
+        """Number of web searches so far."""
         self.shape = ResponseShape(new_response(wanted, wanted.model), self.reading)
         self.context = Context()
         self.prompt = Prompt("", array("I"), 0)
         self.answer = Answer(service, wanted, tenant, self._prepare, self.reading, 1, lane, name)
         self.known = 0
-        """The prompt's leading tokens that came from the store: those of the first round are in all of them."""
+        """Number of leading prompt tokens that came from the store, in all rounds."""
         self.name = name
         self.prepared = asyncio.Event()
-        """Set once the response is sure to be served."""
+        """Set once the response is certain to be served."""
         self.begun = False
-        """Whether its beginning is stored, for clients that poll a background response."""
+        """Whether the beginning of the response is stored, for clients that poll a background response."""
         self.settled = False
-        """Whether the store was asked to keep its end; this cannot be undone."""
+        """Whether the store was asked to keep the end of the response. This cannot be undone."""
 
     @property
     def id(self) -> str:
-        """The response's id."""
+        """Id of the response."""
         return str(self.shape.response["id"])
 
     @property
@@ -97,7 +97,7 @@ class Writing:
         return bool(self.shape.response["status"] == "in_progress")
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """The response's events as it is written. The last one has the whole response. Raises ApiError."""
+        """Yield the response's events as it is written. The last one holds the whole response. Raises ApiError."""
         with self.server.lock(self.tenant, self.wanted.conversation_id):
             if self.wanted.background:
                 for event in self.shape.queued():
@@ -124,9 +124,12 @@ class Writing:
                 yield event
 
     async def _round(self, written: Written) -> AsyncGenerator[Event, None]:
-        """The events of one answer of the model, noted in `written`. A response that searches the web has several."""
+        """Yield the events of one answer of the model, and add them to `written`.
+
+        A response that searches the web has several answers.
+        """
         reader: AnswerReader | None = None
-        told: list[dict[str, Any]] = []
+        logprobs: list[dict[str, Any]] = []
         before = len(self.shape.output)
         async with aclosing(self.answer.deltas()) as deltas:
             async for _, delta in deltas:
@@ -137,12 +140,12 @@ class Writing:
                 written.tokens += delta.tokens
                 written.texts.append(delta.text)
                 if delta.logprobs:
-                    told += records(self.server.service.client.text, told_tokens(delta))
+                    logprobs += records(self.server.service.client.text, tokens_with_logprobs(delta))
                 thought = reader.thinking
                 for part in self._parts(reader, delta):
-                    for event in self.shape.part(part, told):
+                    for event in self.shape.part(part, logprobs):
                         yield event
-                    told = [] if isinstance(part, Said) else told
+                    logprobs = [] if isinstance(part, Said) else logprobs
                 if thought or reader.thinking:
                     written.reasoning += len(delta.tokens)
                 if delta.finish_reason is not None:
@@ -150,10 +153,13 @@ class Writing:
                     calls = any(item["type"] == "function_call" for item in self.shape.output[before:])
                     searched = bool(self.shape.searches) and delta.finish_reason is FinishReason.STOP
                     self.answer.goes_on = searched and not calls
-        self.shape.tell(told)
+        self.shape.add_logprobs(logprobs)
 
     async def _search(self, reason: FinishReason) -> AsyncGenerator[Event, None]:
-        """The events of a round's web searches. They fail if the round was cut short, or if no more are allowed."""
+        """Yield the events of a round's web searches.
+
+        A search fails if the round was cut short or if no more searches are allowed.
+        """
         for at, arguments in list(self.shape.searches.items()):
             query, results = "", None
             with suppress(SearchFailed):
@@ -167,7 +173,7 @@ class Writing:
                 yield event
 
     def _next_round(self) -> bool:
-        """Let the model go on behind what was found. Returns whether it may write anything more."""
+        """Let the model continue after the search results. Returns whether it may write any more tokens."""
         wanted, last = self.wanted, self.answer
         most = wanted.max_output_tokens
         left = None if most is None else most - last.usage.completion_tokens
@@ -175,7 +181,7 @@ class Writing:
             return False
         toolset = self.reading.toolset
         assert toolset is not None
-        toolset = toolset.behind(None if self._may_search else SEARCH_TOOL)
+        toolset = toolset.after_call(None if self._may_search else SEARCH_TOOL)
         reading = Reading(last.service.format, toolset, self.reading.options)
         name = self.name and f"{self.name}/{len(self.shape.output)}"
         self.wanted = wanted.changed(max_output_tokens=left)
@@ -195,25 +201,25 @@ class Writing:
         return reader.push(delta.text, last=delta.finish_reason is not None)
 
     async def whole(self) -> Response:
-        """The response at its end. Raises ApiError."""
+        """Write the response to its end and return it. Raises ApiError."""
         async with aclosing(self.events()) as events:
             async for _ in events:
                 pass
         return self.shape.response
 
     def failed(self, error: ApiError) -> Event:
-        """The event that ends the stream after an error. Counts the request as failed."""
+        """Return the event that ends the stream after an error. Counts the request as failed."""
         self.answer.ended("failed")
         return self.shape.failed(error)
 
     async def compose(self, most: int | None) -> Prompt:
-        """Find the context that the response builds on, and compose its prompt, of `most` tokens. Raises ApiError."""
+        """Find the context of the response and compose its prompt of at most `most` tokens. Raises ApiError."""
         self.context = await self._find_context()
         self.answer.conversation = self.context.thread or self.wanted.conversation_id or ""
         return await self._compose(self.context, most)
 
     async def _compose(self, known: Context, most: int | None) -> Prompt:
-        """The prompt of what was said so far, in this response too. The tokens of its beginning may be known."""
+        """Compose the prompt of everything so far, this response included. `known` may hold its leading tokens."""
         service = self.server.service
         items = [*self.context.items, *self.input, *self.shape.output]
         if not (items or self.wanted.instructions):
@@ -236,7 +242,7 @@ class Writing:
             return await service.off_loop(size, work, renders=True, lane=self.answer.lane)
         except RequestRefused as error:
             raise refused(error, self.wanted, service.client) from None
-        except ValueError as error:  # the chat template refuses these messages
+        except ValueError as error:  # The chat template refuses these messages.
             raise ApiError(str(error), param="input", code="invalid_value") from None
 
     async def _prepare(self) -> list[Sequence[int]]:
@@ -252,7 +258,7 @@ class Writing:
         return [self.prompt.tokens]
 
     async def _go_on(self) -> list[Sequence[int]]:
-        """The tokens of the prompt behind what was found. Those of the prompt before it are known."""
+        """Compose the prompt that includes the search results, reusing known tokens. Returns its tokens."""
         service = self.server.service
         known = self.prompt.answered(service.client.text, "", (), FinishReason.LENGTH)
         context = replace(self.context, tokens=known.tokens, characters=known.characters, digest=known.digest)
@@ -288,7 +294,8 @@ class Writing:
     async def _commit(self, whole: Response, answer: str, tokens: list[int], reason: FinishReason) -> None:
         """Store the whole turn: response, items and raw tokens in one transaction.
 
-        The tokens of an answer of several parts are not known any more when the template writes it again.
+        The tokens of an answer of several parts are not stored, because the template renders its text differently from
+        the generated one.
         """
         if not self.wanted.store and self.wanted.conversation is None:
             return
@@ -310,5 +317,5 @@ class Writing:
         """Store the end of a background response that failed or was cancelled."""
         self.shape.response = response
         self.settled = True
-        with suppress(ApiError):  # deleted meanwhile
+        with suppress(ApiError):  # It was deleted meanwhile.
             await self._keep(self._turn(response))

@@ -1,1 +1,1 @@
-"""The formats in which models write tool calls and reasoning: read from text as it comes, and asked for by grammar."""
+"""Formats in which models write tool calls and reasoning: parsers for streamed text, and grammars that enforce them."""

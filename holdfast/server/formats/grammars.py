@@ -1,8 +1,8 @@
-"""Grammars of answers that call tools, in llguidance's dialect of Lark: reasoning, tags and arguments by their schemas.
+"""Grammars of answers that call tools, in llguidance's dialect of Lark: reasoning, tags, and arguments by schema.
 
-Tags that are tokens are written by their ids, as added tokens are special to llguidance, and free text cannot hold
-them. A tag that is ordinary text ends free text where
-it first occurs, by a lazy lexeme (llguidance, docs/syntax.md, "Tool calling").
+Tags that are tokens are written by id, because llguidance treats added tokens as special, and free text cannot contain
+them. A tag that is ordinary text ends free text where it first occurs, by a lazy lexeme (llguidance, docs/syntax.md,
+"Tool calling").
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from holdfast.server.formats.tagged import CLOSE, FUNCTION, FUNCTION_END, OPEN, 
 from holdfast.server.formats.toolset import Tool, Toolset
 
 MOST_CALLS = 32
-"""Most calls of one answer that a grammar sees to."""
+"""Maximum number of calls in one answer that a grammar allows."""
 PLAIN = {"type", "description", "title", "default", "examples", "enum"}
-"""What the schema of a string may say for it to be written without quotes."""
+"""Keywords that a string's schema may have for the string to be written without quotes."""
 PLAIN_OBJECT = {"type", "properties", "required", "additionalProperties", "description", "title", "$schema"}
-"""What the schema of arguments may say for each of them to be written apart."""
+"""Keywords that a schema of arguments may have for each argument to be written separately."""
 
 TokenOf = Callable[[str], int | None]
-"""The id of a tag that is a token; None for one that is text."""
+"""Function that returns the id of a tag that is a token; None for a tag that is ordinary text."""
 
 
 class GrammarText:
-    """A grammar that is being written: its rules, by name."""
+    """A grammar under construction: its rules, by name."""
 
     def __init__(self, token: TokenOf) -> None:
         self.token = token
         self.rules: dict[str, str] = {}
         self.given = ""
-        """The rules that a client gave."""
+        """Rules from the client's own grammar."""
 
     def written(self, start: str) -> str:
-        """The grammar as a text."""
+        """Return the whole grammar as text."""
         rules = "".join(f"{name}: {rule}\n" for name, rule in self.rules.items()) + f"{self.given}\n"
         return f"%llguidance {{}}\nstart: {start}\n{rules}TEXT: /(.|\\n)*/\nBLANKS: /[ \\n]+/\n"
 
     def tag(self, tag: str) -> str:
-        """A tag where it must come."""
+        """Return the expression for a tag."""
         id = self.token(tag)
         return literal(tag) if id is None else f"<[{id}]>"
 
     def up_to(self, name: str, tag: str) -> str:
-        """A rule for any text up to the tag, which belongs to it."""
+        """Add a rule for any text up to and including the tag. Returns its name."""
         if self.token(tag) is None:
             self.rules[f"{name}[lazy]"] = f"TEXT {literal(tag)}"
         else:
@@ -57,12 +57,15 @@ class GrammarText:
         return name
 
     def schema(self, name: str, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-        """A rule for JSON by a schema. `lenient` ignores keywords that llguidance does not know."""
+        """Add a rule for JSON that follows a schema. Returns its name.
+
+        `lenient` ignores keywords that llguidance does not know.
+        """
         self.rules[name] = f"%json {json.dumps(laid_out(schema, lenient=lenient), ensure_ascii=False)}"
         return name
 
     def answer(self, given: Grammar) -> str:
-        """A rule for a grammar of the whole answer, which a client gave."""
+        """Add the client's grammar of the whole answer. Returns the name of its rule."""
         if given.kind == "json":
             self.rules["answer"] = f"%json {given.text}"
             return "answer"
@@ -74,23 +77,23 @@ class GrammarText:
         return "answer"
 
     def reasoning(self, open: str, close: str, opened: bool) -> str:
-        """What comes before the answer: reasoning that the prompt has opened, or that the model may open."""
+        """Return the expression for reasoning before the answer, which the prompt has opened or the model may open."""
         thought = self.up_to("thought", close)
         return f"{thought} BLANKS? " if opened else f"({self.tag(open)} {thought} BLANKS?)? "
 
 
 def _renamed(found: re.Match[str]) -> str:
-    """The beginning of a client's grammar, which is not the beginning any more."""
+    """Rename the start rule of a client's grammar, because the whole grammar has a start rule of its own."""
     return "answer" if found[1] == "start" else ""
 
 
 def literal(text: str) -> str:
-    """A text as a string of the grammar; nothing if it is empty."""
+    """Return a text as a string literal of the grammar; nothing if it is empty."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema that a tool's arguments must follow: an object, and one that is closed if its schema does not say."""
+    """Return the schema of a tool's arguments: an object. Unless the tool's schema says otherwise, it is closed."""
     schema = dict(tool.schema)
     schema.setdefault("type", "object")
     if schema.get("properties") and not {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"} & schema.keys():
@@ -99,27 +102,27 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def named(grammar: GrammarText, at: int, tool: Tool, key: str = "arguments") -> str:
-    """A call as a JSON object."""
+    """Return the expression for a call as a JSON object."""
     schema = grammar.schema(f"arguments_{at}", arguments_schema(tool), lenient=not tool.strict)
     before = f'{{"name": {json.dumps(tool.name)}, "{key}": '
     return f"{literal(before)} {schema} {literal('}')}"
 
 
 def any_of(grammar: GrammarText, name: str, rules: Sequence[str]) -> str:
-    """A rule for one of several."""
+    """Add a rule for any one of several rules. Returns its name."""
     grammar.rules[name] = " | ".join(rules)
     return name
 
 
 def several(call: str, between: str, toolset: Toolset) -> str:
-    """One call, or several where they may be."""
+    """Return the expression for one call, or for several if the toolset allows them."""
     if not toolset.parallel:
         return call
     return f"{call} ({between} {call}){{0,{MOST_CALLS - 1}}}"
 
 
 def tagged(grammar: GrammarText, toolset: Toolset, write: Callable[[GrammarText, int, Tool], str]) -> str:
-    """Calls between tags; where the model need not call, with text before and after them."""
+    """Return the expression for calls between tags, with text around them unless the model must call."""
     calls = [f'"\\n"? {write(grammar, at, tool)} "\\n"?' for at, tool in enumerate(toolset.callable)]
     call = f"{any_of(grammar, 'call', calls)} {grammar.tag(CLOSE)}"
     if toolset.mode == "required":
@@ -128,15 +131,18 @@ def tagged(grammar: GrammarText, toolset: Toolset, write: Callable[[GrammarText,
 
 
 def hermes(grammar: GrammarText, toolset: Toolset) -> str:
-    """Calls of Hermes, Qwen and the built-in model."""
+    """Return the expression for calls of Hermes, Qwen and the built-in model."""
     return tagged(grammar, toolset, named)
 
 
 def qwen_coder(grammar: GrammarText, toolset: Toolset) -> str:
-    """Calls of Qwen3-Coder; as JSON where XML could not say what the schema asks for."""
+    """Return the expression for calls of Qwen3-Coder.
+
+    A call is JSON if XML cannot express its schema.
+    """
     if toolset.mode == "required":
         return tagged(grammar, toolset, xml_or_json)
-    # A function may also come without the outer tag, and then it must follow its schema, too.
+    # A function may also come without the outer tag. It must then follow its schema, too.
     body = tagged(grammar, toolset, xml_or_json).removesuffix("TEXT")
     bare = [
         f"{literal(function.removeprefix(FUNCTION))} {rest}"
@@ -151,13 +157,13 @@ def qwen_coder(grammar: GrammarText, toolset: Toolset) -> str:
 
 
 def xml_or_json(grammar: GrammarText, at: int, tool: Tool) -> str:
-    """A call as XML if its schema is simple enough."""
+    """Return the expression for a call: XML if its schema is simple enough, else JSON."""
     parts = xml(grammar, at, tool)
     return named(grammar, at, tool) if parts is None else f"{literal(parts[0])} {parts[1]}"
 
 
 def xml(grammar: GrammarText, at: int, tool: Tool) -> tuple[str, str] | None:
-    """A call's opening and the rest of it, as XML. None if its schema says what XML cannot."""
+    """Return the opening of a call as XML and its remainder. None if XML cannot express its schema."""
     schema = arguments_schema(tool)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not schema.keys() <= PLAIN_OBJECT or schema["type"] != "object" or not {*required} <= properties.keys():
@@ -174,7 +180,7 @@ def xml(grammar: GrammarText, at: int, tool: Tool) -> tuple[str, str] | None:
 
 
 def _xml_value(grammar: GrammarText, name: str, schema: Any) -> str | None:
-    """One value up to the end of its tag."""
+    """Return the expression for one value up to the end of its tag; None if XML cannot express its schema."""
     if not isinstance(schema, Mapping) or not isinstance(kind := schema.get("type"), str):
         return None
     if kind != "string":
@@ -191,7 +197,7 @@ def _xml_value(grammar: GrammarText, name: str, schema: Any) -> str | None:
 
 
 def llama(tag: str) -> Callable[[GrammarText, Toolset], str]:
-    """Calls of Llama 3: JSON objects that are the whole answer. `tag` announces some in the middle of one."""
+    """Return the writer for calls of Llama 3: JSON objects that are the whole answer, or that follow `tag`."""
 
     def write(grammar: GrammarText, toolset: Toolset) -> str:
         calls = [named(grammar, at, tool, "parameters") for at, tool in enumerate(toolset.callable)]
@@ -199,7 +205,7 @@ def llama(tag: str) -> Callable[[GrammarText, Toolset], str]:
         if toolset.mode == "required":
             return whole
         grammar.rules["calls"] = whole
-        # What begins with a brace is a call.
+        # An answer that begins with a brace is a call.
         grammar.rules["SAID"] = "/[ \\n]*[^ \\n{](.|\\n)*/"
         if grammar.token(tag) is None:
             return "(calls | SAID)?"
@@ -209,7 +215,11 @@ def llama(tag: str) -> Callable[[GrammarText, Toolset], str]:
 
 
 def mistral(tag: str, arguments: str) -> Callable[[GrammarText, Toolset], str]:
-    """Calls of Mistral: a list behind the tag, or each call's name and arguments where there is a tag between them."""
+    """Return the writer for calls of Mistral.
+
+    They are a list after `tag`, or, if the model has the tag `arguments`, each call's name and arguments with this tag
+    between them.
+    """
 
     def write(grammar: GrammarText, toolset: Toolset) -> str:
         if grammar.token(arguments) is None:
@@ -231,7 +241,10 @@ def mistral(tag: str, arguments: str) -> Callable[[GrammarText, Toolset], str]:
 
 
 def harmony(grammar: GrammarText, toolset: Toolset) -> str:
-    """Calls of GPT-OSS, which ends its answer with each; where it need not call, what it says in the final channel."""
+    """Return the expression for calls of GPT-OSS, each of which ends its answer.
+
+    Unless the model must call, it may instead answer in the final channel.
+    """
     calls = []
     for at, tool in enumerate(toolset.callable):
         schema = grammar.schema(f"arguments_{at}", arguments_schema(tool), lenient=not tool.strict)
@@ -241,20 +254,20 @@ def harmony(grammar: GrammarText, toolset: Toolset) -> str:
     if toolset.mode == "required":
         return call
     preamble = f"{grammar.tag(CHANNEL)} {literal('commentary')} {grammar.tag(MESSAGE)} {grammar.up_to('preamble', END)}"
-    return f"({preamble} {begun_again(grammar)})? ({call} | {final(grammar, 'TEXT')})"
+    return f"({preamble} {next_message(grammar)})? ({call} | {final(grammar, 'TEXT')})"
 
 
-def begun_again(grammar: GrammarText) -> str:
-    """The beginning of one more message of the model."""
+def next_message(grammar: GrammarText) -> str:
+    """Return the expression for the beginning of another message of the model."""
     return f"{grammar.tag(START)} {literal('assistant')}"
 
 
 def final(grammar: GrammarText, answer: str) -> str:
-    """An answer in the final channel of GPT-OSS."""
+    """Return the expression for an answer in the final channel of GPT-OSS."""
     return f"{grammar.tag(CHANNEL)} {literal('final')} {grammar.tag(MESSAGE)} {answer}"
 
 
-def behind_analysis(grammar: GrammarText, body: str) -> str:
-    """What follows the reasoning of GPT-OSS, of which there may be none."""
+def after_analysis(grammar: GrammarText, body: str) -> str:
+    """Return the expression for `body` after optional reasoning of GPT-OSS."""
     thought = f"{grammar.tag(CHANNEL)} {literal('analysis')} {grammar.tag(MESSAGE)} {grammar.up_to('thought', END)}"
-    return f"({thought} {begun_again(grammar)})? {body}"
+    return f"({thought} {next_message(grammar)})? {body}"

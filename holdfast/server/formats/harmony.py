@@ -3,8 +3,8 @@
 <|channel|>analysis<|message|>They ask for the weather.<|end|><|start|>assistant<|channel|>commentary
 to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The prompt has written <|start|>assistant already. Analysis is reasoning, a recipient makes a message a call, and the
-rest is said: the final channel, and commentary without a recipient. As vLLM reads them.
+The prompt has written <|start|>assistant already. Analysis is reasoning, a recipient makes a message a call, and all
+other messages are text: the final channel, and commentary without a recipient. vLLM reads them in the same way.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 TAGS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 ENDS = (END, CALL, RETURN, START, CHANNEL)
-"""What ends the text of a message. The last two do where a model forgets the end."""
+"""Tags that end the text of a message. The last two do if a model forgets the end."""
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 NAMESPACE = "functions."
 
 
 class HarmonyMessages(Parser):
-    """Reads such messages. Calls of other tools than `names` are read as reasoning: they are the model's own."""
+    """Reads messages of this format.
+
+    Calls of tools outside `names` count as reasoning, because they are the model's own.
+    """
 
     def __init__(self, names: Collection[str] = ()) -> None:
         super().__init__()
         self._names = names
         self._kind = "final"
         self._thoughts = 0
-        """Messages of reasoning so far."""
+        """Number of reasoning messages so far."""
         self._begun = False
-        """Whether the present message has said anything."""
+        """Whether the current message has had any text."""
         self.state = self._opening
 
     def _opening(self) -> bool:
-        """The beginning of an answer: a header, or plain text where a model writes none."""
+        """Read the beginning of an answer: a header, or plain text if the model writes no header."""
         begun = self.rest.lstrip()
         if not begun and not self.last:
             return False
@@ -51,7 +54,7 @@ class HarmonyMessages(Parser):
         return True
 
     def outside(self) -> bool:
-        """Between two messages: nothing is said until the next header."""
+        """Skip everything between two messages, up to the next header."""
         found = [at for tag in (START, CHANNEL, MESSAGE) if (at := self.rest.find(tag)) >= 0]
         if not found:
             self.rest = "" if self.last else self.rest[len(self.rest) - held_back(self.rest, TAGS) :]
@@ -61,10 +64,10 @@ class HarmonyMessages(Parser):
         return True
 
     def _header(self) -> bool:
-        """Who speaks to whom, and in which channel, up to the message itself."""
+        """Read a message's header: its channel and its recipient."""
         header, found, rest = self.rest.partition(MESSAGE)
         if not found:
-            if self.last:  # it was cut
+            if self.last:  # The answer was cut.
                 self.rest = ""
             return False
         self.rest = rest
@@ -84,12 +87,12 @@ class HarmonyMessages(Parser):
         return True
 
     def _function(self, recipient: str) -> str | None:
-        """The function that a recipient names, if it is one that may be called."""
+        """Return the name of the function that a recipient names; None if it is not one of the tools."""
         name = recipient.removeprefix(NAMESPACE)
         return name if recipient.startswith(NAMESPACE) or name in self._names else None
 
     def _body(self) -> bool:
-        """The text of a message, as it comes."""
+        """Read the text of a message as it comes."""
         found = [at for tag in ENDS if (at := self.rest.find(tag)) >= 0]
         size = min(found) if found else len(self.rest) - (0 if self.last else held_back(self.rest, ENDS))
         self._give(self.rest[:size], last=bool(found) or self.last)

@@ -1,4 +1,4 @@
-"""Past calls and their results as chat templates want them, also those that know no tools."""
+"""Converts past calls and their results for chat templates, including templates that know no tools."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ To call a function, write its name and its arguments as JSON between tags, and n
 {{"name": "the name", "arguments": {{"an argument": "its value"}}}}
 </tool_call>
 You will get its result between <tool_response> and </tool_response>."""
-"""How a template that knows no tools is told of them: in the words of a system message."""
+"""Text that describes the tools in a system message, for a template that knows no tools."""
 
 
 def spelled_out(messages: Sequence[Message], toolset: Toolset | None) -> list[Message]:
-    """Messages for a template that knows no tools: everything about them is text, in the format of Hermes."""
+    """Convert messages for a template that knows no tools: calls and results become text in the format of Hermes."""
     said = [_plain(message) for message in messages]
     if toolset is None:
         return said
@@ -53,7 +53,7 @@ def _spelled(function: Mapping[str, Any]) -> str:
 
 
 def short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose calls have ids of nine letters and digits, as Mistral's templates demand."""
+    """Give calls ids of nine letters and digits, as Mistral's templates require."""
     return [_with_short_ids(message) for message in messages]
 
 
@@ -66,7 +66,7 @@ def _with_short_ids(message: Message) -> Message:
 
 
 def _short(id: str) -> str:
-    """An id of nine letters and digits: the id itself if it is one, else a digest, so that no two become equal."""
+    """Return an id of nine letters and digits: the id itself, or else its digest, so that ids stay distinct."""
     if re.fullmatch("[A-Za-z0-9]{9}", id):
         return id
     number = int.from_bytes(hashlib.sha256(id.encode("utf-8", "surrogatepass")).digest())
@@ -74,7 +74,10 @@ def _short(id: str) -> str:
 
 
 def as_thinking(messages: Sequence[Message]) -> list[Message]:
-    """Messages with their reasoning as GPT-OSS's template wants it, which takes none beside text and a call."""
+    """Move reasoning to where GPT-OSS's template expects it.
+
+    The template takes no reasoning next to text and a call.
+    """
     return [_with_thinking(message) if "reasoning_content" in message else message for message in messages]
 
 
@@ -84,7 +87,7 @@ def _with_thinking(message: Message) -> Message:
 
 
 def settled(messages: Sequence[Message]) -> list[Message]:
-    """Messages without the reasoning of turns that are over: only a turn that waits for tools still needs its own."""
+    """Remove the reasoning of finished turns. Only a turn that waits for tools still needs its own."""
     last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=-1)
     return [
         {key: value for key, value in message.items() if key != "reasoning_content"} if at < last else message

@@ -1,4 +1,4 @@
-"""Llama 3's calls: JSON objects that are the whole answer, or that stand behind `<|python_tag|>`.
+"""Llama 3's calls: JSON objects that are the whole answer, or that follow `<|python_tag|>`.
 
 {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {"city": "Paris"}}
 """
@@ -14,14 +14,17 @@ TAG = "<|python_tag|>"
 
 
 class LlamaCalls(Parser):
-    """Reads such calls. Without the tag, only a known tool's name tells a call from an answer in JSON."""
+    """Reads calls of this format.
+
+    Without the tag, only the name of a known tool distinguishes a call from other JSON.
+    """
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
         self._names = names
         self._object = CallObject(self)
         self._opening = ""
-        """What stood before the object: the text that it is, should there be no call."""
+        """Text before the object. It is part of the answer if no call follows."""
         self.state = self._start
 
     def _start(self) -> bool:
@@ -67,7 +70,7 @@ class LlamaCalls(Parser):
         return ended
 
     def _after(self) -> bool:
-        """Behind a call: another one, or text."""
+        """Read what follows a call: another one, or text."""
         if not self.skip_blanks():
             return False
         if self.rest[0] in ";,":

@@ -12,18 +12,18 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 class ValueScanner:
-    """Finds the end of one JSON value, without checking what is within its brackets."""
+    """Finds the end of one JSON value, without checking the contents of its brackets."""
 
     def __init__(self) -> None:
         self.kind = ""
-        """Its first character."""
+        """First character of the value; empty before it."""
         self._depth = 0
         self._quoted = self._escaped = False
 
     def scan(self, text: str, at: int) -> tuple[int, bool]:
-        """Read from a place. Returns the place behind what belongs to the value, and whether it is complete.
+        """Read from position `at`. Returns the position after the value, and whether the value is complete.
 
-        A number or a word ends where something else begins, which may be the end of the text.
+        A number or a word ends where something else begins, which may be after the end of the text.
         """
         if not self.kind and at < len(text):
             self.kind = text[at]
@@ -57,13 +57,13 @@ class ValueScanner:
 
 
 class CallObject:
-    """Reads one `{"name": …, "arguments": {…}}`, in any order and with further fields, for a parser."""
+    """Reads one `{"name": …, "arguments": {…}}` for a parser. Keys may be in any order, and more keys may follow."""
 
     def __init__(self, parser: Parser, known: Collection[str] | None = None) -> None:
-        """With `known`, a call of any other name is none."""
+        """Unless `known` is None, an object with another name is not a call."""
         self.begun = self.done = self.failed = False
         self.raw = ""
-        """What was read before the call began: the text that it is, should there be no call."""
+        """Text read before the call began. It is part of the answer if no call follows."""
         self._parser = parser
         self._known = known
         self._place = "open"
@@ -75,7 +75,7 @@ class CallObject:
         self._argued = False
 
     def read(self) -> bool:
-        """Read from the parser's rest. Returns whether the object has ended, well or not."""
+        """Read from the parser's `rest`. Returns whether the object has ended or failed."""
         parser, at = self._parser, 0
         text = parser.rest
         while at < len(text) and not (self.done or self.failed):

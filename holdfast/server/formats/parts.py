@@ -1,7 +1,7 @@
-"""The parts of an answer, and the parser that finds them in text which arrives in pieces.
+"""The parts of an answer, and the parser that finds them in text that arrives in pieces.
 
-A parser is pure. The parts that it gives, joined, do not depend on how the text is split into pieces: it holds back
-only what may turn out to be a tag, or blanks that a tag would make meaningless.
+A parser is pure. The joined parts do not depend on how the text is split into pieces. A parser holds text back only if
+it may turn out to be a tag, or if it is blanks that a tag would make meaningless.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import NamedTuple
 
 
 class Said(NamedTuple):
-    """More of what the model says."""
+    """More text of the answer."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """More of what the model thinks before it answers."""
+    """More reasoning before the answer."""
 
     text: str
 
 
 class CallBegin(NamedTuple):
-    """The model begins to call a tool."""
+    """Beginning of a tool call."""
 
     name: str
 
 
 class Arguments(NamedTuple):
-    """More of the arguments of the call that began last, as JSON text."""
+    """More arguments of the last call, as JSON text."""
 
     text: str
 
@@ -38,7 +38,7 @@ Part = Said | Reasoning | CallBegin | Arguments
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same parts, with neighbours of one kind as one."""
+    """Merge adjacent parts of the same kind."""
     whole: list[Part] = []
     for part in parts:
         if isinstance(part, CallBegin) or not whole or type(whole[-1]) is not type(part):
@@ -49,7 +49,7 @@ def joined(parts: Iterable[Part]) -> list[Part]:
 
 
 def held_back(text: str, tags: Sequence[str]) -> int:
-    """How many characters at the end of a text may begin one of the tags."""
+    """Return the number of characters at the end of a text that may begin one of the tags."""
     longest = 0
     for tag in tags:
         for size in range(min(len(tag) - 1, len(text)), longest, -1):
@@ -60,28 +60,28 @@ def held_back(text: str, tags: Sequence[str]) -> int:
 
 
 class Parser:
-    """A parser in some state, which is a method that reads from `rest` and tells whether the next state can go on.
+    """A parser with a state: a method that reads from `rest` and returns whether the next state can continue.
 
-    It starts in `outside`, where a kind of parser looks for the beginning of a call, and returns there. Blanks around
-    calls are dropped.
+    It starts in `outside`, where a subclass looks for the beginning of a call, and returns there. Blanks around calls
+    are dropped.
     """
 
     def __init__(self) -> None:
         self.state: Callable[[], bool] = self.outside
         self.rest = ""
-        """Said that is not read yet."""
+        """Received text that is not read yet."""
         self.last = False
         """Whether `rest` is all that will come."""
         self._parts: list[Part] = []
         self._trim = False
-        """Whether blanks that come next are dropped."""
+        """Whether the next blanks are dropped."""
         self._blanks = ""
-        """The blanks at the end of the text so far."""
+        """Blanks at the end of the text so far."""
         self.thinking = False
-        """Whether what comes next is reasoning. Only formats whose reasoning is no part before all others say so."""
+        """Whether the next text is reasoning. Only formats whose reasoning can come after other parts set this."""
 
     def push(self, text: str, last: bool = False) -> list[Part]:
-        """Add text. Returns the parts that are certain; with `last`, all that is left."""
+        """Add text. Returns the parts that are certain. With `last`, returns all that is left."""
         self.rest += text
         self.last = last
         while self.state():
@@ -93,21 +93,21 @@ class Parser:
         return [part for part in joined(parts) if isinstance(part, CallBegin) or part.text]
 
     def trim(self) -> None:
-        """Drop the blanks at the beginning of what comes next."""
+        """Drop the blanks at the beginning of the next text."""
         self._trim = True
 
     def outside(self) -> bool:
-        """Read text that belongs to no call. By default all text."""
+        """Read text outside of calls. By default, this is all text."""
         return self.say(len(self.rest))
 
     def say(self, count: int) -> bool:
-        """Read so many characters as text. Returns False."""
+        """Read `count` characters as text. Returns False."""
         self.speak(self.rest[:count])
         self.rest = self.rest[count:]
         return False
 
     def speak(self, text: str) -> None:
-        """Give text that was read before. Blanks at its end wait for what follows."""
+        """Add text to the parts. Blanks at its end wait for the next text."""
         text = self._blanks + text
         if self._trim:
             text = text.lstrip()
@@ -118,21 +118,21 @@ class Parser:
             self._parts.append(Said(said))
 
     def begin(self, name: str) -> None:
-        """Give the beginning of a call. The blanks before it, and those after it, say nothing."""
+        """Add the beginning of a call. The blanks around it are dropped."""
         self._blanks = ""
         self._trim = True
         self._parts.append(CallBegin(name))
 
     def argue(self, text: str) -> None:
-        """Give more of a call's arguments."""
+        """Add more of a call's arguments."""
         self._parts.append(Arguments(text))
 
     def think(self, text: str) -> None:
-        """Give more reasoning."""
+        """Add more reasoning."""
         self._parts.append(Reasoning(text))
 
     def until(self, tags: Sequence[str]) -> str | None:
-        """Say the text before the first of the tags, and read that tag. None if it is not there yet, or never comes."""
+        """Say the text before the first of the tags, and read that tag. Returns None while no tag is complete."""
         found = [(at, tag) for tag in tags if (at := self.rest.find(tag)) >= 0]
         if not found:
             self.say(len(self.rest) - (0 if self.last else held_back(self.rest, tags)))
@@ -148,5 +148,5 @@ class Parser:
         return bool(self.rest)
 
     def awaits(self, tag: str) -> bool:
-        """Whether `rest` may still become the tag, but is not yet."""
+        """Whether `rest` may still become the tag but is not complete."""
         return not self.last and len(self.rest) < len(tag) and tag.startswith(self.rest)

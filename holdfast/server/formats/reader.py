@@ -1,4 +1,4 @@
-"""Reads one answer: what the model thinks, then what it says and which tools it calls."""
+"""Reads one answer: its reasoning, then its text and tool calls."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from dataclasses import dataclass
 from holdfast.server.formats.parts import Arguments, CallBegin, Parser, Part, Reasoning, held_back
 
 LEAST_CUT = 2
-"""Characters of a closing tag at the end of an answer from which on it is a tag that was cut."""
+"""Minimum number of characters of a closing tag at an answer's end that count as a tag that was cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """What stands around a model's reasoning."""
+    """Tags around a model's reasoning."""
 
     open: str
     close: str
     assumed: bool = False
-    """Whether an answer begins with reasoning even where nothing opens it."""
+    """Whether an answer begins with reasoning even if nothing opens it."""
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether the answer to a prompt begins within reasoning, because the prompt's end opens it."""
+        """Whether the prompt's end opens reasoning, so that the answer begins within it."""
         end = prompt.rstrip()
         return end.endswith(self.open) or (self.assumed and not end.endswith(self.close))
 
 
 class AnswerReader:
-    """Splits the reasoning at an answer's beginning from the rest, which a parser reads."""
+    """Separates the reasoning at an answer's beginning from the rest, which a parser reads."""
 
     def __init__(
         self, rest: Parser, tags: ReasoningTags | None = None, *, opened: bool = False, one_call: bool = False
     ) -> None:
-        """`opened`: whether the answer begins within reasoning. With `one_call`, further calls are dropped."""
+        """`opened`: whether the answer begins within reasoning. `one_call`: whether to drop calls after the first."""
         self._thinking = opened
         self.calls = 0
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         self._tags = tags
         self._settled = tags is None
         """Whether it is known where the reasoning ends, or that there is none."""
@@ -45,11 +45,11 @@ class AnswerReader:
 
     @property
     def thinking(self) -> bool:
-        """Whether what comes next belongs to the reasoning."""
+        """Whether the next text belongs to the reasoning."""
         return self._thinking or self._rest.thinking
 
     def push(self, text: str, last: bool = False) -> list[Part]:
-        """Add text. Returns the parts that are certain; with `last`, all that is left."""
+        """Add text. Returns the parts that are certain. With `last`, returns all that is left."""
         parts: list[Part] = []
         if not self._settled:
             text = self._think(self._held + text, last, parts)
@@ -61,7 +61,7 @@ class AnswerReader:
         return parts
 
     def _think(self, text: str, last: bool, parts: list[Part]) -> str:
-        """Read reasoning. Returns the text behind it, if that has come."""
+        """Read reasoning. Returns the text after it, if that has come."""
         tags, self._held = self._tags, ""
         assert tags is not None
         if not self._begun:
@@ -76,7 +76,7 @@ class AnswerReader:
                 return text
             else:
                 text = begun
-            if not text and not last:  # blanks may follow the tag
+            if not text and not last:  # Blanks may follow the tag.
                 self._held = tags.open
                 return ""
             self._begun = True

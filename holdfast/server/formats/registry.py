@@ -1,4 +1,4 @@
-"""Which format a model's answers have: named by the user, or found in its chat template and vocabulary."""
+"""The format of a model's answers: named by the user, or detected from its chat template and vocabulary."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from holdfast.server.formats.toolset import Toolset
 
 
 class Template(Protocol):
-    """What is asked of a model's text: its template, and which tags are tokens."""
+    """Protocol of a model's text, as far as formats use it: its template, and which tags are tokens."""
 
     template: str | None
 
     def token_id(self, piece: str) -> int | None:
-        """The id of a tag, if it is a token."""
+        """Return the id of a tag that is a token; None for other tags."""
 
     def is_visible(self, token: int) -> bool:
-        """Whether a token is ordinary text, and not a special token."""
+        """Whether a token is ordinary text and not a special token."""
 
     def render_chat(
         self,
@@ -44,26 +44,26 @@ class Template(Protocol):
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
     ) -> str:
-        """The prompt of a chat."""
+        """Return the prompt of a chat."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family of models writes calls."""
+    """Format in which a family of models writes calls."""
 
     name: str
     parser: Callable[[Toolset], Parser]
     tags: tuple[str, ...]
-    """The tags that it knows. Those that are special tokens are shown to the parser."""
+    """Tags of the format. The parser sees them even if they are special tokens."""
     grammar: Callable[[GrammarText, Toolset], str]
-    """Writes the grammar of an answer behind its reasoning."""
+    """Function that writes the grammar of an answer after its reasoning."""
     short_ids: bool = False
     """Whether ids of calls have nine letters and digits."""
     channels: bool = False
-    """Whether it reads all of an answer, with its reasoning, also where there are no tools."""
+    """Whether its parser reads whole answers, including reasoning, even without tools."""
 
     def new_id(self) -> str:
-        """An id for a call."""
+        """Return a new id for a call."""
         letters = string.ascii_letters + string.digits
         if self.short_ids:
             return "".join(secrets.choice(letters) for _ in range(9))
@@ -97,7 +97,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "qwen3_coder": QWEN_CODER,
     "qwen3_xml": QWEN_CODER,
 }
-"""By the names that vLLM has for them."""
+"""Formats of calls by the names that vLLM gives them."""
 
 THINK = ReasoningTags("<think>", "</think>")
 BRACKETS = ReasoningTags("[THINK]", "[/THINK]")
@@ -108,7 +108,10 @@ REASONING_FORMATS: Mapping[str, ReasoningTags | None] = {
     "openai_gptoss": None,
     "none": None,
 }
-"""By the names that vLLM has for them; `none` leaves reasoning in the text. Harmony's calls come with its reasoning."""
+"""Formats of reasoning by the names that vLLM gives them.
+
+`none` leaves reasoning in the text. Harmony is not listed, because its call format reads its reasoning.
+"""
 
 
 def check_names(calls: str | None, reasoning: str | None) -> None:
@@ -122,7 +125,7 @@ def check_names(calls: str | None, reasoning: str | None) -> None:
 
 
 def detected_calls(text: Template) -> CallFormat:
-    """The format of calls that a model's template shows, or its vocabulary. Hermes where neither says."""
+    """Return the format of calls that a model's template or vocabulary shows. Hermes if neither shows one."""
     template = text.template or ""
 
     def has(tag: str) -> bool:
@@ -140,7 +143,7 @@ def detected_calls(text: Template) -> CallFormat:
 
 
 def detected_reasoning(text: Template) -> ReasoningTags | None:
-    """The tags around reasoning that a model's template or vocabulary has, if any."""
+    """Return the reasoning tags that a model's template or vocabulary has, if any."""
     for tags in (BRACKETS, THINK):
         if tags.open in (text.template or "") or text.token_id(tags.open) is not None:
             return tags
@@ -149,22 +152,22 @@ def detected_reasoning(text: Template) -> ReasoningTags | None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How a model's answers are written, and its prompts about tools."""
+    """Format of a model's answers, and of its prompts about tools."""
 
     calls: CallFormat
     reasoning: ReasoningTags | None
     knows_tools: bool
-    """Whether the chat template can show tools. Otherwise they are told in words."""
+    """Whether the chat template can show tools. Otherwise a message describes them."""
     shown: frozenset[int]
     """Special tokens that are tags of the reasoning."""
     shown_calls: frozenset[int]
     """Special tokens that are tags of calls."""
     tokens: Mapping[str, int]
-    """The ids of tags that are tokens."""
+    """Token id by tag, for tags that are tokens."""
 
     @classmethod
     def find(cls, text: Template, calls: str | None = None, reasoning: str | None = None) -> AnswerFormat:
-        """The format of a model. The user may have named that of calls and that of reasoning."""
+        """Return the format of a model. `calls` and `reasoning` are the user's choices; None detects them."""
         knows = re.search(r"\btools\b", text.template or "") is not None
         form = detected_calls(text) if calls is None else CALL_FORMATS[calls]
         tags = detected_reasoning(text) if reasoning is None else REASONING_FORMATS[reasoning]
@@ -188,25 +191,25 @@ class AnswerFormat:
 
     @property
     def unread(self) -> AnswerFormat:
-        """The same, where answers are taken as they are: completions have no parts."""
+        """Return a format that leaves answers as they are, for completions."""
         return replace(self, calls=replace(self.calls, channels=False), reasoning=None, shown=frozenset())
 
 
 class Reading:
-    """How the answers to one request are read, from its prompt on."""
+    """Reads the answers to one request, beginning with its prompt."""
 
     def __init__(self, format: AnswerFormat, toolset: Toolset | None, options: Mapping[str, Any]) -> None:
-        """`options` are further variables of the chat template."""
+        """`options` are further variables for the chat template."""
         self.format = format
         self.toolset = toolset
         self.options = options
         self.opened = False
-        """Whether answers begin within reasoning."""
+        """Whether answers begin within reasoning. Set when the prompt is rendered."""
         self.closed = False
-        """Whether the prompt says that there is none."""
+        """Whether the prompt rules out reasoning. Set when the prompt is rendered."""
         read = toolset is not None or format.calls.channels
         self.shown = format.shown | (format.shown_calls if read else frozenset())
-        """Special tokens whose names belong to the text of answers."""
+        """Special tokens whose text belongs to answers."""
 
     @property
     def plain(self) -> bool:
@@ -214,7 +217,7 @@ class Reading:
         return self.toolset is None and self.format.reasoning is None and not self.format.calls.channels
 
     def render(self, text: Template, messages: Sequence[Message], *, begin: bool = True) -> str:
-        """The prompt of a chat. With `begin` the answer can follow. Raises ValueError as the template does."""
+        """Render the prompt of a chat. With `begin` it ends where the answer begins. Raises ValueError."""
         said, tools = settled(messages), None
         if not self.format.knows_tools:
             said = spelled_out(said, self.toolset)
@@ -231,9 +234,9 @@ class Reading:
         return prompt
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """The sampling of an answer, once the prompt is rendered: with the grammar that its calls need, if any.
+        """Add the grammar that the calls need to the sampling of an answer. Requires the rendered prompt.
 
-        A grammar that the request gives is for what comes behind the reasoning, unless the answer is a call.
+        A grammar from the request applies after the reasoning, unless the answer is a call.
         """
         toolset, tags, given = self.toolset, None if self.closed else self.format.reasoning, params.grammar
         if given is None and not (toolset is not None and toolset.constrained):
@@ -247,18 +250,18 @@ class Reading:
             bodies.append(grammars.final(grammar, answer) if self.format.calls.channels else answer)
         if toolset is not None:
             calls = toolset if toolset.mode == "required" else toolset.free()
-            if given is not None:  # the answer is a call, or what was asked for
+            if given is not None:  # The answer is a call or follows the request's grammar.
                 calls = replace(calls, mode="required")
             bodies.append(self.format.calls.grammar(grammar, calls))
         body = f"({' | '.join(bodies)})"
         if self.format.calls.channels:
-            body = grammars.behind_analysis(grammar, body)
+            body = grammars.after_analysis(grammar, body)
         if tags is not None:
             body = grammar.reasoning(tags.open, tags.close, self.opened) + body
         return replace(params, grammar=Grammar("lark", grammar.written(body)))
 
     def reader(self) -> AnswerReader:
-        """What reads one answer, once the prompt is rendered."""
+        """Return a reader for one answer. Requires the rendered prompt."""
         toolset = self.toolset
         calls = toolset or (Toolset(()) if self.format.calls.channels else None)
         rest = Parser() if calls is None else self.format.calls.parser(calls)

@@ -26,26 +26,26 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 WORDS = {"true": True, "false": False, "null": None, "none": None}
-"""Values that are written as in Python, too."""
+"""Values that are also accepted in Python's spelling."""
 
 
 class TaggedCalls(Parser):
-    """Reads either kind, whichever the model writes."""
+    """Reads both kinds of calls, whichever the model writes."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, bare: bool = False) -> None:
-        """`schemas` are those of the tools' arguments, by name: XML does not say which values are strings.
+        """`schemas` holds the schemas of the tools' arguments by name, because XML does not mark strings.
 
-        With `bare`, a function may also stand without the outer tag.
+        With `bare`, a function may also come without the outer tag.
         """
         super().__init__()
         self._tags = (OPEN, FUNCTION) if bare else (OPEN,)
         self._schemas = schemas
         self._object = CallObject(self)
         self._opening = ""
-        """What stood before a call: the text that it is, should there be no call."""
+        """Text before a call. It is part of the answer if no call follows."""
         self._properties: Mapping[str, Any] = {}
         self._count = 0
-        """Arguments of the present function so far."""
+        """Number of arguments of the current function so far."""
         self._value = ""
 
     def outside(self) -> bool:
@@ -77,7 +77,7 @@ class TaggedCalls(Parser):
         return True
 
     def _no_call(self, text: str) -> None:
-        """Give back as text what looked like a call."""
+        """Return text that looked like a call to the answer."""
         self.speak(text)
         self.state = self.outside
 
@@ -93,16 +93,16 @@ class TaggedCalls(Parser):
         return True
 
     def _after(self) -> bool:
-        """Behind a call: the end of its tag, or another call within it."""
+        """Read what follows a call: the end of its tag, or another call within it."""
         if not self.skip_blanks():
             return False
         if self.rest.startswith(CLOSE):
             self.rest = self.rest[len(CLOSE) :]
             self.state = self.outside
         elif self.rest[0] == "{":
-            self.state = self._inside  # some models write several objects within one tag
+            self.state = self._inside  # Some models write several objects within one tag.
         elif CLOSE.startswith(self.rest):
-            if self.last:  # the answer was cut within the tag
+            if self.last:  # The answer was cut within the tag.
                 self.rest = ""
             return False
         else:
@@ -149,7 +149,7 @@ class TaggedCalls(Parser):
         return True
 
     def _break(self) -> bool:
-        """The line break before a string."""
+        """Skip the line break before a string."""
         if not self.rest:
             return False
         self.argue('"')
@@ -170,7 +170,7 @@ class TaggedCalls(Parser):
         return True
 
     def _other(self) -> bool:
-        """A value that is not, or not only, a string: it can be read when it is complete."""
+        """Read a value that may be other than a string. It can be converted only when complete."""
         at = self.rest.find(PARAMETER_END)
         if at < 0:
             return False
@@ -182,13 +182,13 @@ class TaggedCalls(Parser):
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The properties that a schema names."""
+    """Return the properties that a schema names."""
     properties = schema.get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
 def kinds_of(schema: Any) -> set[str]:
-    """The JSON types that a property may have; string if its schema does not say."""
+    """Return the JSON types that a property may have; string if its schema does not say."""
     if not isinstance(schema, Mapping):
         return {"string"}
     if isinstance(given := schema.get("type"), str):
@@ -204,7 +204,7 @@ def kinds_of(schema: Any) -> set[str]:
 
 
 def converted(value: str) -> str:
-    """A value as JSON: what it is, if it is JSON or a word for true, false and null, and else a string."""
+    """Convert a value to JSON: unchanged if it is JSON, a constant if it spells one, else a string."""
     if (word := value.strip().lower()) in WORDS:
         return json.dumps(WORDS[word])
     try:
@@ -215,5 +215,5 @@ def converted(value: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text as it stands within the quotes of a JSON string."""
+    """Escape text for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol over applications of cells."""
+"""The Open Inference Protocol for applications of cells."""

@@ -1,4 +1,4 @@
-"""What is counted of applications: for Prometheus at /metrics, and for the protocol's own statistics."""
+"""Metrics of applications, for Prometheus at /metrics and for the protocol's own statistics."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from holdfast.engine.messages import AppStats
 from holdfast.server.metrics import LONG, SHORT
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Upper bounds of the histogram of tasks by their number of nodes."""
+"""Upper bounds of the histogram buckets for the number of nodes per task."""
 GAUGES = {
     "waiting": ("requests_waiting", "Requests of an application that have no place on the device yet"),
     "running": ("requests_running", "Requests of an application that have their places"),
     "rows_used": ("rows_used", "Places for nodes on the device that are used"),
     "rows_total": ("rows", "Places for nodes on the device"),
 }
-"""Field of AppStats -> name and help of its metric."""
+"""Metric name and help by field of AppStats."""
 
 
 @dataclass
 class Totals:
-    """Counts of one application since the server's start; times in seconds."""
+    """Counts of one application since the server's start. Times are in seconds."""
 
     outcomes: Counts[str] = field(default_factory=Counts)
     succeeded: float = 0.0
@@ -37,16 +37,16 @@ class Totals:
     queued: float = 0.0
     computed: float = 0.0
     last: float = 0.0
-    """When the last request came, in seconds since the epoch."""
+    """Time of the last request, in seconds since the epoch."""
 
 
 class AppMetrics(Collector):
-    """The metrics of all applications of a server. Times in seconds."""
+    """Metrics of all applications of a server. Times are in seconds."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         registry.register(self)
         self.stats: Mapping[str, AppStats | None] = {}
-        """By application: its planner as of the last scrape; None if its engine did not answer."""
+        """State of each application's planner as of the last scrape; None if its engine did not answer."""
         self.totals: dict[str, Totals] = {}
         self.requests = Counter(
             "holdfast_app_requests",
@@ -64,7 +64,7 @@ class AppMetrics(Collector):
         )  # fmt: skip
 
     def ended(self, app: str, outcome: str, seconds: float) -> None:
-        """Count how a request ended, after so many seconds."""
+        """Count how a request ended, and how many seconds it took."""
         self.requests.labels(app, outcome).inc()
         totals = self.totals.setdefault(app, Totals())
         totals.outcomes[outcome] += 1
@@ -84,7 +84,7 @@ class AppMetrics(Collector):
         totals.computed += computed
 
     def statistics(self, app: str, version: str, stats: AppStats) -> dict[str, Any]:
-        """The protocol's statistics of one application. A task of nodes counts as an execution of a batch."""
+        """Return the protocol's statistics of one application. A task of nodes counts as one batch execution."""
         totals = self.totals.get(app, Totals())
         count = totals.outcomes["ok"]
         batches: Counts[int] = Counts()
@@ -119,7 +119,7 @@ class AppMetrics(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """The planners' metrics, for the registry."""
+        """Yield the planners' metrics, for the registry."""
         up = GaugeMetricFamily("holdfast_app_engine_up", "1 if the engine answered this scrape", labels=["app"])
         for app, stats in self.stats.items():
             up.add_metric([app], stats is not None)
@@ -143,12 +143,12 @@ class AppMetrics(Collector):
 
 
 def duration(count: int, seconds: float) -> dict[str, int]:
-    """A duration as the protocol's statistics give it."""
+    """Return a duration in the shape of the protocol's statistics."""
     return {"count": count, "ns": int(seconds * 1e9)}
 
 
 def histogram(batches: Mapping[int, int]) -> tuple[list[tuple[str, float]], float]:
-    """Tasks by their number of nodes, as a histogram's cumulative buckets, and the sum of nodes."""
+    """Return cumulative histogram buckets of tasks by number of nodes, and the total number of nodes."""
     buckets = [
         (str(float(bound)), float(sum(number for size, number in batches.items() if size <= bound)))
         for bound in BATCHES

@@ -1,7 +1,7 @@
 """Requests and replies of the Open Inference Protocol (KServe's V2), with Triton's binary tensors.
 
-JSON comes first, then the bytes of the tensors that are sent as such, in their order; a header says where JSON ends.
-Numbers that JSON does not have (NaN, Infinity) are read and written by these names, as Triton does.
+A body begins with JSON. The bytes of its binary tensors follow in order, and a header gives the length of the JSON. NaN
+and Infinity, which JSON does not have, are read and written by name, as in Triton.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from holdfast.server.replies import encode
 VERSION = "1"
 """The only version of each application."""
 JSON_LENGTH = "inference-header-content-length"
-"""The header with the number of bytes of JSON, where binary tensors follow it."""
+"""Name of the header with the length of the JSON in bytes. Required if binary tensors follow the JSON."""
 MAX_SECONDS = 86400
-"""Longest `timeout` of a request."""
+"""Longest `timeout` of a request, in seconds."""
 
 
 class Kind(NamedTuple):
-    """A type of elements on the wire."""
+    """Element type of tensors on the wire."""
 
     datatype: str
-    """Its name in the protocol."""
+    """Name of the type in the protocol."""
     code: str
-    """Its code in `struct`; empty for texts, which have no fixed size."""
+    """Format character of the `struct` module; empty for texts, which have no fixed size."""
     element: type
 
     @property
     def size(self) -> int:
-        """Bytes of an element."""
+        """Number of bytes of an element."""
         return struct.calcsize(f"<{self.code}")
 
 
@@ -51,13 +51,13 @@ KINDS = {
     "float32": Kind("FP32", "f", float),
     "string": Kind("BYTES", "", str),
 }
-"""By the dtype of a field."""
+"""Element types by a field's dtype."""
 
 Name = Annotated[str, Meta(max_length=1024)]
 
 
 class InputTensor(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One of `inputs`: its data are here, or follow the JSON."""
+    """One of `inputs`. Its data are in `data` or follow the JSON."""
 
     name: Name
     shape: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 40)]], Meta(max_length=32)]
@@ -67,14 +67,14 @@ class InputTensor(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
 
 
 class WantedOutput(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One of `outputs`: those that the client wants."""
+    """One of `outputs`, which the client asks for."""
 
     name: Name
     parameters: dict[str, Any] = {}
 
 
 class InferenceRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The JSON of a request. `read_request` compares it with the application."""
+    """JSON part of a request. `read_request` checks it against the application."""
 
     harmless: ClassVar[tuple[str, ...]] = ("model_name", "model_version")
 
@@ -91,13 +91,13 @@ class Wanted:
     id: str
     inputs: dict[str, Tensor]
     outputs: tuple[tuple[TensorField, bool], ...]
-    """Those that the client wants, and whether as binary tensors."""
+    """Outputs that the client asks for, each with whether it is sent as a binary tensor."""
     timeout: float | None = None
-    """Seconds in which the request must end."""
+    """Seconds in which the request must end; None without a limit."""
 
 
 def read_request(body: bytes, json_length: str | None, app: AppInfo) -> Wanted:
-    """Parse and check a request. `json_length` is the header's value. Raises ApiError, which names value and limit."""
+    """Parse and check a request. `json_length` is the header's value. Raises ApiError with the value and the limit."""
     if json_length is None:
         cut = len(body)
     else:
@@ -119,7 +119,7 @@ def read_request(body: bytes, json_length: str | None, app: AppInfo) -> Wanted:
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The JSON object of a request, which may have NaN and Infinity in it. Raises ApiError."""
+    """Decode the JSON object of a request, which may contain NaN and Infinity. Raises ApiError."""
     try:
         return read_object(body)
     except ApiError as error:
@@ -127,7 +127,7 @@ def read_json(body: bytes) -> dict[str, Any]:
             raise
         try:
             fields = json.loads(body)
-            encode(fields)  # raises for half characters and for numbers that no type has
+            encode(fields)  # Raises for lone surrogates and for numbers out of range.
         except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
             raise error from None
         if not isinstance(fields, dict):
@@ -136,7 +136,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def request_parameters(given: Mapping[str, Any]) -> tuple[bool, float | None]:
-    """Whether outputs are binary unless said otherwise, and the timeout in seconds. Raises ApiError."""
+    """Return whether outputs are binary by default, and the timeout in seconds. Raises ApiError."""
     refuse_parameters(
         given, "parameters", ("binary_data_output", "timeout"),
         {"priority": 0, "sequence_id": 0, "sequence_start": False, "sequence_end": False},
@@ -149,7 +149,7 @@ def request_parameters(given: Mapping[str, Any]) -> tuple[bool, float | None]:
 
 
 def refuse_parameters(given: Mapping[str, Any], where: str, taken: Sequence[str], neutral: Mapping[str, Any]) -> None:
-    """Raises ApiError for a parameter that is not taken, unless it has the value without effect."""
+    """Raises ApiError for a parameter that is not in `taken`, unless it has the value in `neutral`."""
     for name, value in given.items():
         if name in neutral and value == neutral[name] and isinstance(value, bool) == isinstance(neutral[name], bool):
             continue
@@ -158,7 +158,7 @@ def refuse_parameters(given: Mapping[str, Any], where: str, taken: Sequence[str]
 
 
 def flag(given: Mapping[str, Any], name: str, where: str, default: bool) -> bool:
-    """A parameter that is true or false. Raises ApiError for anything else."""
+    """Return a parameter that is true or false. Raises ApiError for other values."""
     value = given.get(name, default)
     if not isinstance(value, bool):
         raise invalid(f"{where}.{name} must be true or false")
@@ -168,7 +168,7 @@ def flag(given: Mapping[str, Any], name: str, where: str, default: bool) -> bool
 def wanted_outputs(
     given: Sequence[WantedOutput], by_default: bool, app: AppInfo
 ) -> tuple[tuple[TensorField, bool], ...]:
-    """The outputs that the client wants, all if it names none, and whether as binary tensors. Raises ApiError."""
+    """Return the outputs to send, by default all, each with whether it is a binary tensor. Raises ApiError."""
     if not given:
         return tuple((field, by_default) for field in app.outputs)
     known, found = {field.name: field for field in app.outputs}, {}
@@ -184,7 +184,7 @@ def wanted_outputs(
 
 
 def read_inputs(given: Sequence[InputTensor], binary: bytes, app: AppInfo) -> dict[str, Tensor]:
-    """The input tensors by name; `binary` are the bytes after the JSON. Raises ApiError."""
+    """Read the input tensors, by name. `binary` holds the bytes after the JSON. Raises ApiError."""
     known, found, at = {field.name: field for field in app.inputs}, {}, 0
     for tensor in given:
         where = f"input {tensor.name[:64]}"
@@ -220,7 +220,7 @@ def read_inputs(given: Sequence[InputTensor], binary: bytes, app: AppInfo) -> di
 
 
 def raw_input(body: bytes, app: AppInfo) -> dict[str, Tensor]:
-    """The one input of a body without JSON: its only dimension of any size follows from the bytes. Raises ApiError."""
+    """Read the only input of a body without JSON. Its one free dimension follows from the length. Raises ApiError."""
     field = app.inputs[0]
     kind, open_dimensions = KINDS[field.dtype], field.shape.count(-1)
     if len(app.inputs) > 1 or not kind.code or open_dimensions > 1:
@@ -233,7 +233,7 @@ def raw_input(body: bytes, app: AppInfo) -> dict[str, Tensor]:
 
 
 def check_shape(shape: Sequence[int], field: TensorField, where: str) -> None:
-    """Raises ApiError unless the shape is as the field says."""
+    """Raises ApiError unless the shape fits the field."""
     if len(shape) != len(field.shape):
         declared = list(field.shape)
         raise invalid(f"shape of {where} has {len(shape)} dimensions; it must have {len(field.shape)}: {declared}")
@@ -245,7 +245,7 @@ def check_shape(shape: Sequence[int], field: TensorField, where: str) -> None:
 
 
 def from_binary(data: bytes, count: int, kind: Kind, where: str) -> bytes:
-    """Check the bytes of `count` elements. Raises ApiError."""
+    """Check the bytes of `count` elements, and return them. Raises ApiError."""
     if kind.code:
         if len(data) != count * kind.size:
             raise invalid(f"{where} has {len(data)} bytes; its shape needs {count * kind.size}")
@@ -264,7 +264,7 @@ def from_binary(data: bytes, count: int, kind: Kind, where: str) -> bytes:
 
 
 def from_json(data: Any, shape: Sequence[int], kind: Kind, where: str) -> bytes:
-    """The bytes of elements that are given as JSON, flat or nested as the shape is. Raises ApiError."""
+    """Convert elements given as JSON, flat or nested like the shape, to bytes. Raises ApiError."""
     if data is None:
         raise invalid(f"{where} has no data; give data, or binary_data_size and bytes after the JSON")
     count = math.prod(shape)
@@ -287,7 +287,7 @@ def from_json(data: Any, shape: Sequence[int], kind: Kind, where: str) -> bytes:
 
 
 def flat(data: list[Any], shape: Sequence[int], where: str) -> list[Any]:
-    """Nested lists as one list. Raises ApiError where a list has another length than the shape says."""
+    """Flatten nested lists. Raises ApiError if a list's length differs from the shape."""
     level = [data]
     for depth, size in enumerate(shape):
         if not all(isinstance(each, list) and len(each) == size for each in level):
@@ -298,14 +298,14 @@ def flat(data: list[Any], shape: Sequence[int], where: str) -> list[Any]:
 
 
 def pack_elements(elements: Sequence[Any], kind: Kind) -> bytes:
-    """Elements as bytes. Raises struct.error and OverflowError for numbers out of range."""
+    """Pack elements into bytes. Raises struct.error and OverflowError for numbers out of range."""
     if kind.code:
         return struct.pack(f"<{len(elements)}{kind.code}", *elements)
     return b"".join(struct.pack("<I", len(data)) + data for data in (text.encode() for text in elements))
 
 
 def split_texts(data: bytes, where: str) -> list[bytes]:
-    """The strings of a binary tensor. Raises ApiError if the bytes end within one."""
+    """Split a binary tensor into its strings. Raises ApiError if the bytes end within one."""
     texts, at = [], 0
     while at < len(data):
         size = int.from_bytes(data[at : at + 4], "little")
@@ -317,7 +317,7 @@ def split_texts(data: bytes, where: str) -> list[bytes]:
 
 
 def reply(wanted: Wanted, app: AppInfo, given: Mapping[str, Tensor]) -> tuple[bytes, dict[str, str]]:
-    """The body and the headers of the answer."""
+    """Return the body and the headers of the answer."""
     outputs, binary, plain = [], [], True
     for field, as_binary in wanted.outputs:
         tensor, kind = given[field.name], KINDS[field.dtype]
@@ -332,7 +332,7 @@ def reply(wanted: Wanted, app: AppInfo, given: Mapping[str, Tensor]) -> tuple[by
     answer = {"model_name": app.name, "model_version": VERSION, "outputs": outputs}
     if wanted.id:
         answer["id"] = wanted.id
-    head = encode(answer) if plain else json.dumps(answer).encode()  # only the latter writes NaN
+    head = encode(answer) if plain else json.dumps(answer).encode()  # Only json.dumps writes NaN.
     if not binary:
         return head, {"content-type": "application/json"}
     headers = {"content-type": "application/octet-stream", JSON_LENGTH: str(len(head))}
@@ -340,14 +340,14 @@ def reply(wanted: Wanted, app: AppInfo, given: Mapping[str, Tensor]) -> tuple[by
 
 
 def to_json(tensor: Tensor, kind: Kind) -> list[Any]:
-    """The elements of a tensor, flat."""
+    """Return the elements of a tensor as a flat list."""
     if kind.code:
         return list(struct.unpack(f"<{len(tensor.data) // kind.size}{kind.code}", tensor.data))
     return [text.decode() for text in split_texts(tensor.data, "an output")]
 
 
 def metadata(app: AppInfo) -> dict[str, Any]:
-    """A model's metadata."""
+    """Return a model's metadata."""
     return {
         "name": app.name,
         "versions": [VERSION],
@@ -358,7 +358,7 @@ def metadata(app: AppInfo) -> dict[str, Any]:
 
 
 def tensor_metadata(field: TensorField) -> dict[str, Any]:
-    """One tensor of the metadata. What the protocol has no field for is among the parameters."""
+    """Return one tensor's metadata. Values without a field in the protocol go to the parameters."""
     parameters: dict[str, Any] = {"help": field.help} if field.help else {}
     if -1 in field.shape:
         parameters["limit"] = field.limit
@@ -367,7 +367,7 @@ def tensor_metadata(field: TensorField) -> dict[str, Any]:
 
 
 def configuration(app: AppInfo) -> dict[str, Any]:
-    """A model's configuration, with Triton's names."""
+    """Return a model's configuration, with Triton's names."""
 
     def tensors(fields: Sequence[TensorField]) -> list[dict[str, Any]]:
         types = {"BYTES": "TYPE_STRING"}
@@ -396,5 +396,5 @@ def configuration(app: AppInfo) -> dict[str, Any]:
 
 
 def invalid(reason: str, code: str = "invalid_value") -> ApiError:
-    """The refusal of a request that does not fit."""
+    """Return the error for a request that does not fit."""
     return ApiError(reason, code=code)

@@ -1,4 +1,4 @@
-"""The applications of a server: from a request that was read to its outputs, with admission, timeout and metrics."""
+"""The applications of a server: runs requests with admission, timeout and metrics."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ T = TypeVar("T")
 
 
 class App:
-    """One application: its engine, and how many of its requests are in progress."""
+    """One application: its engine, and its number of requests in progress."""
 
     def __init__(self, client: AppClient, config: ServerConfig) -> None:
         self.client = client
         self.info = client.info
         most = client.config.app_max_requests
-        share = config.tenant_share if len(config.api_key) > 1 else 1  # a single tenant may have all places
+        share = config.tenant_share if len(config.api_key) > 1 else 1  # A single tenant may have all places.
         self.admission = Admission(most, max(1, int(share * most)), unit="requests")
 
 
 class Applications:
-    """All applications of a server. One for each server."""
+    """All applications of one server."""
 
     def __init__(self, clients: Sequence[AppClient], config: ServerConfig, registry: CollectorRegistry) -> None:
         self.config = config
         self.metrics = AppMetrics(registry)
         self.apps = {client.info.name: App(client, config) for client in clients}
         self.held = 0
-        """Bytes of the inputs of all requests in progress."""
+        """Number of input bytes of all requests in progress."""
         self._large = ThreadPoolExecutor(1, "holdfast-large-tensors")
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused because the server ends."""
+        """Whether new requests are refused because the server is shutting down."""
         return any(app.admission.draining for app in self.apps.values())
 
     def find(self, name: str, version: str | None = None) -> App:
-        """An application by its name. Raises ApiError 404."""
+        """Return an application by name. Raises ApiError 404."""
         if name not in self.apps:
             reason = f"the model {name[:128]!r} is not served here; this server has {', '.join(self.apps)}"
             raise ApiError(reason, status=404, code="model_not_found")
@@ -61,14 +61,14 @@ class Applications:
         return self.apps[name]
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Do work on a body of this size in bytes; if it is large, in a thread, while the event loop goes on."""
+        """Run work on a body of this size in bytes. A large body is handled in a thread outside the event loop."""
         if size < LARGE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._large, work)
 
     @contextmanager
     def counted(self, app: App, left: type[Exception]) -> Iterator[None]:
-        """Count how the request inside ends. `left` is raised when the client leaves."""
+        """Count how the request within the context ends. `left` is the exception raised when the client leaves."""
         began, outcome = time.monotonic(), "failed"
         try:
             yield
@@ -83,7 +83,7 @@ class Applications:
             self.metrics.ended(app.info.name, outcome, time.monotonic() - began)
 
     async def infer(self, app: App, wanted: Wanted, tenant: str) -> Mapping[str, Tensor]:
-        """Run a request. Cancelling it aborts it. Raises ApiError."""
+        """Run a request. Cancelling the call aborts the request. Raises ApiError."""
         with app.admission.admit(1, tenant), self._held(wanted):
             try:
                 async with asyncio.timeout(wanted.timeout):
@@ -102,7 +102,7 @@ class Applications:
 
     @contextmanager
     def _held(self, wanted: Wanted) -> Iterator[None]:
-        """Count the bytes of a request's inputs. Raises ApiError 503 if those in progress are too many."""
+        """Count the bytes of a request's inputs within the context. Raises ApiError 503 beyond the limit."""
         size, limit = sum(len(tensor.data) for tensor in wanted.inputs.values()), int(self.config.max_bodies_mb * 1e6)
         if self.held + size > limit:
             reason = f"more than {limit} bytes of inputs are in progress; try again"
@@ -119,7 +119,7 @@ class Applications:
         self.metrics.stats = dict(zip(names, await asyncio.gather(*answers), strict=True))
 
     async def stats(self, app: App) -> AppStats | None:
-        """The planner's state. None if the engine does not answer in time."""
+        """Return the planner's state. None if the engine does not answer in time."""
         try:
             return await app.client.health(timeout=self.config.health_seconds)
         except (EngineDead, TimeoutError):

@@ -1,7 +1,7 @@
-"""Attempts at stored work: what an engine has now, and how often an engine or a server ended while it had it.
+"""Attempts at stored work: the work that an engine has, and the ends of engines and servers during it.
 
-A row is written before the engine gets the work, and goes when the work is done. So a row that is still `running` when
-its server has ended says that the work was in flight at that end, however the end came.
+A row is written before the engine gets the work, and deleted when the work is done. So a row that is still `running`
+after its server's end proves that the work was in flight then, in whatever way the server ended.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from holdfast.server.jobs.values import Attempt
 T = TypeVar("T")
 
 WHOLE = 0
-"""The number of an item as a whole: of a tuning job, or of a batch whose input is checked. Lines begin at 1."""
+"""Number that stands for an item as a whole: a tuning job, or a batch whose input is checked. Lines begin at 1."""
 AT_ONCE = 500
-"""Most numbers in one query."""
+"""Maximum number of values in one query."""
 
 attempts = Table(
     "attempts",
@@ -30,11 +30,14 @@ attempts = Table(
     Column("died", Integer, nullable=False),
     Column("cut", Integer, nullable=False),
 )
-"""`item` is a batch or a tuning job. `number` is a line of the batch, or the step after which the job wrote an adapter
-that is loaded. `died` and `cut` are those of `Attempt`."""
+"""Attempts. `item` is a batch or a tuning job.
+
+`number` is a line of the batch, or the step after which the job wrote the adapter being loaded. `died` and `cut` are
+those of `Attempt`.
+"""
 
 Found = dict[int, Attempt]
-"""The attempts at an item, by number."""
+"""Attempts at an item, by number."""
 
 
 class AttemptTable:
@@ -44,7 +47,7 @@ class AttemptTable:
         self._database = database
 
     def begin(self, work: Iterable[tuple[str, int]]) -> None:
-        """Note that an engine gets this work, each with its item and its number."""
+        """Record that an engine gets this work, each given by its item and its number."""
         by_item: dict[str, list[int]] = {}
         for item, number in work:
             by_item.setdefault(item, []).append(number)
@@ -59,7 +62,7 @@ class AttemptTable:
                         db.execute(insert(attempts), [fresh | {"number": number} for number in sorted(new)])
 
     def end(self, died: Mapping[str, Collection[int]], safe: Mapping[str, Collection[int]]) -> None:
-        """Note that no engine has this work any more: its engine died, or it was taken back from one that lives."""
+        """Record that no engine has this work any longer. `died`: its engine ended. `safe`: the work was taken back."""
         with self._database.write() as db:
             for ended, deaths in ((died, 1), (safe, 0)):
                 for item, numbers in ended.items():
@@ -69,23 +72,23 @@ class AttemptTable:
                         db.execute(changed.values(running=False, died=attempts.c.died + deaths))
 
     def clear(self, item: str) -> None:
-        """Count from 0 again for an item that has come further since. Its engine may still have it."""
+        """Reset the counts of an item that has progressed. Its engine may still have it."""
         with self._database.write() as db:
             db.execute(update(attempts).where(attempts.c.item == item).values(died=0, cut=0))
 
     def forget(self, item: str, numbers: Collection[int]) -> None:
-        """Forget the attempts at this work, which is done."""
+        """Delete the attempts at this work, which is done."""
         with self._database.write() as db:
             forget(db, item, numbers)
 
     def found(self, item: str) -> Found:
-        """The attempts at an item that have ended without a result."""
+        """Return the attempts at an item that ended without a result."""
         with self._database.read() as db:
             return ended_of(db, [item]).get(item, {})
 
 
 def cut_off(db: Connection, items: Collection[str]) -> dict[str, Found]:
-    """Note that the servers of these items have ended without a word. Returns all attempts at each item."""
+    """Record that the servers of these items ended without a report. Returns all attempts at each item."""
     for some in _parts(items):
         running = attempts.c.item.in_(some) & attempts.c.running
         db.execute(update(attempts).where(running).values(running=False, cut=attempts.c.cut + 1))
@@ -93,7 +96,7 @@ def cut_off(db: Connection, items: Collection[str]) -> dict[str, Found]:
 
 
 def ended_of(db: Connection, items: Collection[str]) -> dict[str, Found]:
-    """The attempts at each of these items that an engine or a server has not outlived."""
+    """Return the attempts at each of these items during which an engine or a server ended."""
     found: dict[str, Found] = {}
     for some in _parts(items):
         for row in db.execute(select(attempts).where(attempts.c.item.in_(some), attempts.c.died + attempts.c.cut > 0)):
@@ -102,7 +105,7 @@ def ended_of(db: Connection, items: Collection[str]) -> dict[str, Found]:
 
 
 def forget(db: Connection, item: str, numbers: Collection[int] | None = None) -> None:
-    """Forget the attempts at work that is done: at these numbers of an item, or at all of it."""
+    """Delete the attempts at finished work: at these numbers of an item, or at all of it."""
     if numbers is None:
         db.execute(delete(attempts).where(attempts.c.item == item))
         return
@@ -111,6 +114,6 @@ def forget(db: Connection, item: str, numbers: Collection[int] | None = None) ->
 
 
 def _parts(all_of_them: Collection[T]) -> Iterable[list[T]]:
-    """A collection in parts that are small enough for one query."""
+    """Split a collection into parts that are small enough for one query."""
     listed = list(all_of_them)
     return (listed[at : at + AT_ONCE] for at in range(0, len(listed), AT_ONCE))

@@ -1,7 +1,7 @@
-"""BatchRunner: runs the lines of all batches beside other requests, and stores each line's answer once.
+"""BatchRunner: runs the lines of all batches alongside other requests, and stores each line's answer once.
 
-A line that was in flight when an engine ended may be the reason. Such suspects come first at the next start, one at a
-time and without other lines beside them, so that the innocent clear themselves; a guilty one is given up.
+A line that was in flight when an engine ended may be the cause. At the next start these suspects run first, one at a
+time and without other lines, so that harmless ones are cleared. A line that ends engines repeatedly is given up.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ from holdfast.server.service import REPLICA_LOST, Answer, Service, internal
 T = TypeVar("T")
 
 COMMIT_SECONDS = 0.05
-"""Answers that come within this time are stored together, so that the disk's flush does not bound lines a second."""
+"""Seconds within which answers are collected to be stored together, because each flush of the disk takes time."""
 MOST_UNSTORED = 1000
-"""Answers that may wait for the store; beyond it no line begins."""
+"""Maximum number of unstored answers. Beyond it no line begins."""
 BREATH = 0.001
-"""Seconds that reading works, and then rests, while an input is checked: the event loop shares the interpreter."""
+"""Seconds of reading between two equal pauses while an input is checked. The event loop shares the interpreter."""
 ANSWERS_AT_ONCE = 256
 REST_SECONDS = 0.05
-"""Pause between two transactions that clean up."""
+"""Seconds between two transactions that clean up."""
 SPACE = uuid.UUID("7f0c2a9c-6b0e-4c58-9d5e-0b6f3a1f4a52")
-"""Names output files by their batch, so that one that is written anew takes the place of the unfinished one."""
+"""Namespace of output file ids. An id depends only on the batch, so rewriting replaces an unfinished file."""
 
 log = logging.getLogger("holdfast.server")
 
 
 class Turns:
-    """Whose line is next: tenants take turns, and a tenant's batches go in the order in which they came."""
+    """Order of the batches' lines: tenants take turns, and a tenant's batches are first come, first served."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[RunningBatch]] = {}
 
     def add(self, running: RunningBatch) -> None:
-        """Put a batch behind its tenant's others."""
+        """Add a batch after its tenant's others."""
         self._queues.setdefault(running.batch.tenant, deque()).append(running)
 
     def remove(self, running: RunningBatch) -> None:
-        """Take a batch out, wherever it stands."""
+        """Remove a batch, wherever it stands."""
         tenant = running.batch.tenant
         queue = self._queues.get(tenant)
         if queue is not None and running in queue:
@@ -82,7 +82,7 @@ class Turns:
                 del self._queues[tenant]
 
     def next(self) -> RunningBatch | None:
-        """The batch whose line is next: one with suspects, if there is any. Its tenant goes behind the others."""
+        """Return the batch whose line is next, preferably one with suspects. Its tenant becomes the last in turn."""
         suspects = ((tenant, each) for tenant, queue in self._queues.items() for each in queue if each.suspects)
         firsts = ((tenant, queue[0]) for tenant, queue in self._queues.items())
         found = next(suspects, None) or next(firsts, None)
@@ -99,26 +99,26 @@ class RunningBatch:
     def __init__(self, batch: Batch, attempts: Found | None = None) -> None:
         self.batch = batch
         self.attempts = attempts or {}
-        """How often an engine or a server ended in the middle of its lines, by their numbers."""
+        """Counts of engines and servers that ended during a line, by line number."""
         self.suspects: set[int] = set()
-        """Lines that may be what ended an engine, and have not been answered since."""
+        """Lines that are suspected of having ended an engine. A line leaves the set when it is answered."""
         self.ending: Ending | None = batch.ending
-        """How it ends, once that is decided."""
+        """How the batch ends; None until that is decided."""
         self.answers: list[AnsweredLine] = []
-        """Those that are not stored yet."""
+        """Answers that are not stored yet."""
         self.in_flight: dict[int, asyncio.Task[None]] = {}
         self.asked: dict[int, Answer | Writing] = {}
-        """The requests of the lines in flight."""
+        """Requests of the lines in flight, by line number."""
         self.source: LineReader | None = None
         self.exhausted = False
         self.changed = asyncio.Event()
         self.storing = asyncio.Lock()
-        """Held while its state is changed and stored."""
+        """Held while the batch's state is changed and stored."""
         self.task: asyncio.Task[None]
 
     @property
     def waiting(self) -> int:
-        """Lines that have not begun."""
+        """Number of lines that have not begun."""
         batch = self.batch
         if batch.status not in ("validating", "in_progress"):
             return 0
@@ -131,7 +131,7 @@ class RunningBatch:
 
 
 class BatchRunner:
-    """Runs batches through the server's own service, in the lane for lines of batches."""
+    """Runs batches through the server's own service, in the lane for batch lines."""
 
     def __init__(
         self, service: Service, responses: Responses, files: Files, feed: Feed, now: Callable[[], float] = time.time
@@ -142,13 +142,13 @@ class BatchRunner:
         self._lane = service.batch_lane
         self._turns = Turns()
         self._choices = 0
-        """Choices in progress of all lines."""
+        """Number of choices in progress in all lines."""
         self._unstored = 0
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
         self._starts = Starts(self._store)
         self._alone: tuple[str, int] | None = None
-        """The suspect in flight: its batch and its number. No other line runs beside it."""
+        """Batch and line number of the suspect in flight. No other line runs at the same time."""
         self._settled = asyncio.Event()
         """Set when a line or a batch has ended."""
         self._reader = ThreadPoolExecutor(1, "holdfast-batches")
@@ -162,13 +162,14 @@ class BatchRunner:
 
     @property
     def model(self) -> str:
-        """The model that answers the lines."""
+        """Name of the model that answers the lines."""
         return self._service.client.info.model
 
     def begin(self, batch: Batch, ending: Ending | None = None, attempts: Found | None = None) -> None:
-        """Run a batch from its present state to its end, which is `ending` if that is decided. Does not wait.
+        """Run a batch from its current state to its end. Does not wait.
 
-        `attempts` are those of servers before this one that an engine, or the server, did not outlive.
+        `ending` is how it ends, if that is decided already. `attempts` counts engines and servers that ended during its
+        lines.
         """
         if not self._loops:
             loops = (self._dispatch, self._starts.run, self._store_answers)
@@ -182,7 +183,7 @@ class BatchRunner:
         running.task = asyncio.create_task(self._run(running))
 
     def stop(self, id: str, ending: Ending) -> None:
-        """End a batch early: lines that run are aborted, those that were answered stay."""
+        """End a batch early. Running lines are aborted; existing answers stay."""
         running = self.running.get(id)
         if running is not None and running.ending is None:
             running.ending = ending
@@ -191,9 +192,9 @@ class BatchRunner:
             running.changed.set()
 
     async def close(self) -> None:
-        """Abort all lines, and store what was answered. Batches go on where they are at the next start.
+        """Abort all lines and store existing answers. Batches continue from there at the next start.
 
-        Of the lines in flight it is stored whether they were at an engine that has ended.
+        Also stores, for each line in flight, whether its engine has ended.
         """
         self._closed = True
         batches = self._batches()
@@ -214,7 +215,7 @@ class BatchRunner:
         self._reader.shutdown()
 
     async def cleared(self) -> None:
-        """Wait until no line is left that may be what ended an engine."""
+        """Wait until no line is suspected of having ended an engine."""
         while any(each.suspects for each in self._batches()) and not self._closed:
             self._settled.clear()
             await self._settled.wait()
@@ -222,7 +223,7 @@ class BatchRunner:
     def _batches(self) -> list[RunningBatch]:
         return list(self.running.values())
 
-    # The life of one batch
+    # Life of one batch
 
     async def _run(self, running: RunningBatch) -> None:
         try:
@@ -246,7 +247,7 @@ class BatchRunner:
             self._settled.set()
 
     async def _validate(self, running: RunningBatch) -> None:
-        """Check every line before any runs. The batch is then in progress, or has failed."""
+        """Check every line before any runs. Afterwards the batch is in progress or has failed."""
         batch = running.batch
         if (attempt := running.attempts.get(WHOLE)) is not None and attempt.given_up:
             fault = LineFault(code=ENGINE_ENDED, message=attempt.reason("batch"))
@@ -278,12 +279,12 @@ class BatchRunner:
         if faults:
             await self._change(running, "failed", faults=faults)
         else:
-            # What checking an input needed says nothing of its lines.
+            # Attempts at checking the input say nothing about its lines.
             await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).forget(batch.id, [WHOLE])))
             await self._change(running, "in_progress", total=total)
 
     async def _answer_lines(self, running: RunningBatch) -> None:
-        """Have all lines answered that are not, or as many as run until the batch is to end early."""
+        """Run all unanswered lines, until all are answered or the batch is to end early."""
         batch = running.batch
         answered = await persist(lambda: self._store.read(lambda store: _table(store).answered(batch.id)))
         path = self._files.path(batch.input_file)
@@ -302,7 +303,7 @@ class BatchRunner:
             self._turns.remove(running)
             await asyncio.gather(*running.in_flight.values(), return_exceptions=True)
             running.source = None
-            # In the reader, behind an opening that was cancelled while it was under way.
+            # In the reader's thread, which may still be opening a file for a cancelled call.
             self._reader.submit(lambda: [each.close() for each in opened])
 
     async def _finish(self, running: RunningBatch) -> None:
@@ -331,7 +332,7 @@ class BatchRunner:
         )
 
     async def _write_output(self, batch: Batch, completed: bool) -> tuple[StoredFile | None, int]:
-        """Write one of a batch's two output files. Returns it, if there is anything in it, and its number of lines."""
+        """Write one of a batch's two output files. Returns it, or None if it is empty, and its number of lines."""
         kind = "output" if completed else "errors"
         id, name = f"file-{uuid.uuid5(SPACE, f'{batch.id}/{kind}').hex}", f"{batch.id}_{kind}.jsonl"
         count, after = 0, 0
@@ -358,7 +359,7 @@ class BatchRunner:
         ), count  # fmt: skip
 
     def _write_expired(self, batch: Batch, answered: set[int], output: IO[bytes]) -> int:
-        """Write an error for each line that has no answer. Returns how many there are."""
+        """Write an error for each unanswered line. Returns the number of these lines."""
         reason = "the completion window ended before this line was answered"
         count = 0
         if batch.total:
@@ -374,7 +375,7 @@ class BatchRunner:
     async def _change(
         self, running: RunningBatch, status: Status, made: list[StoredFile] | None = None, **fields: Any
     ) -> None:
-        """Give a batch its next status, stored before anybody sees it."""
+        """Give a batch its next status. It is stored before anybody sees it."""
         async with running.storing:
             times = {**running.batch.times, **fields.pop("times", {}), status: self._now()}
             fields |= {"status": status, "times": times}
@@ -427,7 +428,7 @@ class BatchRunner:
         return self._choices + line.choices <= self._lane.admission.limit and self._unstored < MOST_UNSTORED
 
     async def _next_line(self, running: RunningBatch) -> Line | BadLine | None:
-        """A batch's next line; None behind its last one, and when the batch ends early."""
+        """Return a batch's next line; None after the last one, and when the batch ends early."""
         source = running.source
         if source is None or running.ending is not None:
             return None
@@ -436,13 +437,13 @@ class BatchRunner:
         return source.ahead.popleft() if source.ahead else None
 
     async def _answer(self, running: RunningBatch, line: Line) -> None:
-        """Answer one line, however often it takes, and leave the answer to be stored."""
+        """Answer one line, with as many tries as it takes, and queue the answer for storing."""
         await self._starts.note(running.batch.id, line.number)
         status, body, usage = await self._ask(running, line)
         self._take(running, line.number, line.custom_id, status, body, usage)
 
     def _ended(self, running: RunningBatch, line: Line, task: asyncio.Task[None]) -> None:
-        """Count a line as running no more, also one that was cancelled before it began."""
+        """Remove a line from those in flight. It may have been cancelled before it began."""
         del running.in_flight[line.number]
         running.asked.pop(line.number, None)
         self._choices -= line.choices
@@ -454,19 +455,19 @@ class BatchRunner:
         log_failure(task)
 
     def _clear(self, running: RunningBatch, number: int) -> None:
-        """Note that a line has ended, which is a suspect no more if it was one."""
+        """Clear a line of suspicion, because it has ended."""
         running.suspects.discard(number)
         self._settled.set()
 
     def _take_fault(self, running: RunningBatch, line: BadLine) -> None:
-        """Answer a line that this server does not read any more: it was checked by one with other limits."""
+        """Answer a line that this server refuses, because it was checked by a server with other limits."""
         fault = line.fault
         error = ApiError(fault.message, param=fault.param, code=fault.code)
         self._take(running, fault.line or 0, line.custom_id, error.status, error.body(), Usage())
         self._clear(running, fault.line or 0)
 
     def _give_up(self, running: RunningBatch, line: Line, attempt: Attempt) -> None:
-        """Answer a line that was in flight when engine after engine ended."""
+        """Answer a line with an error, because several engines ended while it was in flight."""
         reason = attempt.reason("line")
         log.error("line %d of batch %s is given up: %s", line.number, running.batch.id, reason)
         error = ApiError(reason, status=500, code=ENGINE_ENDED)
@@ -476,7 +477,7 @@ class BatchRunner:
     def _take(
         self, running: RunningBatch, number: int, custom_id: str, status: int, body: dict[str, Any], usage: Usage
     ) -> None:
-        """Leave an answer to be stored."""
+        """Queue an answer for storing."""
         id = running.batch.id
         response = {"status_code": status, "request_id": f"{id}/{number}", "body": body}
         text = encode(output_line(id, number, custom_id, response, None))
@@ -485,7 +486,7 @@ class BatchRunner:
         self._answered.set()
 
     async def _ask(self, running: RunningBatch, line: Line) -> tuple[int, dict[str, Any], Usage]:
-        """Status, body and token counts of a line's answer. One that finds no place waits, and asks again."""
+        """Return the status, body and token counts of a line's answer. Retries while there is no place for it."""
         waits = pauses()
         while True:
             try:
@@ -500,7 +501,7 @@ class BatchRunner:
             except Exception as error:
                 refusal = internal(error)
                 return refusal.status, refusal.body(), Usage()
-            if self._service.client.dead.is_set():  # what was in flight is seen at the end of this server
+            if self._service.client.dead.is_set():  # `close` records the lines in flight.
                 await asyncio.Event().wait()
             await asyncio.sleep(next(waits))
 
@@ -521,7 +522,7 @@ class BatchRunner:
         return await answer.whole(shape), answer.usage
 
     async def _store_answers(self) -> None:
-        """Store answers as they come, a few at a time."""
+        """Store answers as they come, several at a time."""
         waits = pauses()
         while True:
             await self._answered.wait()
@@ -536,7 +537,7 @@ class BatchRunner:
                 await asyncio.sleep(next(waits))
 
     async def _store_some(self, running: RunningBatch) -> None:
-        """Store the answers that wait, in one transaction. Raises ApiError; they wait on then."""
+        """Store the queued answers of a batch in one transaction. Raises ApiError and keeps them queued."""
         async with running.storing:
             answers = list(running.answers)
             if not answers:
@@ -555,7 +556,7 @@ class BatchRunner:
 
 
 def log_failure(task: asyncio.Task[None]) -> None:
-    """Tell of a task that ended by an error that nobody foresaw."""
+    """Log the unexpected error that ended a task, if there is one."""
     if not task.cancelled() and task.exception() is not None:
         log.error("running batches failed", exc_info=task.exception())
 
@@ -563,18 +564,18 @@ def log_failure(task: asyncio.Task[None]) -> None:
 def output_line(
     batch: str, number: int, custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None
 ) -> dict[str, Any]:
-    """A line of an output file."""
+    """Return a line of an output file."""
     id = f"batch_req_{batch.removeprefix('batch_')}_{number}"
     return {"id": id, "custom_id": custom_id, "response": response, "error": error}
 
 
 def updated(batch: Batch) -> dict[str, Any]:
-    """The event of a batch's new state."""
+    """Return the event of a batch's new state."""
     return {"type": "batch.updated", "batch": batch.shown()}
 
 
 def answered_line(answer: AnsweredLine) -> dict[str, Any]:
-    """The event of an answered line."""
+    """Return the event of an answered line."""
     return {"type": "batch.line", "batch_id": answer.batch, "number": answer.number, "line": Raw(answer.text)}
 
 

@@ -1,4 +1,4 @@
-"""Batches: taken, listed, cancelled, resumed after a restart; the events of all of them for those who listen."""
+"""Batches: creates, lists, cancels and resumes them after a restart, and streams their events."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from holdfast.server.protocol import ApiError, Metadata, RequestBody
 WINDOW = "24h"
 WINDOW_SECONDS = 86400.0
 MOST_OPEN = 1024
-"""Most batches that have not ended, of all tenants."""
+"""Maximum number of batches that have not ended, of all tenants."""
 KEPT_SECONDS = DAYS_30
-"""How long a batch that has ended can be found."""
+"""Seconds for which an ended batch is kept."""
 TICK_SECONDS = 2.0
-"""Batches whose time is over, that were cancelled at another server, or whose server has ended are seen so soon."""
+"""Seconds between two checks for batches that expired, were cancelled at another server, or whose server ended."""
 CLEAN_SECONDS = 3600.0
 
 log = logging.getLogger("holdfast.server")
 
 
 class BatchRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/batches."""
+    """Body of POST /v1/batches."""
 
     input_file_id: str
     endpoint: str
@@ -46,7 +46,7 @@ class BatchRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 class Batches:
-    """The batches of a server. One for each server, which runs them from `start` to `close`."""
+    """The batches of one server, which runs them from `start` to `close`."""
 
     def __init__(
         self, responses: Responses, files: Files, now: Callable[[], float] = time.time, *, tick: float = TICK_SECONDS
@@ -63,12 +63,12 @@ class Batches:
         self._tick_seconds = tick
         self._ticking: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
-        """Set once the batches of an earlier server go on here."""
+        """Set once the batches of an earlier server have been taken over."""
         self._warned = False
         self._closed = False
 
     async def start(self) -> None:
-        """Go on with the batches that an earlier server left. Raises ApiError if the store fails."""
+        """Continue the batches that an earlier server left. Raises ApiError if the store fails."""
         if self._ticking is None:
             self._ticking = asyncio.create_task(self._tick())
             try:
@@ -77,12 +77,12 @@ class Batches:
                 self._started.set()
 
     async def cleared(self) -> None:
-        """Wait until this server has gone on with earlier batches, and no line may still be what ended an engine."""
+        """Wait until earlier batches are taken over, and no line is suspected of having ended an engine."""
         await self._started.wait()
         await self.runner.cleared()
 
     async def create(self, wanted: BatchRequest, tenant: str) -> Batch:
-        """Take a batch. Returns before any of its lines runs. Raises ApiError."""
+        """Create a batch. Returns before any of its lines runs. Raises ApiError."""
         if wanted.endpoint == "/v1/embeddings":
             reason = "no model served here has embeddings"
             raise ApiError(reason, param="endpoint", code="unsupported_endpoint")
@@ -110,7 +110,7 @@ class Batches:
         metadata: dict[str, str] | None = None,
         output_seconds: float = DAYS_30,
     ) -> Batch:
-        """Take a batch that has so many seconds; without, as long as it needs. Raises ApiError."""
+        """Create a batch that expires after `seconds`, or never if that is None. Raises ApiError."""
         if self._closed:
             reason = "the server is shutting down and takes no new batches; try another one"
             raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
@@ -144,15 +144,15 @@ class Batches:
         return batch
 
     async def retrieve(self, tenant: str, id: str) -> Batch:
-        """A batch in its present state. Raises ApiError 404."""
+        """Return a batch in its current state. Raises ApiError 404."""
         return await self._store.read(lambda store: BatchTable(store.database).get(tenant, id))
 
     async def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[Batch], bool]:
-        """A part of a tenant's batches, the newest first, and whether there are more. Raises ApiError 404."""
+        """Return a page of a tenant's batches, the newest first, and whether there are more. Raises ApiError 404."""
         return await self._store.read(lambda store: BatchTable(store.database).page(tenant, limit=limit, after=after))
 
     async def cancel(self, tenant: str, id: str) -> Batch:
-        """Stop a batch. What was answered goes to its output file. Raises ApiError: 404, and 409 if it has ended."""
+        """Stop a batch. Finished answers go to its output file. Raises ApiError: 404, or 409 if it has ended."""
         now = self._now()
         batch = await self._store.run(lambda store: BatchTable(store.database).ask_cancel(tenant, id, now))
         self.runner.stop(id, "cancelled")
@@ -160,9 +160,9 @@ class Batches:
         return batch
 
     async def events(self, tenant: str) -> AsyncGenerator[bytes, None]:
-        """Server-sent events of all of a tenant's batches: the state of each that is open, then what happens.
+        """Yield server-sent events of a tenant's batches: the state of each open one, then all changes.
 
-        Those of another server on the same store are not among them. Raises ApiError.
+        Batches of other servers on the same store are not included. Raises ApiError.
         """
         async with aclosing(self.feed.listen(tenant)) as feed:
             yield await anext(feed)
@@ -172,7 +172,7 @@ class Batches:
                 yield data
 
     async def close(self) -> None:
-        """Abort all lines. The batches go on at the next start. May be called more than once."""
+        """Abort all lines. The batches continue at the next start. May be called more than once."""
         if self._closed:
             return
         self._closed = True
@@ -185,7 +185,7 @@ class Batches:
         self.files.close()
 
     async def _tick(self) -> None:
-        """Look after the batches, and delete what is old."""
+        """Follow changes of the batches, and delete old ones."""
         next_clean = 0.0
         while True:
             try:
@@ -199,7 +199,7 @@ class Batches:
             await asyncio.sleep(self._tick_seconds)
 
     async def _stop_some(self) -> None:
-        """Stop the batches that somebody cancelled, and those whose time is over."""
+        """Stop the batches that were cancelled, and those that have expired."""
         now = self._now()
         for id, running in list(self.runner.running.items()):
             if running.batch.expires is not None and running.batch.expires <= now:
@@ -209,9 +209,10 @@ class Batches:
                 self.runner.stop(id, "cancelled")
 
     async def _adopt(self) -> None:
-        """Go on with the batches of servers that have ended: those for the model that is served here.
+        """Continue the batches of ended servers, if they are for the model served here.
 
-        Of other models' only those that are to end. A batch whose input is not here came to another directory of files.
+        Batches for other models are taken over only to end them. A batch whose input does not exist here belongs to
+        servers with another directory of files.
         """
         owners = await self._store.read(lambda store: BatchTable(store.database).owners())
         gone = [owner for owner in owners - {self.owner.id} if self.owner.gone(owner)]
@@ -227,7 +228,7 @@ class Batches:
         if found:
             mine = self.owner.id
             taken = await self._store.run(lambda store: BatchTable(store.database).adopt(mine, gone, [*found]))
-            for id in found:  # the oldest first
+            for id in found:  # The oldest first.
                 if id in taken:
                     self.runner.begin(*found[id], taken[id])
 
@@ -239,7 +240,7 @@ class Batches:
             await asyncio.sleep(REST_SECONDS)
 
     def _warn_of_order(self) -> None:
-        """Say once that the engine's order does not put lines of batches behind other requests, if so."""
+        """Log a warning once if the engine's order does not put batch lines after other requests."""
         order = self._service.client.config.order
         if order in ("fcfs", "fair") and not self._warned:
             self._warned = True

@@ -1,4 +1,4 @@
-"""Lines of a tuning file as examples: token ids, and the weight that each token has in the loss."""
+"""Converts lines of a tuning file to examples: token ids, and the weight of each token in the loss."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from holdfast.server.protocol import (
 
 MAX_EXAMPLES = 1_000_000
 MAX_TOKENS = 1_000_000_000
-"""Most tokens of a file."""
+"""Maximum number of tokens in a file."""
 BREATH = 0.001
-"""Seconds that tokenizing works, and then rests: the event loop shares the interpreter, and chats the template."""
+"""Seconds of tokenizing between two equal pauses. The event loop shares the interpreter, and chats the template."""
 
 Example = tuple[list[int], list[float]]
-"""Token ids, and as many weights. A token's weight is that of predicting it from those before it."""
+"""Token ids and their weights. A token's weight applies to predicting it from the tokens before it."""
 
 
 @dataclass
 class ExampleReader:
-    """Reads one file once. What it found is in its fields when `examples` has ended."""
+    """Reads one file once. Its fields hold the findings when `examples` has ended."""
 
     text: Text
     longest: int
-    """Most tokens of an example."""
+    """Maximum number of tokens of an example."""
     line_limit: int
-    """Most bytes of a line."""
+    """Maximum number of bytes of a line."""
     wanted: Callable[[], bool] = lambda: True
-    """Whether to go on; asked at every line."""
+    """Returns whether to go on; called at every line."""
     count: int = 0
     tokens: int = 0
     longest_found: int = 0
     stopped: bool = False
     faults: list[LineFault] = field(default_factory=list)
-    """What is wrong with the file, at most MAX_FAULTS things."""
+    """Faults of the file, at most MAX_FAULTS."""
 
     def examples(self, file: IO[bytes]) -> Iterator[Example]:
-        """The examples of the lines that are good. Ends early at the last fault that is told."""
+        """Yield the examples of the valid lines. Ends early after MAX_FAULTS faults."""
         try:
             for number, line in split(file, self.line_limit):
                 self._rest()
@@ -78,7 +78,7 @@ class ExampleReader:
             self._since = time.perf_counter()
 
     def _read(self, number: int, line: bytes) -> Example | None:
-        """The example of a line; None if something is wrong with it, which is then among the faults."""
+        """Return the example of a line; None if the line has a fault, which is then added to `faults`."""
         try:
             ids, weights = example_of(line, self.text, self.longest)
         except ApiError as error:
@@ -96,7 +96,7 @@ class ExampleReader:
 
 
 def example_of(line: bytes, text: Text, longest: int) -> Example:
-    """The example of one line: a chat, or a prompt with its completion. Raises ApiError."""
+    """Return the example of one line: a chat, or a prompt with its completion. Raises ApiError."""
     fields = read_object(line, "the line")
     try:
         if "messages" in fields:
@@ -107,7 +107,7 @@ def example_of(line: bytes, text: Text, longest: int) -> Example:
             ids, weights = _completion(fields, text, longest)
     except RequestRefused:
         raise _too_long(f"more than {longest}", longest) from None
-    except ValueError as error:  # the chat template refuses these messages, or the text cannot be read
+    except ValueError as error:  # The chat template refuses these messages, or the text cannot be read.
         raise ApiError(str(error), code="invalid_value") from None
     for name, value in fields.items():
         if name not in known and value not in (None, []):
@@ -126,7 +126,7 @@ def _too_long(found: str, longest: int) -> ApiError:
 
 
 def _completion(fields: Mapping[str, Any], text: Text, longest: int) -> Example:
-    """A prompt and its completion, which is learned as it is written: no end is added to it."""
+    """Return the example of a prompt and its completion. The completion is learned as given, without an added end."""
     parts = []
     for name in ("prompt", "completion"):
         part = fields.get(name)
@@ -141,10 +141,10 @@ def _completion(fields: Mapping[str, Any], text: Text, longest: int) -> Example:
 
 
 def _chat(messages: Any, text: Text, longest: int) -> Example:
-    """A chat of which the assistant's messages are learned, but for those of weight 0.
+    """Return the example of a chat. The assistant's messages are learned, except those of weight 0.
 
-    A message's tokens are those that the model would write: what the template adds to the prompt for it, its end
-    included. Each part is tokenized behind the text before it, as when the chat is answered turn by turn.
+    A message's tokens are those that the model would write: the text that the template adds to the prompt for it, its
+    end included. Each part is tokenized after the text before it, as when the chat is answered turn by turn.
     """
     chat, learned = _read_chat(messages)
     pieces: list[tuple[list[int], float]] = []
@@ -169,7 +169,7 @@ def _chat(messages: Any, text: Text, longest: int) -> Example:
 
 
 def _read_chat(messages: Any) -> tuple[list[dict[str, str]], list[int]]:
-    """The messages for the template, and the places of those that are learned. Raises ApiError."""
+    """Return the messages for the template, and the indices of the learned ones. Raises ApiError."""
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
         reason = f"messages must be a list of 1 to {MAX_MESSAGES} messages"
         raise ApiError(reason, param="messages", code="invalid_value")
@@ -183,7 +183,7 @@ def _read_chat(messages: Any) -> tuple[list[dict[str, str]], list[int]]:
         rest = {key: value for key, value in message.items() if key != "weight"}
         weight = message.get("weight")
         checked_role(rest, name)
-        refuse_extra(rest, MESSAGE_FIELDS, name)  # calls of tools are not learned
+        refuse_extra(rest, MESSAGE_FIELDS, name)  # Calls of tools are not learned.
         chat.append(read_message(rest, name))
         assistant = chat[-1]["role"] == "assistant"
         if weight is not None:
@@ -208,11 +208,11 @@ def _read_chat(messages: Any) -> tuple[list[dict[str, str]], list[int]]:
 
 
 def _answer(chat: list[dict[str, str]], index: int, prompt: str, text: Text, *, last: bool) -> str:
-    """What the model is to write behind the prompt for a message: its text and the end that the template gives it."""
+    """Return the text that the model is to write for a message: its content and the end that the template gives it."""
     answered = text.render_chat(chat[: index + 1], add_generation_prompt=False)
     if answered.startswith(prompt):
         return answered[len(prompt) :]
-    # The prompt opens what the template leaves out of a past answer, such as a thought.
+    # The prompt may open a part that the template leaves out of a past answer, for example a thought.
     content = text.escape(chat[index]["content"]).strip()
     at = answered.rfind(content)
     if last and at >= 0:
@@ -223,13 +223,16 @@ def _answer(chat: list[dict[str, str]], index: int, prompt: str, text: Text, *, 
 
 
 def _after(before: str, part: str, text: Text, longest: int) -> list[int]:
-    """The tokens of a text behind another one, whose tokens are fixed."""
+    """Return the tokens of a text that follows another one, whose tokens are fixed."""
     ids = text.encode_after(before, part, most=longest)
     return text.encode(part, add_special_tokens=False, most=longest) if ids is None else ids
 
 
 def _weighted(ids: list[int], text: Text) -> Iterator[tuple[list[int], float]]:
-    """An answer's tokens with their weights: blanks behind its last special token are never written."""
+    """Yield an answer's tokens with their weights.
+
+    Blanks after its last special token get weight 0, because they are never written.
+    """
     ends = [place for place, token in enumerate(ids, 1) if not text.is_visible(token)]
     end = ends[-1] if ends and not text.decode(ids[ends[-1] :]).strip() else len(ids)
     yield ids[:end], 1.0

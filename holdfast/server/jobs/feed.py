@@ -1,4 +1,4 @@
-"""Feed: the events of all batches of a tenant, for whoever listens."""
+"""Feed: sends the events of a tenant's batches to its listeners."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from holdfast.server.conversations.protocol import Event, event_bytes
 from holdfast.server.protocol import ApiError
 
 MOST_LISTENERS = 64
-"""Most listeners of one tenant."""
-MOST_BEHIND = 8 << 20
-"""Bytes of events that a listener may leave unread; beyond it its stream ends, and it starts anew."""
+"""Maximum number of listeners per tenant."""
+MOST_UNREAD = 8 << 20
+"""Maximum number of unread bytes per listener. Beyond it, the stream ends and the listener starts anew."""
 HEARTBEAT_SECONDS = 15.0
 
 
 class Feed:
-    """Passes on events as they happen. It keeps none: who listens anew asks for the present state first."""
+    """Passes on events as they happen. It keeps none: a new listener first asks for the current state."""
 
     def __init__(self) -> None:
         self._listeners: defaultdict[str, set[_Listener]] = defaultdict(set)
@@ -31,7 +31,7 @@ class Feed:
                 listener.add(data)
 
     async def listen(self, tenant: str) -> AsyncGenerator[bytes, None]:
-        """Server-sent events: `batch.listening` at once, then all that happens from there on. Raises ApiError 429."""
+        """Yield server-sent events: `batch.listening` at once, then every later event. Raises ApiError 429."""
         if len(self._listeners[tenant]) >= MOST_LISTENERS:
             reason = f"{MOST_LISTENERS} clients of this API key listen to its batches; close one of them"
             raise ApiError(reason, status=429, code="rate_limit_exceeded", retry_after=5)
@@ -64,7 +64,7 @@ class _Listener:
     def add(self, data: bytes) -> None:
         self._unread.append(data)
         self._size += len(data)
-        if self._size > MOST_BEHIND:
+        if self._size > MOST_UNREAD:
             self.close()
         self._changed.set()
 
@@ -73,7 +73,7 @@ class _Listener:
         self._changed.set()
 
     async def next(self) -> bytes | None:
-        """The next events, joined; a comment if none comes for a while; None at the end."""
+        """Return the next events, joined. Returns a comment if none comes for a while, and None at the end."""
         if not self._unread and not self._closed:
             self._changed.clear()
             try:
@@ -81,7 +81,7 @@ class _Listener:
                     await self._changed.wait()
             except TimeoutError:
                 return b": still here\n\n"
-        if self._size > MOST_BEHIND or not self._unread:
+        if self._size > MOST_UNREAD or not self._unread:
             return None
         data = b"".join(self._unread)
         self._unread.clear()

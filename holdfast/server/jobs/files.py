@@ -1,4 +1,4 @@
-"""Files: bytes in a directory, found by their ids through the store. Received piece by piece, within limits."""
+"""Files: bytes in a directory, found by id through the store. Uploads are received piece by piece, within limits."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from holdfast.server.protocol import ApiError
 T = TypeVar("T")
 
 PURPOSES = ("batch", "fine-tune")
-"""What clients may upload files for."""
+"""Purposes for which clients may upload files."""
 DAYS_30 = 30 * 86400.0
 EXPIRY = (3600, 30 * 86400)
-"""Shortest and longest time that a client may give a file, in seconds, as in OpenAI's API."""
+"""Shortest and longest lifetime that a client may give a file, in seconds, as in OpenAI's API."""
 PIECE = 1 << 20
-"""Bytes of an upload that are written at once."""
+"""Number of bytes of an upload that are written at once."""
 MOST_UPLOADS = 16
-"""Most uploads at once; each holds two pieces in memory."""
+"""Maximum number of simultaneous uploads. Each holds two pieces in memory."""
 UNFINISHED = "upload-"
-"""What the names begin with of files that are being written."""
+"""Prefix of the names of unfinished files."""
 ABANDONED_SECONDS = 3600.0
-"""A file that is being written is abandoned when nothing was written for so long: its server was killed."""
+"""Seconds without a write after which an unfinished file counts as abandoned, because its server was killed."""
 RETRY_SECONDS = (0.25, 10.0)
-"""First and longest wait before something that failed, and must succeed, is tried again."""
+"""First and longest wait in seconds before work that must succeed is tried again after a failure."""
 
 log = logging.getLogger("holdfast.server")
 
 
 class Files:
-    """The files of a server. One for each server."""
+    """The files of one server."""
 
     def __init__(self, store: AsyncStore, config: ServerConfig, now: Callable[[], float] = time.time) -> None:
         """Raises StoreError if the directory cannot be used."""
@@ -63,7 +63,7 @@ class Files:
         share = config.tenant_share if len(config.api_key) > 1 else 1
         self.tenant_limit = int(self.limit * share)
         self.tenant_uploads = max(1, int(MOST_UPLOADS * share))
-        """Most uploads at once of one API key."""
+        """Maximum number of simultaneous uploads of one API key."""
         self._remove: Callable[[], object] = lambda: None
         """Removes the directory, if it is for this server alone."""
         if config.files is not None:
@@ -79,21 +79,21 @@ class Files:
         except OSError as error:
             raise StoreError(f"the directory of files {self.directory} cannot be used: {error.strerror}") from None
         self._uploading: Counter[str] = Counter()
-        """Bytes of each tenant that are being received."""
+        """Number of bytes that each tenant is uploading."""
         self._uploads: Counter[str] = Counter()
-        """Uploads of each tenant in progress."""
+        """Number of uploads in progress of each tenant."""
         self._disk = ThreadPoolExecutor(2, "holdfast-files")
 
     async def on_disk(self, work: Callable[[], T]) -> T:
-        """The result of work on the disk, done off the event loop. Raises OSError."""
+        """Run `work` on the disk, off the event loop, and return its result. Raises OSError."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
     async def receive(
         self, tenant: str, content_type: str, declared: int | None, pieces: AsyncIterator[bytes]
     ) -> StoredFile:
-        """Take an upload: a form with `file`, `purpose` and perhaps `expires_after`. Raises ApiError.
+        """Receive an upload: a form with `file`, `purpose` and optionally `expires_after`. Raises ApiError.
 
-        `declared` is the length of the form, if the client told it.
+        `declared` is the length of the form, if the client declared it.
         """
         if declared is not None and declared > self.largest + OVERHEAD:
             raise self._too_large()
@@ -120,7 +120,7 @@ class Files:
                 purpose = read_purpose(form.fields)
                 seconds = read_expiry(form.fields) or (DAYS_30 if purpose == "batch" else None)
                 await self.on_disk(partial(file.write, bytes(held)))
-                self._check_space(tenant, *await self._held(tenant))  # others may have come in meanwhile
+                self._check_space(tenant, *await self._held(tenant))  # Others may have ended.
                 return await self._keep(file, tenant, purpose, form.filename or "file", seconds)
         except OSError as error:
             raise unavailable(error) from None
@@ -132,19 +132,19 @@ class Files:
                     del counts[tenant]
 
     async def copy(self, tenant: str, purpose: str, name: str, source: IO[bytes]) -> StoredFile:
-        """Keep a copy of what is read from `source`, within no limit. Raises ApiError, OSError."""
+        """Store a copy of `source`, without a limit. Raises ApiError, OSError."""
         with self.new() as file:
             await self.on_disk(lambda: shutil.copyfileobj(source, file))
             return await self._keep(file, tenant, purpose, base_name(name), None)
 
     async def get(self, tenant: str, id: str) -> StoredFile:
-        """A file. Raises ApiError 404."""
+        """Return a file. Raises ApiError 404."""
         return await self.store.read(lambda store: FileTable(store.database).get(tenant, id, self.now()))
 
     async def page(
         self, tenant: str, *, limit: int, newest_first: bool, after: str | None, purpose: str | None
     ) -> tuple[list[StoredFile], bool]:
-        """A part of a tenant's files, and whether there are more. Raises ApiError 404 for an unknown `after`."""
+        """Return a page of a tenant's files, and whether there are more. Raises ApiError 404 for an unknown `after`."""
 
         def read(store: Store) -> tuple[list[StoredFile], bool]:
             table = FileTable(store.database)
@@ -153,7 +153,7 @@ class Files:
         return await self.store.read(read)
 
     async def open(self, tenant: str, id: str) -> tuple[StoredFile, IO[bytes]]:
-        """A file and its bytes, which stay readable if it is deleted meanwhile. Raises ApiError 404."""
+        """Return a file and its bytes, which stay readable if it is deleted meanwhile. Raises ApiError 404."""
         file = await self.get(tenant, id)
         try:
             return file, await self.on_disk(lambda: open_file(self.path(id)))
@@ -161,17 +161,17 @@ class Files:
             raise unavailable(error) from None
 
     async def delete(self, tenant: str, id: str) -> None:
-        """Delete a file. Raises ApiError: 404, and 409 if a batch reads it."""
+        """Delete a file. Raises ApiError: 404, or 409 if a batch reads it."""
         await self.store.run(lambda store: FileTable(store.database).delete(tenant, id, self.now()))
         await self.on_disk(lambda: self.path(id).unlink(missing_ok=True))
 
     def path(self, id: str) -> Path:
-        """Where the bytes of a stored file are. Only ids that the store knows come here."""
+        """Return the path of a stored file's bytes. `id` must come from the store, never directly from a client."""
         return self.directory / id
 
     @contextmanager
     def new(self) -> Iterator[IO[bytes]]:
-        """A new file in the directory, which only its owner can read. It is deleted unless it is given an id."""
+        """Create a file in the directory that only its owner can read. It is deleted unless `settle` gives it an id."""
         with tempfile.NamedTemporaryFile(dir=self.directory, prefix=UNFINISHED, delete=False) as file:
             try:
                 yield file
@@ -179,7 +179,7 @@ class Files:
                 Path(file.name).unlink(missing_ok=True)
 
     def settle(self, file: IO[bytes], id: str) -> int:
-        """Make the bytes of a `new` file durable under their id. Returns how many there are. Raises OSError."""
+        """Make the bytes of a `new` file durable under their id. Returns the number of bytes. Raises OSError."""
         file.flush()
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
@@ -188,19 +188,19 @@ class Files:
         return size
 
     async def clean(self) -> None:
-        """Delete files whose time is over, and uploads whose server was killed. Raises ApiError, OSError."""
+        """Delete expired files, and uploads whose server was killed. Raises ApiError, OSError."""
         gone = await self.store.run(lambda store: FileTable(store.database).drop_expired(self.now()))
         for id in gone:
             await self.on_disk(partial(self.path(id).unlink, missing_ok=True))
         await self.on_disk(lambda: drop_abandoned(self.directory))
 
     def close(self) -> None:
-        """Wait for what is being written. A temporary directory is deleted."""
+        """Wait for running writes, and delete a temporary directory."""
         self._disk.shutdown()
         self._remove()
 
     async def _keep(self, file: IO[bytes], tenant: str, purpose: str, name: str, seconds: float | None) -> StoredFile:
-        """Make a `new` file one of the tenant's, for so many seconds. Raises ApiError, OSError."""
+        """Store a `new` file as the tenant's, for this number of seconds. Raises ApiError, OSError."""
         id, now = new_id(), self.now()
         expires = None if seconds is None else now + seconds
         try:
@@ -215,11 +215,11 @@ class Files:
         return stored
 
     async def _held(self, tenant: str) -> tuple[int, int]:
-        """Bytes of all files, and of one tenant's. Raises ApiError."""
+        """Return the number of bytes of all files, and of the tenant's files. Raises ApiError."""
         return await self.store.read(lambda store: FileTable(store.database).held(tenant))
 
     def _check_uploads(self, tenant: str) -> None:
-        """Raises ApiError if no more uploads are received now: 429 for those of one API key, 503 for those of all."""
+        """Raises ApiError at the limit of uploads: 429 at the API key's own limit, 503 at that of all keys."""
         if self._uploads.total() >= MOST_UPLOADS:
             reason = f"{MOST_UPLOADS} files are being received; try again in a moment"
             raise ApiError(reason, status=503, code="overloaded", retry_after=1)
@@ -230,7 +230,7 @@ class Files:
             raise ApiError(f"{reason}; try again in a moment", status=429, code="rate_limit_exceeded", retry_after=1)
 
     def _check_space(self, tenant: str, all_bytes: int, own_bytes: int) -> None:
-        """Raises ApiError if the files, with those being received, take more than their limits."""
+        """Raises ApiError if the files and running uploads exceed their limits."""
         if all_bytes + self._uploading.total() > self.limit:
             reason = f"the server keeps at most {self.limit} bytes of files; delete some that are not needed"
             raise ApiError(reason, status=429, code="files_full", retry_after=60)
@@ -244,7 +244,7 @@ class Files:
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to wait before each new try of the same thing."""
+    """Yield the seconds to wait before each new try of the same work."""
     wait, longest = RETRY_SECONDS
     while True:
         yield wait
@@ -252,7 +252,7 @@ def pauses() -> Iterator[float]:
 
 
 async def persist(work: Callable[[], Awaitable[T]]) -> T:
-    """The result of a job's work on the store or the disk, tried until they can do it.
+    """Retry a job's work on the store or the disk until it succeeds, and return its result.
 
     Raises FileNotFoundError, and an ApiError other than 503, at once.
     """
@@ -271,12 +271,12 @@ async def persist(work: Callable[[], Awaitable[T]]) -> T:
 
 
 def new_id() -> str:
-    """An unguessable id."""
+    """Return an unguessable id."""
     return f"file-{uuid.uuid4().hex}"
 
 
 def read_purpose(fields: Mapping[str, str]) -> str:
-    """What an upload is for. Raises ApiError."""
+    """Return the purpose of an upload. Raises ApiError."""
     purpose = fields.get("purpose")
     if purpose is None:
         raise ApiError("purpose is missing", param="purpose", code="missing_required_parameter")
@@ -287,7 +287,7 @@ def read_purpose(fields: Mapping[str, str]) -> str:
 
 
 def read_expiry(fields: Mapping[str, str]) -> int | None:
-    """Seconds that an upload is to be kept, if it says so. Raises ApiError, also for an unknown field."""
+    """Return the lifetime of an upload in seconds, if it is given. Raises ApiError, also for an unknown field."""
     for name in fields:
         if name not in ("purpose", "expires_after[anchor]", "expires_after[seconds]"):
             raise ApiError(f"unknown parameter: {name[:64]}", param=name[:64], code="unknown_parameter")
@@ -298,7 +298,7 @@ def read_expiry(fields: Mapping[str, str]) -> int | None:
 
 
 def check_expiry(anchor: object, seconds: object, param: str = "expires_after") -> int:
-    """The seconds of the parameter `param`. Raises ApiError."""
+    """Check the parameter `param`, and return its seconds. Raises ApiError."""
     if anchor != "created_at":
         raise ApiError(f'{param}.anchor must be "created_at"', param=param, code="invalid_value")
     least, most = EXPIRY
@@ -310,14 +310,14 @@ def check_expiry(anchor: object, seconds: object, param: str = "expires_after") 
 
 
 def unavailable(error: OSError) -> ApiError:
-    """The refusal of a request whose file the disk cannot take or give. The reason goes to the log."""
+    """Return the error for a failed read or write of the disk. The reason goes to the log."""
     log.error("the directory of files fails: %s", error.strerror or error)
     reason = "the server's disk cannot take or give files now; nothing of this request was stored"
     return ApiError(reason, status=503, code="files_unavailable")
 
 
 def drop_abandoned(directory: Path) -> None:
-    """Delete what was received and not written to for a while. Raises OSError."""
+    """Delete unfinished files without a write for a while. Raises OSError."""
     oldest = time.time() - ABANDONED_SECONDS
     for path in directory.glob(f"{UNFINISHED}*"):
         if path.stat().st_mtime < oldest:

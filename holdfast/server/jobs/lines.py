@@ -1,4 +1,4 @@
-"""Lines of a batch's input: found in a file within limits, and read as the requests that they ask for."""
+"""Lines of a batch's input: finds them in a file within limits, and parses them as requests."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from holdfast.server.tools import chat_toolset
 
 MAX_LINES = 50_000
 MAX_FAULTS = 100
-"""Most faults that are reported of one file."""
+"""Maximum number of faults that are reported for one file."""
 MAX_CUSTOM_ID = 512
 AHEAD = 32
-"""Lines that are read at once."""
+"""Number of lines that are read at once."""
 MARGIN = 5
-"""Bytes of a line that do not count: a byte order mark, and the line's end."""
+"""Number of bytes of a line that do not count: a byte order mark, and the line end."""
 REQUESTS: dict[str, type[SampledRequest]] = {
     each.route: each for each in (ChatRequest, CompletionRequest, ResponseRequest)
 }
-"""The endpoints that a batch may call, each with its request."""
+"""Request types by the endpoints that a batch may call."""
 FIELDS = ("custom_id", "method", "url", "body")
 
 
@@ -48,14 +48,14 @@ class Line:
 
     @property
     def choices(self) -> int:
-        """Sequences that it asks for."""
+        """Number of sequences that the request asks for."""
         return self.wanted.candidates * (
             len(self.wanted.prompts()) if isinstance(self.wanted, CompletionRequest) else 1
         )
 
 
 def split(file: IO[bytes], limit: int = sys.maxsize - MARGIN, number: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Number and text of each line behind line `number` that is not blank. Raises BadLine beyond `limit` bytes."""
+    """Yield the number and text of each non-blank line after line `number`. Raises BadLine beyond `limit` bytes."""
     while text := file.readline(limit + MARGIN):
         number += 1
         if number == 1:
@@ -69,22 +69,22 @@ def split(file: IO[bytes], limit: int = sys.maxsize - MARGIN, number: int = 0) -
 
 
 class LineReader:
-    """Reads the lines of a checked input again, a few at a time, but for those that are answered."""
+    """Reads the unanswered lines of a checked input again, a few at a time."""
 
     def __init__(
         self, file: IO[bytes], endpoint: str, answered: Collection[int], first: Collection[int] = frozenset()
     ) -> None:
-        """The lines `first`, those of them that have no answer, come before all others."""
+        """The unanswered ones of the lines `first` come before all others."""
         self.ahead: deque[Line | BadLine] = deque()
-        """Lines that were read; a BadLine is one that this server would not have taken."""
+        """Lines that were read. A BadLine is one that this server refuses."""
         self._file, self._endpoint, self._answered = file, endpoint, answered
         self._first = frozenset(first) - frozenset(answered)
         self._in_first = bool(self._first)
-        """Whether the lines `first` are read now, and not the others."""
+        """Whether the lines `first` are being read, rather than the others."""
         self._number = self._position = 0
 
     def read(self) -> None:
-        """Read some further lines into `ahead`. Raises OSError, and can then be called again."""
+        """Read more lines into `ahead`. Raises OSError, and can then be called again."""
         if self._in_first:
             self._read(lambda number: number in self._first)
             if self.ahead:
@@ -93,7 +93,7 @@ class LineReader:
         self._read(lambda number: number not in self._answered and number not in self._first)
 
     def _read(self, wanted: Callable[[int], bool]) -> None:
-        """Read some further lines whose numbers are wanted."""
+        """Read more lines, of which only those with wanted numbers are kept."""
         self._file.seek(self._position)
         for number, text in split(self._file, number=self._number):
             if wanted(number):
@@ -107,7 +107,7 @@ class LineReader:
 
 
 def read_line(number: int, text: bytes, endpoint: str) -> Line:
-    """A line as a request. Raises BadLine."""
+    """Parse a line as a request. Raises BadLine."""
     try:
         fields = read_object(text, "the line")
         for name in fields:
@@ -135,7 +135,7 @@ def read_line(number: int, text: bytes, endpoint: str) -> Line:
 
 
 def _read_body(body: dict[str, Any], shape: type[SampledRequest]) -> SampledRequest:
-    """The request that a line asks for. Raises ApiError for what is wrong at sight, or has no place in a batch."""
+    """Parse the request of a line. Raises ApiError for a fault, or for a request that a batch does not support."""
     wanted = typed(body, shape)
     if not wanted.model:
         raise ApiError("model is missing", param="model", code="missing_required_parameter")
@@ -159,12 +159,12 @@ def _read_body(body: dict[str, Any], shape: type[SampledRequest]) -> SampledRequ
             if wanted.conversation is not None:
                 reason = "lines run in any order, so none can append to a conversation; use previous_response_id"
                 raise ApiError(reason, param="conversation", code="invalid_value")
-    _ = wanted.most_tokens  # two names for it may contradict each other
+    _ = wanted.most_tokens  # Raises ApiError if its two names contradict each other.
     return wanted
 
 
 def check(file: IO[bytes], endpoint: str, limit: int, allow: Callable[[Line], None]) -> tuple[int, list[LineFault]]:
-    """Read a whole input. Returns its number of lines and what is wrong with it, at most MAX_FAULTS things.
+    """Read a whole input. Returns its number of lines and its faults, at most MAX_FAULTS.
 
     `allow` raises ApiError for a line that this server does not serve.
     """
@@ -197,7 +197,7 @@ def check(file: IO[bytes], endpoint: str, limit: int, allow: Callable[[Line], No
 
 
 def custom_id_of(text: bytes) -> str:
-    """The custom_id of a line that was read before, found without reading its body as a request."""
+    """Return the custom_id of a line that was read before, without parsing its body as a request."""
     with suppress(ApiError):
         found = read_object(text, "the line").get("custom_id")
         return found if isinstance(found, str) else ""

@@ -1,4 +1,4 @@
-"""Which servers still run: each holds a lock on a file, which the system releases when the process ends, however."""
+"""Shows which servers still run. Each holds a lock on a file, which the system releases when the process ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Owner:
     """This server, among those that share a directory of files."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises OSError."""
+        """Raises OSError if the lock's file cannot be created."""
         self.id = f"owner-{uuid.uuid4().hex}"
         self._directory = directory
         self._held: int | None = open_regular(directory / self.id, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -37,7 +37,7 @@ class Owner:
         return True
 
     def close(self) -> None:
-        """Let others go on with what this server has not finished."""
+        """Release the lock, so that other servers may take over unfinished work."""
         if self._held is not None:
             (self._directory / self.id).unlink(missing_ok=True)
             os.close(self._held)

@@ -1,4 +1,4 @@
-"""Temporary directories of servers. What a killed server left is deleted by the next one that makes its own."""
+"""Temporary directories of servers. The next server deletes those that a killed server left."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Scratch:
     """A directory for one server, which holds a lock on it. The system releases the lock when the process ends."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
+        """Raises OSError if the directory cannot be created."""
         drop_left(Path(tempfile.gettempdir()))
         while True:
             self.directory = Path(tempfile.mkdtemp(prefix=PREFIX))
             try:
                 lock = open_directory(self.directory)
             except FileNotFoundError:
-                continue  # another server took it for one that was left
+                continue  # Another server took it for an abandoned one.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if self.directory.exists():  # whoever takes it for one that was left locks it while it is deleted
+            if self.directory.exists():  # A server that takes it for an abandoned one locks it while deleting it.
                 break
             os.close(lock)
         self.remove = weakref.finalize(self, _remove, self.directory, lock)
-        """Deletes the directory; once, and at the process's end at the latest."""
+        """Deletes the directory, once, and at the process's end at the latest."""
 
 
 def _remove(directory: Path, lock: int) -> None:
@@ -40,12 +40,12 @@ def _remove(directory: Path, lock: int) -> None:
 
 
 def drop_left(parent: Path) -> None:
-    """Delete the directories of servers of this user that were killed. What cannot be deleted stays."""
+    """Delete the directories of this user's killed servers. Directories that cannot be deleted stay."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
             lock = open_directory(path)
         except OSError:
-            continue  # another user's, a link, no directory, or gone
+            continue  # Another user's, a link, no directory, or gone.
         try:
             if os.fstat(lock).st_uid != os.geteuid() or not _take(lock):
                 continue
@@ -68,7 +68,7 @@ def _locked(path: Path) -> bool:
 
 
 def _take(opened: int) -> bool:
-    """Lock a file or directory without waiting; whether nobody else had it locked. Closing it releases the lock."""
+    """Try to lock a file or directory without waiting. Returns whether it succeeded. Closing it releases the lock."""
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,4 +1,4 @@
-"""Starts: stores which lines begin, before the engine gets them. What follows from it is in `attempt_table`."""
+"""Starts: stores which lines begin before the engine gets them. `attempt_table` says what for."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from holdfast.server.jobs.attempt_table import AttemptTable
 from holdfast.server.jobs.files import persist
 
 GATHER_SECONDS = 0.01
-"""Starts that come within this time are stored together, so that the disk's flush does not bound lines a second."""
+"""Seconds within which starts are collected to be stored together, because each flush of the disk takes time."""
 
 
 class Starts:
-    """The lines that are about to begin. `run` stores them."""
+    """Lines that are about to begin. `run` stores them."""
 
     def __init__(self, store: AsyncStore) -> None:
         self._store = store
         self._waiting: list[tuple[tuple[str, int], asyncio.Future[None]]] = []
-        """Each line, by its batch and its number, with what is done once it is stored."""
+        """Batch id and number of each line that is not stored yet, with the future that ends when it is."""
         self._came = asyncio.Event()
 
     async def note(self, batch: str, number: int) -> None:
-        """Return once it is stored that a line begins, however often the store fails before."""
+        """Return once it is stored that a line begins. Store failures are retried."""
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(((batch, number), stored))
         self._came.set()
         await stored
 
     async def run(self) -> None:
-        """Store starts as they come, until it is cancelled."""
+        """Store starts as they come, until cancelled."""
         while True:
             await self._came.wait()
             await asyncio.sleep(GATHER_SECONDS)

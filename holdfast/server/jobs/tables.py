@@ -37,7 +37,7 @@ from holdfast.server.replies import encode
 
 PAST = {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}
 DELETED_AT_ONCE = 1000
-"""Most rows that one transaction deletes, so that no turn of a conversation waits for a long one."""
+"""Maximum number of rows that one transaction deletes, so that no turn of a conversation waits for a long one."""
 
 files = Table(
     "files",
@@ -50,7 +50,7 @@ files = Table(
     Column("created", Float, nullable=False),
     Column("expires", Float),
 )
-"""The bytes of a file lie in a directory, under its id."""
+"""Files. The bytes of a file are in a directory, under its id."""
 
 batches = Table(
     "batches",
@@ -64,7 +64,10 @@ batches = Table(
     Column("cancelling", Float),
     Column("batch", LargeBinary, nullable=False),
 )
-"""`owner` is the server that runs the batch. Only it writes `batch`; any server may set `cancelling`, once."""
+"""Batches. `owner` is the server that runs the batch.
+
+Only the owner writes `batch`. Any server may set `cancelling`, once.
+"""
 
 lines = Table(
     "batch_lines",
@@ -74,7 +77,7 @@ lines = Table(
     Column("completed", Boolean, nullable=False),
     Column("answer", LargeBinary, nullable=False),
 )
-"""A line is answered once it has a row here. The rows go when the output files are written."""
+"""Answered lines of batches. The rows are deleted when the output files are written."""
 
 tuning_jobs = Table(
     "tuning_jobs",
@@ -93,10 +96,10 @@ tuning_jobs = Table(
     Column("asked_at", Float),
     Column("job", LargeBinary, nullable=False),
 )
-"""`owner` is the server that runs the job. Only it writes `job`; any server may set `wanted`.
+"""Tuning jobs. `owner` is the server that runs the job.
 
-`asks` counts how often somebody asked for a change, and `asked_at` is when that was last. A job is `reading` while it
-needs its files. It is `serving` while there are adapters of it.
+Only the owner writes `job`. Any server may set `wanted`. `asks` counts the requests for a change, and `asked_at` is the
+time of the last one. A job is `reading` while it needs its files, and `serving` while it has adapters.
 """
 
 tuning_events = Table(
@@ -106,7 +109,7 @@ tuning_events = Table(
     Column("number", Integer, primary_key=True),
     Column("event", LargeBinary, nullable=False),
 )
-"""Numbered from 1, in the order in which they happened."""
+"""Events of tuning jobs, numbered from 1 in the order in which they happened."""
 
 
 def _files_and_batches(db: Connection) -> None:
@@ -124,7 +127,8 @@ def _attempts(db: Connection) -> None:
 
 
 STEPS: tuple[MigrationStep, ...] = (_files_and_batches, _tuning, _attempts)
-"""The store's migration steps behind those of `conversations.database`. A later step of either goes to this end."""
+"""Migration steps that follow those of `conversations.database`. A later step of either is added at the end of this
+list."""
 
 _read_batch = msgspec.json.Decoder(Batch).decode
 _read_job = msgspec.json.Decoder(TuningJob).decode
@@ -132,11 +136,11 @@ _read_event = msgspec.json.Decoder(JobEvent).decode
 
 
 class TooMany(Exception):
-    """There are as many open batches, or tuning jobs, as may be; the message says how many."""
+    """The limit of open batches or tuning jobs is reached. The message names it."""
 
 
 class WrongPurpose(Exception):
-    """A file was not uploaded for what it is used for; the message says so."""
+    """A file was uploaded for another purpose. The message names it."""
 
     def __init__(self, message: str, param: str = "input_file_id") -> None:
         """`param` is the request's parameter that names the file."""
@@ -145,7 +149,7 @@ class WrongPurpose(Exception):
 
 
 class FileTable:
-    """The files that exist. Raises NotFound for one that does not, has expired, or belongs to another tenant."""
+    """Table of files. Raises NotFound for a file that does not exist, has expired, or belongs to another tenant."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -156,14 +160,14 @@ class FileTable:
             _insert_file(db, file)
 
     def get(self, tenant: str, id: str, now: float) -> StoredFile:
-        """One file."""
+        """Return one file."""
         with self._database.read() as db:
             return _file(db, tenant, id, now)
 
     def page(
         self, tenant: str, now: float, *, limit: int, newest_first: bool, after: str | None, purpose: str | None
     ) -> tuple[list[StoredFile], bool]:
-        """Up to `limit` files behind the file `after`, and whether there are more."""
+        """Return up to `limit` files after the file `after`, and whether there are more."""
         with self._database.read() as db:
             wanted = select(files).where(files.c.tenant == tenant, _alive(now))
             if purpose is not None:
@@ -173,7 +177,7 @@ class FileTable:
             return [_as_file(row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, tenant: str, id: str, now: float) -> None:
-        """Delete a file. Raises Conflict if an open batch reads it, or a tuning job that has just begun."""
+        """Delete a file. Raises Conflict if an open batch or a tuning job still reads it."""
         with self._database.write() as db:
             _file(db, tenant, id, now)
             if db.execute(select(batches.c.id).where(batches.c.input == id, batches.c.open).limit(1)).first():
@@ -184,14 +188,14 @@ class FileTable:
             db.execute(delete(files).where(files.c.id == id))
 
     def held(self, tenant: str) -> tuple[int, int]:
-        """Bytes of all files, and of one tenant's."""
+        """Return the number of bytes of all files, and of the tenant's files."""
         with self._database.read() as db:
             everything = select(func.coalesce(func.sum(files.c.bytes), 0))
             own = everything.where(files.c.tenant == tenant)
             return int(db.execute(everything).scalar_one()), int(db.execute(own).scalar_one())
 
     def drop_expired(self, now: float) -> list[str]:
-        """Delete the files whose time is over, unless a batch or a tuning job reads them. Returns their ids."""
+        """Delete the expired files, except those that a batch or a tuning job reads. Returns their ids."""
         read = exists().where(batches.c.input == files.c.id, batches.c.open)
         own = or_(tuning_jobs.c.training == files.c.id, tuning_jobs.c.validation == files.c.id)
         tuned = exists().where(own, tuning_jobs.c.reading)
@@ -209,14 +213,14 @@ class _OwnedTable:
         self._database = database
 
     def owners(self) -> set[str]:
-        """The servers whose work has not ended."""
+        """Return the servers whose work has not ended."""
         with self._database.read() as db:
             return set(db.execute(select(self.table.c.owner).where(self.table.c.open).distinct()).scalars())
 
     def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> dict[str, Found]:
-        """Give this work to `owner`, as far as it still belongs to one of `owners`, whose servers have ended.
+        """Give this work to `owner`, if it still belongs to one of `owners`, whose servers have ended.
 
-        Returns what it got by id, each with the attempts at it.
+        Returns the work that it got by id, each with the attempts at it.
         """
         with self._database.write() as db:
             theirs = update(self.table).where(self.table.c.id.in_(ids), self.table.c.owner.in_(owners))
@@ -224,19 +228,19 @@ class _OwnedTable:
             return {id: {} for id in taken} | cut_off(db, taken)
 
     def _orphans(self, owners: Collection[str]) -> Sequence[Row[Any]]:
-        """The open rows of these servers, the oldest first."""
+        """Return the open rows of these servers, the oldest first."""
         with self._database.read() as db:
             theirs = select(self.table).where(self.table.c.open, self.table.c.owner.in_(owners))
             return db.execute(theirs.order_by(self.table.c.created, self.table.c.id)).all()
 
 
 class BatchTable(_OwnedTable):
-    """The batches. Raises NotFound for one that does not exist or belongs to another tenant."""
+    """Table of batches. Raises NotFound for a batch that does not exist or belongs to another tenant."""
 
     table = batches
 
     def add(self, batch: Batch, owner: str, *, purpose: str, limit: int, tenant_limit: int) -> None:
-        """Begin a batch. Raises NotFound for its input file, WrongPurpose for another kind of file, TooMany."""
+        """Add a batch. Raises NotFound for its input file, WrongPurpose for a file for another purpose, TooMany."""
         with self._database.write() as db:
             file = _file(db, batch.tenant, batch.input_file, batch.created, "input_file_id")
             if file.purpose != purpose:
@@ -253,12 +257,12 @@ class BatchTable(_OwnedTable):
             db.execute(insert(batches).values(row))
 
     def get(self, tenant: str, id: str) -> Batch:
-        """One batch."""
+        """Return one batch."""
         with self._database.read() as db:
             return _as_batch(_row(db, batches, id, tenant))
 
     def page(self, tenant: str, *, limit: int, after: str | None) -> tuple[list[Batch], bool]:
-        """Up to `limit` batches, the newest first, behind the batch `after`, and whether there are more."""
+        """Return up to `limit` batches after the batch `after`, the newest first, and whether there are more."""
         with self._database.read() as db:
             known = None if after is None else _row(db, batches, after, tenant, "after")
             place = None if known is None else (known.created, known.id)
@@ -266,13 +270,13 @@ class BatchTable(_OwnedTable):
             return [_as_batch(row) for row in rows[:limit]], len(rows) > limit
 
     def open_of(self, tenant: str) -> list[Batch]:
-        """The tenant's batches that have not ended, the oldest first."""
+        """Return the tenant's batches that have not ended, the oldest first."""
         with self._database.read() as db:
             own = select(batches).where(batches.c.tenant == tenant, batches.c.open)
             return [_as_batch(row) for row in db.execute(own.order_by(batches.c.created, batches.c.id))]
 
     def ask_cancel(self, tenant: str, id: str, now: float) -> Batch:
-        """Ask a batch's owner to stop it. Raises Conflict if it has ended, or is about to."""
+        """Ask a batch's owner to stop it. Raises Conflict if it has ended or is finalizing."""
         with self._database.write() as db:
             row = _row(db, batches, id, tenant)
             batch = _as_batch(row)
@@ -283,11 +287,11 @@ class BatchTable(_OwnedTable):
             return _as_batch(_row(db, batches, id, tenant))
 
     def orphans(self, owners: Collection[str]) -> list[tuple[Batch, bool]]:
-        """The open batches of these servers, the oldest first, and whether somebody asked to cancel each."""
+        """Return the open batches of these servers, the oldest first, and whether each is to be cancelled."""
         return [(_read_batch(row.batch), row.cancelling is not None) for row in self._orphans(owners)]
 
     def cancelled(self, ids: Iterable[str]) -> list[str]:
-        """Those of these batches that somebody asked to cancel."""
+        """Return those of the batches that a client asked to cancel."""
         with self._database.read() as db:
             asked = select(batches.c.id).where(batches.c.id.in_(list(ids)), batches.c.cancelling.is_not(None))
             return list(db.execute(asked).scalars())
@@ -304,7 +308,7 @@ class BatchTable(_OwnedTable):
             return batch
 
     def answer(self, id: str, answers: Sequence[AnsweredLine]) -> tuple[Batch, list[AnsweredLine]]:
-        """Store answers, but none to a line that has one already. Returns the batch, and what was stored."""
+        """Store answers, except for lines that have one already. Returns the batch, and the stored answers."""
         with self._database.write() as db:
             batch, numbers = _read_batch(_row(db, batches, id).batch), [each.number for each in answers]
             there = select(lines.c.number).where(lines.c.batch == id, lines.c.number.in_(numbers))
@@ -323,12 +327,12 @@ class BatchTable(_OwnedTable):
             return _write(db, replace(batch, usage=usage, **counts)), new
 
     def answered(self, id: str) -> set[int]:
-        """The numbers of the lines that have an answer."""
+        """Return the numbers of the answered lines."""
         with self._database.read() as db:
             return set(db.execute(select(lines.c.number).where(lines.c.batch == id)).scalars())
 
     def answers(self, id: str, *, completed: bool, after: int, limit: int) -> list[tuple[int, bytes]]:
-        """Up to `limit` answers behind line `after`, in the order of the lines."""
+        """Return up to `limit` answers after line `after`, in the order of the lines."""
         with self._database.read() as db:
             wanted = select(lines.c.number, lines.c.answer).where(
                 lines.c.batch == id, lines.c.completed == completed, lines.c.number > after
@@ -336,7 +340,7 @@ class BatchTable(_OwnedTable):
             return [(row.number, row.answer) for row in db.execute(wanted.order_by(lines.c.number).limit(limit))]
 
     def forget_answers(self) -> bool:
-        """Delete some of the answers of batches that have ended. Returns whether there may be more."""
+        """Delete some answers of batches that have ended. Returns whether there may be more."""
         with self._database.write() as db:
             gone = exists().where(batches.c.id == lines.c.batch, ~batches.c.open)
             ended = db.execute(select(lines.c.batch).where(gone).limit(1)).scalar()
@@ -347,21 +351,21 @@ class BatchTable(_OwnedTable):
             return True
 
     def drop_old(self, before: float) -> None:
-        """Delete the batches that have ended and were created before this time."""
+        """Delete the ended batches that were created before this time."""
         with self._database.write() as db:
             db.execute(delete(batches).where(~batches.c.open, batches.c.created < before))
 
 
 class JobTable(_OwnedTable):
-    """The tuning jobs. Raises NotFound for one that does not exist or belongs to another tenant."""
+    """Table of tuning jobs. Raises NotFound for a job that does not exist or belongs to another tenant."""
 
     table = tuning_jobs
 
     def add(self, job: TuningJob, owner: str, *, limit: int, tenant_limit: int, kept: int) -> None:
-        """Begin a job. Raises NotFound for its files, WrongPurpose for other kinds of files, TooMany.
+        """Add a job. Raises NotFound for its files, WrongPurpose for files for another purpose, TooMany.
 
-        `kept` is the most jobs of one tenant that have adapters, and also the most that have ended without any: the
-        oldest of those are deleted beyond it.
+        `kept` is the maximum number of a tenant's jobs with adapters, and also of its ended jobs without any. Beyond
+        it, the oldest of the latter are deleted.
         """
         with self._database.write() as db:
             for param, id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
@@ -389,16 +393,16 @@ class JobTable(_OwnedTable):
             _add_events(db, job.id, [JobEvent(created=job.created, message=f"Created fine-tuning job: {job.id}")])
 
     def get(self, tenant: str, id: str) -> TuningJob:
-        """One job."""
+        """Return one job."""
         with self._database.read() as db:
             return _as_job(_row(db, tuning_jobs, id, tenant))
 
     def page(
         self, tenant: str, *, limit: int, after: str | None, metadata: Mapping[str, str]
     ) -> tuple[list[TuningJob], bool]:
-        """Up to `limit` jobs, the newest first, behind the job `after`, and whether there are more.
+        """Return up to `limit` jobs after the job `after`, the newest first, and whether there are more.
 
-        Only those that have all of `metadata`.
+        Only jobs that have all of `metadata` are returned.
         """
         with self._database.read() as db:
             known = None if after is None else _row(db, tuning_jobs, after, tenant, "after")
@@ -416,9 +420,9 @@ class JobTable(_OwnedTable):
                 place = rows[-1].created, rows[-1].id
 
     def ask(self, tenant: str, id: str, verb: str, now: float) -> tuple[TuningJob, Wanted, int]:
-        """Ask a job's owner to `pause`, `resume` or `cancel` it. Raises Conflict where its state does not allow it.
+        """Ask a job's owner to `pause`, `resume` or `cancel` it. Raises Conflict if its state does not allow it.
 
-        Returns the job, what is wanted of it now, and how often somebody has asked.
+        Returns the job, its wanted state, and the number of requests for a change so far.
         """
         with self._database.write() as db:
             row = _row(db, tuning_jobs, id, tenant)
@@ -438,11 +442,11 @@ class JobTable(_OwnedTable):
             return _as_job(_row(db, tuning_jobs, id, tenant)), wanted, asks
 
     def orphans(self, owners: Collection[str]) -> list[tuple[TuningJob, Wanted]]:
-        """The open jobs of these servers, the oldest first, and what is wanted of each."""
+        """Return the open jobs of these servers, the oldest first, and the wanted state of each."""
         return [(_read_job(row.job), row.wanted) for row in self._orphans(owners)]
 
     def wanted(self, ids: Iterable[str]) -> dict[str, tuple[Wanted, int]]:
-        """What is wanted of each of these jobs, and how often somebody has asked."""
+        """Return the wanted state of each of these jobs, and the number of requests for a change."""
         with self._database.read() as db:
             rows = db.execute(select(tuning_jobs).where(tuning_jobs.c.id.in_(list(ids))))
             return {row.id: (row.wanted, row.asks) for row in rows}
@@ -450,7 +454,7 @@ class JobTable(_OwnedTable):
     def change(
         self, id: str, fields: Mapping[str, Any], events: Sequence[JobEvent] = (), made: Sequence[StoredFile] = ()
     ) -> TuningJob:
-        """Change fields of a job, together with events and with the files that it made."""
+        """Change fields of a job, together with its events and the files that it made."""
         with self._database.write() as db:
             for file in made:
                 db.execute(delete(files).where(files.c.id == file.id))
@@ -469,7 +473,7 @@ class JobTable(_OwnedTable):
     def events(
         self, tenant: str, id: str, *, limit: int, before: int | None
     ) -> tuple[list[tuple[int, JobEvent]], bool]:
-        """Up to `limit` events with their numbers, the newest first, before that one; and whether there are more."""
+        """Return up to `limit` numbered events before number `before`, the newest first, and whether there are more."""
         with self._database.read() as db:
             _row(db, tuning_jobs, id, tenant)
             wanted = select(tuning_events).where(tuning_events.c.job == id)
@@ -479,14 +483,14 @@ class JobTable(_OwnedTable):
             return [(row.number, _read_event(row.event)) for row in rows[:limit]], len(rows) > limit
 
     def steps(self, id: str, *, after: int, limit: int) -> list[tuple[int, JobEvent]]:
-        """Up to `limit` events behind that number, in their order."""
+        """Return up to `limit` numbered events after number `after`, in their order."""
         with self._database.read() as db:
             wanted = select(tuning_events).where(tuning_events.c.job == id, tuning_events.c.number > after)
             rows = db.execute(wanted.order_by(tuning_events.c.number).limit(limit))
             return [(row.number, _read_event(row.event)) for row in rows]
 
     def serving(self) -> list[TuningJob]:
-        """The jobs of which there are adapters, the oldest first."""
+        """Return the jobs that have adapters, the oldest first."""
         with self._database.read() as db:
             rows = db.execute(
                 select(tuning_jobs).where(tuning_jobs.c.serving).order_by(tuning_jobs.c.created, tuning_jobs.c.id)
@@ -494,14 +498,14 @@ class JobTable(_OwnedTable):
             return [_as_job(row) for row in rows]
 
     def withdraw(self, tenant: str, id: str) -> None:
-        """Have no adapters of a job any more. Raises Conflict while it has not ended."""
+        """Mark a job as without adapters. Raises Conflict while it has not ended."""
         with self._database.write() as db:
             if not (job := _as_job(_row(db, tuning_jobs, id, tenant))).ended or _row(db, tuning_jobs, id, tenant).open:
                 raise Conflict(f"the tuning job of this model is {job.status}; cancel it first")
             db.execute(update(tuning_jobs).where(tuning_jobs.c.id == id).values(serving=False))
 
     def drop_old(self, before: float) -> list[str]:
-        """Delete some jobs without adapters that have ended and were created before this time. Returns their ids."""
+        """Delete some ended jobs without adapters that were created before this time. Returns their ids."""
         with self._database.write() as db:
             old = ~tuning_jobs.c.open & ~tuning_jobs.c.serving & (tuning_jobs.c.created < before)
             gone = list(db.execute(select(tuning_jobs.c.id).where(old).limit(DELETED_AT_ONCE)).scalars())
@@ -517,13 +521,13 @@ def _page(
     newest_first: bool,
     after: tuple[float, str] | None,
 ) -> Sequence[Row[Any]]:
-    """Up to `limit` + 1 rows by their creation, behind that of `after`: its time and its id."""
+    """Return up to `limit` + 1 rows ordered by creation, after the row `after`, given by its time and its id."""
     created, id = table.c.created, table.c.id
     if after is not None:
         at, last = after
         further = created < at if newest_first else created > at
-        beside = id < last if newest_first else id > last
-        wanted = wanted.where(or_(further, (created == at) & beside))
+        further_by_id = id < last if newest_first else id > last
+        wanted = wanted.where(or_(further, (created == at) & further_by_id))
     order = (created.desc(), id.desc()) if newest_first else (created, id)
     return db.execute(wanted.order_by(*order).limit(limit + 1)).all()
 
@@ -551,7 +555,7 @@ def _insert_file(db: Connection, file: StoredFile) -> None:
 
 
 KINDS = {batches: "batch", tuning_jobs: "fine_tuning_job"}
-"""What errors call a row of each table."""
+"""By table, the name of a row in errors."""
 
 
 def _row(db: Connection, table: Table, id: str, tenant: str | None = None, param: str | None = None) -> Row[Any]:
@@ -569,7 +573,7 @@ def _write(db: Connection, batch: Batch) -> Batch:
 
 
 def _as_batch(row: Row[Any]) -> Batch:
-    """A batch as it is shown: cancelling as soon as that was asked."""
+    """Return a batch in its visible state, which is cancelling as soon as a client asked for that."""
     batch = _read_batch(row.batch)
     if row.cancelling is None or batch.ended:
         return batch
@@ -578,7 +582,7 @@ def _as_batch(row: Row[Any]) -> Batch:
 
 
 def _as_job(row: Row[Any]) -> TuningJob:
-    """A job as it is shown: paused, resumed or cancelled as soon as that was asked."""
+    """Return a job in its visible state, which follows its wanted state at once."""
     job = _read_job(row.job)
     if job.ended:
         return job

@@ -1,4 +1,4 @@
-"""Tuning jobs: taken, listed, paused, resumed after a restart; their adapters are served to their tenant."""
+"""Tuning jobs: creates, lists, pauses and resumes them, also after a restart, and serves their adapters."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from holdfast.server.protocol import ApiError, Metadata, RequestBody
 from holdfast.server.service import Service
 
 MOST_OPEN = 256
-"""Most tuning jobs that have not ended, of all tenants."""
+"""Maximum number of tuning jobs that have not ended, of all tenants."""
 MOST_KEPT = 1000
-"""Most jobs of one tenant whose adapters are kept, and most that have ended without any."""
+"""Maximum number of a tenant's jobs with adapters, and of its ended jobs without any."""
 KEPT_SECONDS = DAYS_30
-"""How long a job that left no adapter can be found."""
+"""Seconds for which a job without adapters is kept."""
 TICK_SECONDS = 2.0
-"""Jobs that were changed at another server, or whose server has ended, are seen so soon."""
+"""Seconds between two checks for jobs that other servers changed, or did not finish before they ended."""
 SERVE_SECONDS = 60.0
-"""What jobs at other servers have written is served here so soon, if it is in the directory."""
+"""Seconds between two checks for adapters of jobs at other servers. They are served if the directory has them."""
 CLEAN_SECONDS = 3600.0
 MODEL_CHARACTERS = 32
-"""Of the base model's name, in that of a tuned one."""
+"""Maximum number of characters of the base model's name in the name of a tuned model."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 log = logging.getLogger("holdfast.server")
@@ -64,23 +64,23 @@ class Parameters(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, 
 
 
 class MoreParameters(Parameters, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Those of `method.supervised`, with ours."""
+    """Hyperparameters of `method.supervised`, including Holdfast's own."""
 
     lora_rank: Auto | Annotated[int, Meta(ge=1, le=128)] = "auto"
     lora_alpha: Auto | Annotated[float, Meta(gt=0, le=1e6)] = "auto"
     target_modules: Auto | Annotated[list[str], Meta(min_length=1, max_length=16)] = "auto"
     micro_batch: Auto | Annotated[int, Meta(ge=16, le=1 << 20)] = "auto"
-    """Most tokens that are computed at once."""
+    """Maximum number of tokens that are computed at once."""
 
 
 class Supervised(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`method.supervised`."""
+    """The `method.supervised` parameter."""
 
     hyperparameters: MoreParameters | None = None
 
 
 class Method(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`method`."""
+    """The `method` parameter."""
 
     type: str
     supervised: Supervised | None = None
@@ -89,7 +89,7 @@ class Method(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 
 class TuningRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/fine_tuning/jobs."""
+    """Body of POST /v1/fine_tuning/jobs."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"integrations": ([],)}
 
@@ -98,13 +98,13 @@ class TuningRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
     validation_file: str | None = None
     method: Method | None = None
     hyperparameters: Parameters | None = None
-    """The older place of `method.supervised.hyperparameters`."""
+    """Hyperparameters in the former place of `method.supervised.hyperparameters`."""
     suffix: Annotated[str, Meta(max_length=64)] | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
     metadata: Metadata | None = None
 
     def asked(self) -> dict[str, Any]:
-        """The hyperparameters that are given. Raises ApiError for what is not supported."""
+        """Return the hyperparameters that are given. Raises ApiError for unsupported ones."""
         method = self.method or Method(type="supervised")
         for other in ("dpo", "reinforcement"):
             if method.type == other or getattr(method, other) is not None:
@@ -119,13 +119,13 @@ class TuningRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
             raise ApiError(reason, param="hyperparameters", code="mutually_exclusive_parameters")
         given = newer or self.hyperparameters or MoreParameters()
         asked = {name: value for name, value in structs.asdict(given).items() if value != "auto"}
-        if "target_modules" in asked:  # PEFT calls them q_proj and so on
+        if "target_modules" in asked:  # PEFT's names, for example q_proj.
             asked["target_modules"] = [name.removesuffix("_proj") for name in asked["target_modules"]]
         return asked
 
 
 class Tuning:
-    """The tuning jobs of a server. One for each server, which runs them from `start` to `close`."""
+    """The tuning jobs of one server, which runs them from `start` to `close`."""
 
     def __init__(
         self,
@@ -139,7 +139,8 @@ class Tuning:
     ) -> None:
         """Raises StoreError if the directory of jobs cannot be used.
 
-        `lines_cleared` waits until no line of a batch may still be what ended an engine; without, there are no batches.
+        `lines_cleared` waits until no batch line is suspected of having ended an engine. The default is for a server
+        without batches.
         """
         self.files = files
         self._service, self._store, self._owner, self._now = service, files.store, owner, now
@@ -152,17 +153,17 @@ class Tuning:
         self._closed = False
 
     async def start(self) -> None:
-        """Serve the adapters that there are, and go on with the jobs that an earlier server left. Raises ApiError."""
+        """Serve the existing adapters, and continue the jobs that an earlier server left. Raises ApiError."""
         if self._ticking is None:
             for job in await self._here():
                 self.runner.announce(job)
             self._ticking = asyncio.create_task(self._tick())
             await self._adopt()
 
-    # What clients ask for
+    # Requests from clients
 
     async def create(self, wanted: TuningRequest, tenant: str) -> TuningJob:
-        """Take a job. Returns before its files are read. Raises ApiError."""
+        """Create a job. Returns before its files are read. Raises ApiError."""
         self._check_on()
         asked = wanted.asked()
         self._service.check_model(wanted.model, tenant)
@@ -206,13 +207,13 @@ class Tuning:
         return job
 
     async def retrieve(self, tenant: str, id: str) -> TuningJob:
-        """A job in its present state. Raises ApiError 404."""
+        """Return a job in its current state. Raises ApiError 404."""
         return await self._store.read(lambda store: JobTable(store.database).get(tenant, id))
 
     async def page(
         self, tenant: str, *, limit: int, after: str | None, metadata: Mapping[str, str]
     ) -> tuple[list[TuningJob], bool]:
-        """A part of a tenant's jobs, the newest first, and whether there are more. Raises ApiError 404."""
+        """Return a page of a tenant's jobs, the newest first, and whether there are more. Raises ApiError 404."""
 
         def read(store: Store) -> tuple[list[TuningJob], bool]:
             return JobTable(store.database).page(tenant, limit=limit, after=after, metadata=metadata)
@@ -220,7 +221,7 @@ class Tuning:
         return await self._store.read(read)
 
     async def events(self, tenant: str, id: str, *, limit: int, after: str | None) -> tuple[list[dict[str, Any]], bool]:
-        """A part of a job's events, the newest first, and whether there are more. Raises ApiError 404."""
+        """Return a page of a job's events, the newest first, and whether there are more. Raises ApiError 404."""
         before: int | None = None
         if after is not None:
             number = after.rpartition("-")[2]
@@ -238,7 +239,7 @@ class Tuning:
     async def checkpoints(
         self, tenant: str, id: str, *, limit: int, after: str | None
     ) -> tuple[list[dict[str, Any]], bool]:
-        """A part of a job's checkpoints, the newest first, and whether there are more. Raises ApiError 404."""
+        """Return a page of a job's checkpoints, the newest first, and whether there are more. Raises ApiError 404."""
         shown = (await self.retrieve(tenant, id)).shown_checkpoints()
         if after is not None:
             ids = [each["id"] for each in shown]
@@ -249,14 +250,14 @@ class Tuning:
         return shown[:limit], len(shown) > limit
 
     async def ask(self, tenant: str, id: str, verb: str) -> TuningJob:
-        """Pause, resume or cancel a job. Raises ApiError: 404, and 409 where its state does not allow it."""
+        """Pause, resume or cancel a job. Raises ApiError: 404, or 409 if its state does not allow it."""
         now = self._now()
         job, wanted, asks = await self._store.run(lambda store: JobTable(store.database).ask(tenant, id, verb, now))
         self.runner.want(id, wanted, asks)
         return job
 
     async def adapter_file(self, tenant: str, id: str, name: str) -> tuple[IO[bytes], int]:
-        """A file of a job's newest adapter, and its size. Raises ApiError 404."""
+        """Open a file of a job's newest adapter. Returns it with its size. Raises ApiError 404."""
         job = await self.retrieve(tenant, id)
         reason = f"there is no adapter file {name[:64]!r} of this job; {' and '.join(ADAPTER_FILES)} come with an epoch"
         missing = ApiError(reason, status=404, code="adapter_not_found")
@@ -265,7 +266,7 @@ class Tuning:
         path = self.runner.checkpoint(job, job.checkpoints[-1].step) / name
         try:
             return await self.files.on_disk(lambda: (open_file(path), path.stat().st_size))
-        except FileNotFoundError:  # the model was deleted
+        except FileNotFoundError:  # The model was deleted.
             raise missing from None
         except OSError as error:
             raise unavailable(error) from None
@@ -286,7 +287,7 @@ class Tuning:
         await self.files.on_disk(lambda: shutil.rmtree(directory, ignore_errors=True))
 
     async def close(self) -> None:
-        """Store what was told. The jobs go on at the next start. May be called more than once."""
+        """Store the engine's last events. The jobs continue at the next start. May be called more than once."""
         if self._closed:
             return
         self._closed = True
@@ -298,7 +299,7 @@ class Tuning:
     # All jobs
 
     async def _tick(self) -> None:
-        """Look after the jobs, and delete what is old."""
+        """Follow changes of the jobs, and delete old ones."""
         next_clean = next_serve = 0.0
         while True:
             try:
@@ -320,7 +321,7 @@ class Tuning:
             await asyncio.sleep(self._tick_seconds)
 
     async def _here(self) -> list[TuningJob]:
-        """The jobs whose adapters are to be served here, and are in the directory."""
+        """Return the jobs whose adapters should be served here and are in the directory."""
         if not self._client.info.adapter_slots:
             return []
         found = await self._store.read(lambda store: JobTable(store.database).serving())
@@ -332,8 +333,8 @@ class Tuning:
         return await self.files.on_disk(lambda: [job for job in mine if whole(job)])
 
     async def _serve_all(self) -> None:
-        """Serve what jobs have written that no longer run, or run elsewhere; and no more what was deleted elsewhere."""
-        ran = {*self.runner.running}  # before the store is read: one that ends meanwhile is not among what is found
+        """Serve the adapters of jobs that do not run here, and unload those that were deleted elsewhere."""
+        ran = {*self.runner.running}  # Taken first, because a job that ends after the read is not in `found`.
         found = {job.id: job for job in await self._here()}
         for id in {id for _, id in self._service.tuned.values()} - found.keys() - self.runner.running.keys() - ran:
             await self.runner.give_up(id)
@@ -342,9 +343,9 @@ class Tuning:
                 await self.runner.serve(job)
 
     async def _adopt(self) -> None:
-        """Go on with the jobs of servers that have ended: those for the model that is served here.
+        """Continue the jobs of ended servers, if they are for the model served here.
 
-        One whose directory is not here came to a server with another directory.
+        A job whose directory does not exist here belongs to servers with another directory.
         """
         if not self._tunes:
             return
@@ -360,7 +361,7 @@ class Tuning:
         if found:
             mine = self._owner.id
             taken = await self._store.run(lambda store: JobTable(store.database).adopt(mine, gone, [*found]))
-            for id in found:  # the oldest first
+            for id in found:  # The oldest first.
                 if id in taken:
                     self.runner.begin(*found[id], taken[id].get(WHOLE))
 
@@ -383,7 +384,7 @@ class Tuning:
             raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
 
     def _check_parameters(self, asked: Mapping[str, Any]) -> None:
-        """Raises ApiError for hyperparameters that this server cannot serve later, or that nobody can tune with."""
+        """Raises ApiError for hyperparameters whose adapter this server could not serve, or that no tuning supports."""
         where = "method.supervised.hyperparameters"
         most = self._client.config.max_adapter_rank
         if asked.get("lora_rank", 1) > most:
@@ -396,10 +397,10 @@ class Tuning:
             raise ApiError(reason, param=f"{where}.target_modules", code="invalid_value") from None
 
     def _open_directory(self) -> Path:
-        """Where the jobs' directories lie. It exists where jobs are taken. Raises StoreError."""
+        """Return the directory of all jobs. It is created if this server accepts jobs. Raises StoreError."""
         config = self._service.config
-        beside = self.files.directory if config.store == MEMORY else data_directory()
-        directory = Path(config.tuning_state) if config.tuning_state is not None else beside / "tuning"
+        parent = self.files.directory if config.store == MEMORY else data_directory()
+        directory = Path(config.tuning_state) if config.tuning_state is not None else parent / "tuning"
         try:
             if self._tunes:
                 with OwnDirectory(directory):
@@ -410,4 +411,4 @@ class Tuning:
 
 
 async def no_lines() -> None:
-    """There are no lines of batches to wait for."""
+    """Return at once, because there are no batch lines to wait for."""

@@ -1,4 +1,4 @@
-"""TuningRunner: has the engine compute jobs, stores what each step gave, and serves the adapters that they wrote."""
+"""TuningRunner: has the engine run tuning jobs, stores the result of each step, and serves the adapters."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.service import Service
 
 MOST_STEP_EVENTS = 10_000
-"""Steps of a job of which each has its own event; of a longer one, so many have one."""
+"""Number of steps up to which each step has an event. A longer job has about this number of step events."""
 CLOSE_SECONDS = 5.0
-"""Most time that pausing all jobs takes at the end."""
+"""Maximum number of seconds for pausing all jobs at the end."""
 COMMIT_SECONDS = 0.2
-"""Steps that come within this time are stored together."""
+"""Seconds within which steps are collected to be stored together."""
 LEARNING_RATE = 2e-4
-"""What learning_rate_multiplier multiplies."""
+"""Learning rate for a learning_rate_multiplier of 1."""
 RANK = 16
 EXAMPLES = {"training_file": EXAMPLES_FILE, "validation_file": VALIDATION_FILE}
 CHECKPOINTS = "checkpoints"
 EVENTS_AT_ONCE = 1000
 SPACE = uuid.UUID("2c5f0a0e-3f0b-4f0c-8f7e-9d1b5f3f5d11")
-"""Names the file of results by its job, so that one that is written anew takes the place of the unfinished one."""
+"""Namespace of result file ids. An id depends only on the job, so rewriting replaces an unfinished file."""
 
 log = logging.getLogger("holdfast.server")
 
@@ -75,22 +75,22 @@ class RunningJob:
     def __init__(self, job: TuningJob, wanted: Wanted, attempt: Attempt) -> None:
         self.job = job
         self.attempt = attempt
-        """How often an engine or a server has ended in the middle of it, without a step since."""
+        """Counts of engines and servers that ended while they had the job, since its last step."""
         self.begun = False
-        """Whether it is stored that it runs, so that the end of everything would count."""
+        """Whether the store has recorded that the job runs, so that an end counts as one during the job."""
         self.sent = False
-        """Whether the engine has it, and has not paused it."""
+        """Whether the engine has the job and has not paused it."""
         self.wanted: Wanted = wanted
         self.asks = 0
-        """How often somebody had asked for a change when this was wanted."""
+        """Value of the job's change counter for which `wanted` holds."""
         self.paused = False
-        """Whether the engine has paused it, with its state on the disk."""
-        self.told: deque[JobStep | JobStatus | JobEnded] = deque()
-        """What the engine has told that is not stored yet."""
+        """Whether the engine has paused the job, with its state on disk."""
+        self.reported: deque[JobStep | JobStatus | JobEnded] = deque()
+        """Events reported by the engine that are not stored yet."""
         self.dead = ""
-        """Why the engine has ended, if it has."""
+        """Reason why the engine has ended; empty while it lives."""
         self.since: tuple[float, int] | None = None
-        """When its steps began to be computed here, and how many were done by then."""
+        """Time of this server's first step of the job, and the number of steps done by then."""
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None]
 
@@ -106,9 +106,9 @@ class TuningRunner:
         now: Callable[[], float],
         lines_cleared: Callable[[], Awaitable[None]],
     ) -> None:
-        """`directory` is where each job has a directory of its own.
+        """`directory` holds a directory for each job.
 
-        `lines_cleared` waits until no line of a batch may still be what ended an engine.
+        `lines_cleared` waits until no batch line is suspected of having ended an engine.
         """
         self.running: dict[str, RunningJob] = {}
         self.directory = directory
@@ -119,16 +119,16 @@ class TuningRunner:
         self._serving = asyncio.Lock()
         """Held while adapters are loaded and unloaded."""
         self._loading: tuple[str, int] | None = None
-        """The job whose adapter is being loaded, and the step after which it was written."""
+        """Job whose adapter is being loaded, and the step after which the adapter was written."""
         self._lines_cleared = lines_cleared
         self._suspects: deque[RunningJob] = deque()
-        """Jobs that may be what ended an engine. The first one runs; the others wait until it has done a step."""
+        """Jobs suspected of having ended an engine. Only the first one runs, until it has finished a step."""
         self._closed = False
 
     def begin(self, job: TuningJob, wanted: Wanted = "run", attempt: Attempt | None = None) -> None:
-        """Run a job from its present state to its end. Does not wait.
+        """Run a job from its current state to its end. Does not wait.
 
-        `attempt` counts the ends of engines and servers that it did not outlive.
+        `attempt` counts the engines and servers that ended while they had the job.
         """
         self._service.tuned[job.name] = job.tenant, job.id
         running = RunningJob(job, wanted, attempt or Attempt())
@@ -136,14 +136,14 @@ class TuningRunner:
         running.task = asyncio.create_task(self._run(running))
 
     def want(self, id: str, wanted: Wanted, asks: int) -> None:
-        """Do with a job what somebody wants of it. `asks` counts the changes, so that an older one is ignored."""
+        """Set the wanted state of a job. `asks` numbers the changes, so that an older one is ignored."""
         running = self.running.get(id)
         if running is not None and asks > running.asks:
             running.wanted, running.asks = wanted, asks
             running.changed.set()
 
     async def close(self) -> None:
-        """Pause all jobs at the engine and store what it has told. They go on at the next start."""
+        """Pause all jobs at the engine and store its last events. The jobs continue at the next start."""
         self._closed = True
         jobs = list(self.running.values())
         tasks = [running.task for running in jobs]
@@ -159,7 +159,7 @@ class TuningRunner:
         await self._note_load()
         await asyncio.to_thread(self._reader.shutdown)
 
-    # The life of one job
+    # Life of one job
 
     async def _run(self, running: RunningJob) -> None:
         try:
@@ -173,7 +173,7 @@ class TuningRunner:
             if not running.job.ended:
                 await self._train(running)
         except EngineDead:
-            await self._note_end(running)  # the server ends; the job goes on at the next start
+            await self._note_end(running)  # The server ends; the job continues at the next start.
         except Exception:
             log.exception("tuning job %s stopped; it is tried again when the server starts", running.job.id)
             await self._note_end(running)
@@ -184,7 +184,7 @@ class TuningRunner:
                 self._service.tuned.pop(running.job.name, None)
 
     async def _validate(self, running: RunningJob) -> None:
-        """Read the files into examples. The job is then queued, or has failed."""
+        """Read the files into examples. Afterwards the job is queued or has failed."""
         job = running.job
         directory = self.directory / job.id
         readers = {
@@ -235,7 +235,7 @@ class TuningRunner:
         return ExampleReader(client.text, client.info.max_model_len, limit, wanted)
 
     async def _train(self, running: RunningJob) -> None:
-        """Have the engine compute what is left of a job, unless it is paused or cancelled, and finish it."""
+        """Run the rest of a job at the engine, unless it is paused or cancelled, and finish it."""
         while True:
             while running.wanted == "pause" and not self._closed:
                 running.changed.clear()
@@ -253,9 +253,9 @@ class TuningRunner:
                 return
 
     async def _turn_of(self, running: RunningJob) -> bool:
-        """Wait until a job that may be what ended an engine may be tried again: no other suspect runs then.
+        """Wait until a job that is suspected of having ended an engine may run again, with no other suspect running.
 
-        Returns False if something else is wanted of the job meanwhile.
+        Returns False if the job's wanted state changes meanwhile.
         """
         self._suspects.append(running)
         lines = asyncio.ensure_future(self._lines_cleared())
@@ -272,21 +272,21 @@ class TuningRunner:
             lines.cancel()
 
     def _leave_suspects(self, running: RunningJob) -> None:
-        """Let the next job run that may be what ended an engine, if this is one."""
+        """Remove a job from the suspects, and let the next one run."""
         if running in self._suspects:
             self._suspects.remove(running)
             if self._suspects:
                 self._suspects[0].changed.set()
 
     async def _note_begin(self, running: RunningJob) -> None:
-        """Store that a job runs, before anything could end with it."""
+        """Store that a job runs, before it can end an engine."""
         if not running.begun:
             work = [(running.job.id, WHOLE)]
             await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).begin(work)))
             running.begun = True
 
     async def _note_end(self, running: RunningJob) -> None:
-        """Store that a job runs no more: its engine has died with it, or it was taken back from one that lives."""
+        """Store that a job no longer runs, and whether its engine died with it."""
         if running.begun:
             work = {running.job.id: [WHOLE]}
             died, safe = (work, {}) if running.sent and self._client.dead.is_set() else ({}, work)
@@ -295,7 +295,7 @@ class TuningRunner:
                 await self._store.run(lambda store: AttemptTable(store.database).end(died, safe))
 
     async def _note_progress(self, running: RunningJob) -> None:
-        """Store that a job has come further, so that it is not what ended an engine before."""
+        """Store that a job has progressed, which clears it of suspicion."""
         if running.attempt != Attempt():
             running.attempt = Attempt()
             id = running.job.id
@@ -303,7 +303,7 @@ class TuningRunner:
         self._leave_suspects(running)
 
     async def _compute(self, running: RunningJob) -> None:
-        """Start a job at the engine, and do there what is wanted of it, to its end."""
+        """Start a job at the engine, apply changes of its wanted state, and return at its end."""
         await self._note_begin(running)
         running.sent = not self._client.dead.is_set()
         try:
@@ -323,9 +323,9 @@ class TuningRunner:
                     if asked == "run":
                         await self._note_begin(running)
                         running.sent = True
-                    with suppress(TuningError):  # it has just ended
+                    with suppress(TuningError):  # The job has just ended.
                         await {"run": run.resume, "pause": run.pause, "cancel": run.cancel}[asked]()
-                ended = await self._store_told(running)
+                ended = await self._store_events(running)
                 if ended is not None:
                     await self._finish(running, ended)
                     return
@@ -339,17 +339,17 @@ class TuningRunner:
             following.cancel()
 
     async def _follow(self, running: RunningJob, run: TuningRun) -> None:
-        """Collect what the engine tells of a job."""
+        """Collect the engine's events of a job."""
         try:
             async for event in run.events():
-                running.told.append(event)
+                running.reported.append(event)
                 running.changed.set()
         except EngineDead as error:
             running.dead = str(error) or "the engine has ended"
             running.changed.set()
 
     def _order(self, job: TuningJob) -> JobStart:
-        """What the engine is asked to do."""
+        """Return the request that starts a job at the engine."""
         given = job.asked
         return JobStart(
             id=job.id,
@@ -370,7 +370,7 @@ class TuningRunner:
         )
 
     async def _started(self, running: RunningJob, info: JobInfo) -> None:
-        """Take over how far the engine says that a job has come, and what it has chosen."""
+        """Take over the engine's progress of a job, and the hyperparameters that it chose."""
         job = running.job
         chosen = {
             "n_epochs": info.epochs, "batch_size": info.batch_size,
@@ -379,7 +379,7 @@ class TuningRunner:
         }  # fmt: skip
         fields: dict[str, Any] = {"chosen": chosen, "steps": info.steps}
         events = []
-        if info.step > job.step:  # the engine was killed between storing steps and telling them
+        if info.step > job.step:  # The engine was killed after it stored steps and before it reported them.
             fields |= {"step": info.step, "trained_tokens": info.trained_tokens, "loss": info.loss}
             at = int(Path(info.checkpoint).name) if info.checkpoint else 0
             if at > max((each.step for each in job.checkpoints), default=0):
@@ -388,7 +388,7 @@ class TuningRunner:
             tokens = job.trained_tokens
             for each in info.untold:
                 tokens += each.tokens
-                if self._told_apart(each):
+                if self._has_event(each):
                     events.append(self._step_event(each, tokens))
             await self._note_progress(running)
         if info.step:
@@ -398,19 +398,19 @@ class TuningRunner:
         await self._change(running, fields, events)
         await self.serve(running.job)
 
-    async def _store_told(self, running: RunningJob) -> JobEnded | None:
-        """Store what the engine has told, in one transaction. Returns how the job has ended, if it has."""
-        job, told = running.job, list(running.told)
-        if not told:
+    async def _store_events(self, running: RunningJob) -> JobEnded | None:
+        """Store the engine's events in one transaction. Returns the event that ends the job, if it is among them."""
+        job, reported = running.job, list(running.reported)
+        if not reported:
             return None
         step, tokens, loss, status = job.step, job.trained_tokens, job.loss, job.status
         checkpoints, events = list(job.checkpoints), []
         ended: JobEnded | None = None
-        for each in told:
+        for each in reported:
             match each:
                 case JobStep() if each.step > step:
                     step, tokens, loss = each.step, tokens + each.tokens, each.loss
-                    if self._told_apart(each):
+                    if self._has_event(each):
                         events.append(self._step_event(each, tokens))
                     if each.checkpoint:
                         checkpoints.append(self._new_checkpoint(each.step, each.loss, each.validation))
@@ -420,7 +420,7 @@ class TuningRunner:
                 case JobStatus():
                     running.paused = each.status == "paused"
                     if self._closed:
-                        continue  # it goes on at the next start, and looks as if it had run on
+                        continue  # The job continues at the next start, so its pause is not recorded.
                     if each.status == "paused":
                         running.since = None
                         events.append(self._event(f"The job is paused after step {step}"))
@@ -436,8 +436,8 @@ class TuningRunner:
             began, before = running.since
             fields["finishes"] = self._now() + (time.monotonic() - began) / (step - before) * (job.steps - step)
         await self._change(running, fields, events)
-        for _ in told:
-            running.told.popleft()
+        for _ in reported:
+            running.reported.popleft()
         if step > job.step:
             await self._note_progress(running)
         if running.paused and not self._closed:
@@ -449,13 +449,13 @@ class TuningRunner:
             await self.serve(running.job)
         return ended
 
-    def _told_apart(self, step: JobStep) -> bool:
+    def _has_event(self, step: JobStep) -> bool:
         """Whether a step has an event of its own."""
         every = -(-step.steps // MOST_STEP_EVENTS)
         return step.step % every == 0 or step.validation is not None or step.step == step.steps
 
     def _step_event(self, step: JobStep, tokens: int) -> JobEvent:
-        """The event of a step. `tokens` are all that the job has trained on."""
+        """Return the event of a step. `tokens` is the number of tokens that the job has trained on so far."""
         data: dict[str, Any] = {
             "step": step.step, "total_steps": step.steps, "train_loss": step.loss, "tokens": step.tokens,
             "trained_tokens": tokens,
@@ -476,7 +476,7 @@ class TuningRunner:
         return JobCheckpoint(id=id, step=step, created=self._now(), loss=loss, validation=validation)
 
     async def _finish(self, running: RunningJob, ended: JobEnded) -> None:
-        """End a job that the engine has done with."""
+        """End a job that the engine has finished."""
         match ended.outcome:
             case "cancelled":
                 await self._cancel(running)
@@ -495,7 +495,7 @@ class TuningRunner:
                 await self._tidy(running.job)
 
     async def _write_results(self, job: TuningJob) -> StoredFile:
-        """Write what each step gave to a file, as comma-separated values."""
+        """Write a file with the results of each step, as comma-separated values."""
         id = f"file-{uuid.uuid5(SPACE, job.id).hex}"
         with self._files.new() as file:
             file.write(b"step,train_loss,valid_loss,tokens\n")
@@ -512,15 +512,15 @@ class TuningRunner:
         )  # fmt: skip
 
     async def _fail(self, running: RunningJob, faults: Sequence[tuple[str, LineFault]]) -> None:
-        """End a job whose files, or whose training, cannot go on."""
+        """End a job because its files or its training failed."""
         param, first = faults[0]
-        told = [in_words(param, fault) for param, fault in faults]
-        more = f"; and {len(told) - 1} more, in the job's events" if len(told) > 1 else ""
+        words = [in_words(param, fault) for param, fault in faults]
+        more = f"; and {len(words) - 1} more, in the job's events" if len(words) > 1 else ""
         code = f"invalid_{param}" if param else first.code
-        error = LineFault(code=code, message=f"{told[0]}{more}", line=first.line, param=param or None)
+        error = LineFault(code=code, message=f"{words[0]}{more}", line=first.line, param=param or None)
         now = self._now()
         fields = {"status": "failed", "finished": now, "error": error, "faults": [fault for _, fault in faults]}
-        await self._change(running, fields, [self._event(each, "error") for each in told])
+        await self._change(running, fields, [self._event(each, "error") for each in words])
         await self._tidy(running.job)
 
     async def _cancel(self, running: RunningJob) -> None:
@@ -536,7 +536,7 @@ class TuningRunner:
         events: Sequence[JobEvent] = (),
         made: Sequence[StoredFile] = (),
     ) -> None:
-        """Change a job's state, stored before anybody sees it."""
+        """Change a job's state. It is stored before anybody sees it."""
         id = running.job.id
 
         def store(store: Store) -> TuningJob:
@@ -554,10 +554,10 @@ class TuningRunner:
                 self._service.loading.add(name)
 
     async def serve(self, job: TuningJob) -> None:
-        """Serve the adapters of a job that are to be served, and no others of it. They are its tenant's alone.
+        """Load the adapters that a job should serve to its tenant, and unload its others.
 
-        One that its engine did not outlive is loaded again once no line of a batch can be what ended it, and after a
-        second time no more.
+        If an engine ended while it loaded an adapter, the adapter is loaded again once no batch line is suspected.
+        After a second such end it is given up.
         """
         self.announce(job)
         wanted = {name: step for name, step in job.served.items() if name not in self._client.adapters}
@@ -584,7 +584,7 @@ class TuningRunner:
                     await self._unload(name)
 
     async def _load(self, job: TuningJob, name: str, step: int) -> None:
-        """Load an adapter, and note it if the engine ends of it. Raises AdapterError and EngineDead."""
+        """Load an adapter, and record the attempt in case the engine ends. Raises AdapterError and EngineDead."""
         await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).begin([(job.id, step)])))
         self._loading = job.id, step
         try:
@@ -598,33 +598,33 @@ class TuningRunner:
         await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).forget(job.id, [step])))
 
     async def _note_load(self) -> None:
-        """Store how a load ended that gave no adapter: its engine has died with it, or lives."""
+        """Store how a failed load ended: whether its engine died."""
         if self._loading is not None:
             job, step = self._loading
             work: dict[str, list[int]] = {job: [step]}
             died, safe = (work, {}) if self._client.dead.is_set() else ({}, work)
             with suppress(ApiError):
                 await self._store.run(lambda store: AttemptTable(store.database).end(died, safe))
-            self._loading = None  # only now: `close` stores it again if this was cancelled
+            self._loading = None  # Reset last, because `close` stores it again if this was cancelled.
 
     async def give_up(self, job: str) -> None:
-        """Serve no adapter of a job any more."""
+        """Unload all adapters of a job."""
         async with self._serving:
             for name in [name for name, (_, id) in self._service.tuned.items() if id == job]:
                 await self._unload(name)
 
     async def _unload(self, name: str) -> None:
-        """Serve an adapter no more. Requests that use it run to their end."""
-        with suppress(AdapterError):  # it is not served
+        """Unload an adapter. Requests that use it run to their end."""
+        with suppress(AdapterError):  # The adapter is not loaded.
             await self._client.unload_adapter(name)
         self._service.tuned.pop(name, None)
 
     def checkpoint(self, job: TuningJob, step: int) -> Path:
-        """The directory of a job's adapter after so many steps."""
+        """Return the directory of the adapter that a job wrote after this step."""
         return self.directory / job.id / CHECKPOINTS / str(step)
 
     async def _tidy(self, job: TuningJob) -> None:
-        """Delete what an ended job needs no more: everything but its checkpoints."""
+        """Delete all files of an ended job but its checkpoints."""
         directory = self.directory / job.id
 
         def delete() -> None:
@@ -638,19 +638,19 @@ class TuningRunner:
 
 
 def without_paths(reason: str) -> str:
-    """The engine's reason, for a client: an error of the system names a file."""
+    """Return the engine's reason in a form for clients. System errors are replaced, because they name files."""
     return re.sub(r"'/[^']*'", "a file", reason)
 
 
 def in_words(param: str, fault: LineFault) -> str:
-    """What is wrong with a line, or with a file as a whole."""
+    """Describe a fault of a line, or of a file as a whole."""
     what = param.replace("_", " ")
     where = f"{what}, line {fault.line}: " if fault.line is not None else f"{what}: " if what else ""
     return where + fault.message
 
 
 def _row(data: Mapping[str, Any]) -> str:
-    """A step in the file of results."""
+    """Return the row of a step in the results file."""
     return f"{data['step']},{data['train_loss']},{data.get('valid_loss', '')},{data['tokens']}\n"
 
 

@@ -1,4 +1,4 @@
-"""Files, batches and tuning jobs as plain values, shown as OpenAI's API does. Imports no database."""
+"""Files, batches and tuning jobs as plain values, with the objects of OpenAI's API. Imports no database."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 ENDED = ("failed", "completed", "expired", "cancelled")
 """Statuses that never change again."""
 Ending = Literal["completed", "expired", "cancelled"]
-"""How a batch ends whose input was good."""
+"""Possible endings of a batch whose input was valid."""
 
 
 class StoredFile(Struct, frozen=True, kw_only=True):
@@ -22,13 +22,13 @@ class StoredFile(Struct, frozen=True, kw_only=True):
     tenant: str
     purpose: str
     name: str
-    """For people: the last part of the name that the client gave."""
+    """File name for display: the last part of the name that the client gave."""
     bytes: int
     created: float
     expires: float | None = None
 
     def shown(self) -> dict[str, Any]:
-        """OpenAI's file object."""
+        """Return OpenAI's file object."""
         return {
             "id": self.id,
             "object": "file",
@@ -57,7 +57,7 @@ class Usage(Struct, frozen=True, kw_only=True):
         )
 
     def shown(self) -> dict[str, Any]:
-        """`usage` of a batch."""
+        """Return the `usage` object of a batch."""
         return {
             "input_tokens": self.prompt,
             "input_tokens_details": {"cached_tokens": self.cached},
@@ -68,7 +68,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class LineFault(Struct, frozen=True, kw_only=True):
-    """What is wrong with a line of an input file, or with the file where `line` is None."""
+    """A fault of a line of an input file, or of the whole file if `line` is None."""
 
     code: str
     message: str
@@ -77,40 +77,40 @@ class LineFault(Struct, frozen=True, kw_only=True):
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """A batch in its present state. Times are in seconds since 1970."""
+    """A batch in its current state. Times are in seconds since 1970."""
 
     id: str
     tenant: str
     endpoint: str
     input_file: str
     model: str
-    """The model that the server served when it took the batch; one that serves another does not go on with it."""
+    """Name of the model that was served when the batch was created. Only servers of this model continue the batch."""
     created: float
     expires: float | None
-    """None where no time limit applies, for a batch that runs on the user's own machine."""
+    """Time at which the batch expires. None for a batch without a time limit, which runs on the user's own machine."""
     output_seconds: float
-    """How long its output files are kept."""
+    """Number of seconds for which its output files are kept."""
     metadata: Mapping[str, str] | None = None
     status: Status = "validating"
     times: Mapping[str, float] = field(default_factory=dict)
-    """When it got each of its later statuses."""
+    """Time at which the batch got each of its later statuses."""
     total: int = 0
     completed: int = 0
     failed: int = 0
     usage: Usage = Usage()
     faults: Sequence[LineFault] = ()
     ending: Ending | None = None
-    """What finalizing leads to."""
+    """Ending that follows the status finalizing; None before."""
     output_file: str | None = None
     error_file: str | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether its status never changes again."""
+        """Whether the status never changes again."""
         return self.status in ENDED
 
     def shown(self) -> dict[str, Any]:
-        """OpenAI's batch object."""
+        """Return OpenAI's batch object."""
 
         def time_of(status: str) -> int | None:
             return int(self.times[status]) if status in self.times else None
@@ -143,58 +143,58 @@ class Batch(Struct, frozen=True, kw_only=True):
 
 
 class AnsweredLine(Struct, frozen=True, kw_only=True):
-    """The answer to one line, as it will stand in an output file."""
+    """The answer to one line, in the form in which it will be in an output file."""
 
     batch: str
     number: int
     completed: bool
-    """Whether it belongs to the output file; otherwise to the error file."""
+    """Whether the answer belongs to the output file. If not, it belongs to the error file."""
     text: bytes
-    """A JSON object, without the end of the line."""
+    """Bytes of a JSON object, without a line end."""
     usage: Usage = Usage()
 
 
 MOST_DIED = 2
-"""Engines that may end while they have the same line or job; it is then given up."""
+"""Number of engines that may end while they have the same line or job. Then it is given up."""
 MOST_ENDS = 3
-"""Ends of any kind that the same line or job may be in the middle of: also those of a server that was killed."""
+"""Number of ends of any kind during the same line or job, including those of a killed server, before it is given up."""
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
-    """How often a line of a batch, or a tuning job, was in flight when an engine or a server ended."""
+    """Number of ends of engines and servers while they had a batch line or a tuning job."""
 
     died: int = 0
-    """Number of engines that ended while they had it, as their server saw."""
+    """Number of engines that ended, as reported by their server."""
     cut: int = 0
-    """Number of servers that ended without a word while it ran: killed with their engine, or without power."""
+    """Number of servers that ended without a report: killed with their engine, or by a power failure."""
 
     @property
     def suspect(self) -> bool:
-        """Whether it may be what ended them, so that it is tried again alone. A single cut accuses nobody."""
+        """Whether the work may have caused the ends, so that it is tried again alone. A single cut is no suspicion."""
         return self.died >= 1 or self.cut >= 2
 
     @property
     def given_up(self) -> bool:
-        """Whether it is not tried again."""
+        """Whether the work is not tried again."""
         return self.died >= MOST_DIED or self.died + self.cut >= MOST_ENDS
 
     def reason(self, what: str) -> str:
-        """Why it is given up, for the client. `what` names it, as in "line"."""
+        """Return the reason for giving up, for the client. `what` names the work, for example "line"."""
         who = "the engine" if not self.cut else "the engine or the server"
         times = self.died + self.cut
         return f"{who} ended {times} times while it had this {what}; it is not tried again, as it may be the cause"
 
 
 ENGINE_ENDED = "engine_ended"
-"""The code of the error of a line or a job that is given up."""
+"""Error code of a line or a job that is given up."""
 
 JobStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 JOB_ENDED = ("succeeded", "failed", "cancelled")
 """Statuses of a tuning job that never change again."""
 Wanted = Literal["run", "pause", "cancel"]
-"""What its owner is to do with a tuning job."""
+"""Wanted state of a tuning job, which its owner is to bring about."""
 CHECKPOINTS_SERVED = 3
-"""Checkpoints of a job that are served under names of their own: the newest."""
+"""Number of a job's newest checkpoints that are served under names of their own."""
 
 
 class JobCheckpoint(Struct, frozen=True, kw_only=True):
@@ -202,22 +202,22 @@ class JobCheckpoint(Struct, frozen=True, kw_only=True):
 
     id: str
     step: int
-    """Steps done."""
+    """Number of steps done before it was written."""
     created: float
     loss: float
-    """Of the last step."""
+    """Training loss of the last step."""
     validation: float | None = None
 
 
 class TuningJob(Struct, frozen=True, kw_only=True):
-    """A tuning job in its present state. Times are in seconds since 1970."""
+    """A tuning job in its current state. Times are in seconds since 1970."""
 
     id: str
     tenant: str
     model: str
-    """The base."""
+    """Name of the base model."""
     name: str
-    """Under which the finished adapter is served."""
+    """Name under which the finished adapter is served."""
     created: float
     training_file: str
     validation_file: str | None = None
@@ -226,49 +226,49 @@ class TuningJob(Struct, frozen=True, kw_only=True):
     asked: Mapping[str, Any]
     """Hyperparameters as the client gave them, by their names in the API."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
-    """What stands for those that were left to us; once the files are read."""
+    """Values chosen for the hyperparameters that the client left open. Empty until the files are read."""
     status: JobStatus = "validating_files"
-    """`queued` and `running` also while it pauses."""
+    """Status of the job. It stays `queued` or `running` until a pause takes effect."""
     finished: float | None = None
     error: LineFault | None = None
-    """Why it failed."""
+    """Reason for the failure; None if the job has not failed."""
     faults: Sequence[LineFault] = ()
-    """Everything that is wrong with its files."""
+    """All faults of its files."""
     data_digest: str = ""
-    """SHA-256 of its examples."""
+    """SHA-256 digest of its examples."""
     validation_digest: str = ""
     examples: int = 0
     steps: int = 0
-    """Of the whole job; 0 until they are known."""
+    """Number of steps of the whole job; 0 until it is known."""
     step: int = 0
-    """Steps whose results are stored, and told."""
+    """Number of steps whose results are stored."""
     trained_tokens: int = 0
     loss: float | None = None
-    """Of the last step."""
+    """Training loss of the last step."""
     finishes: float | None = None
-    """When it is likely to end."""
+    """Time at which the job is expected to end."""
     checkpoints: Sequence[JobCheckpoint] = ()
     result_file: str | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether its status never changes again."""
+        """Whether the status never changes again."""
         return self.status in JOB_ENDED
 
     def name_of(self, checkpoint: JobCheckpoint) -> str:
-        """The name of a checkpoint as a model."""
+        """Return the model name of a checkpoint."""
         return f"{self.name}:ckpt-step-{checkpoint.step}"
 
     @property
     def served(self) -> dict[str, int]:
-        """The names under which its adapters are served, each with the step of its checkpoint."""
+        """Names under which the job's adapters are served, each with the step of its checkpoint."""
         names = {self.name_of(each): each.step for each in self.checkpoints[-CHECKPOINTS_SERVED:]}
         if self.status == "succeeded" and self.checkpoints:
             names[self.name] = self.checkpoints[-1].step
         return names
 
     def shown(self) -> dict[str, Any]:
-        """OpenAI's job object. `progress` is ours."""
+        """Return OpenAI's job object. `progress` is Holdfast's own field."""
         parameters = {**dict.fromkeys(OPENAI_PARAMETERS, "auto"), **self.asked, **self.chosen}
         faults = [asdict(fault) for fault in self.faults]
         return {
@@ -300,7 +300,7 @@ class TuningJob(Struct, frozen=True, kw_only=True):
         }  # fmt: skip
 
     def shown_checkpoints(self) -> list[dict[str, Any]]:
-        """OpenAI's checkpoint objects, the newest first."""
+        """Return OpenAI's checkpoint objects, the newest first."""
         return [
             {
                 "id": each.id,
@@ -319,16 +319,16 @@ OPENAI_PARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 
 
 class JobEvent(Struct, frozen=True, kw_only=True):
-    """Something that happened to a tuning job."""
+    """An event of a tuning job."""
 
     created: float
     message: str
     level: Literal["info", "warn", "error"] = "info"
     data: Mapping[str, Any] | None = None
-    """Of a step: its number and what it gave."""
+    """Results of a step, with its number; None for other events."""
 
     def shown(self, job: str, number: int) -> dict[str, Any]:
-        """OpenAI's event object."""
+        """Return OpenAI's event object."""
         return {
             "id": event_id(job, number),
             "object": "fine_tuning.job.event",
@@ -341,5 +341,5 @@ class JobEvent(Struct, frozen=True, kw_only=True):
 
 
 def event_id(job: str, number: int) -> str:
-    """The id of a job's event of this number."""
+    """Return the id of a job's event of this number."""
     return f"ftevent-{job.removeprefix('ftjob-')}-{number}"

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: requests read as chats, and answers written as content blocks."""
+"""Anthropic's Messages API: requests are read as chats, and answers are written as content blocks."""

@@ -1,4 +1,4 @@
-"""Requests of the Messages API as strict types, and as the chats that they stand for."""
+"""Requests of the Messages API as strict types, and their conversion to chats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOOL_FIELDS = (
     "type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming", "input_examples",
     "defer_loading", "allowed_callers",
 )  # fmt: skip
-"""Of a tool that the client runs. Those after `strict` change no answer here."""
+"""Fields of a tool that the client runs. Fields after `strict` do not affect answers."""
 BLOCK_FIELDS = {
     "text": ("text", "citations"),
     "tool_use": ("id", "name", "input", "caller"),
@@ -36,29 +36,29 @@ BLOCK_FIELDS = {
     "thinking": ("thinking", "signature"),
     "redacted_thinking": ("data",),
 }
-"""The fields of each type of block, besides its type and `cache_control`."""
+"""Fields of each type of block, in addition to its type and `cache_control`."""
 ROLES = {
     "system": ("text",),
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
 }
-"""The types of blocks that messages of each role have."""
+"""Types of blocks that messages of each role may have."""
 
 
 class Thinking(Struct, kw_only=True, frozen=True):
-    """`thinking`. How much of it there is, is up to the model."""
+    """The `thinking` parameter. The model decides how much it thinks."""
 
     type: str
 
 
 class MessagesChat(ChatRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A request of the Messages API as the chat that it stands for."""
+    """A request of the Messages API, converted to a chat."""
 
     route = "/v1/messages"
 
 
 class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/messages/count_tokens."""
+    """Body of POST /v1/messages/count_tokens."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
     harmless: ClassVar[tuple[str, ...]] = (
@@ -73,11 +73,11 @@ class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: dict[str, Any] = field(default_factory=dict)
-    """Its `format`, a JSON schema, is what the answer must follow. An effort has no effect."""
+    """The `output_config` parameter. Its `format` is a JSON schema for the answer. An effort has no effect."""
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
 
     def chat(self, **more: Any) -> MessagesChat:
-        """The chat that it stands for; `more` are further fields of it. Raises ApiError."""
+        """Return the equivalent chat. `more` are further fields of it. Raises ApiError."""
         choice = self.tool_choice or {}
         options = dict(self.chat_template_kwargs)
         if self.thinking is not None:
@@ -95,10 +95,10 @@ class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
 
 
 class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/messages."""
+    """Body of POST /v1/messages."""
 
     max_tokens: Count
-    """More than the context has room for is not refused: the answer ends with the context."""
+    """Maximum number of tokens of the answer. If the context has less room, the answer ends with the context."""
     stream: bool = False
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = field(default_factory=list)
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -106,7 +106,7 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
 
     def to_answer(self) -> MessagesChat:
-        """The chat that is to be answered. Raises ApiError."""
+        """Return the chat that is to be answered. Raises ApiError."""
         return self.chat(
             stream=self.stream,
             stop=self.stop_sequences,
@@ -117,7 +117,7 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
 
 
 def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -> Blocks:
-    """The messages as those of chat completions: results of tools are messages of their own. Raises ApiError."""
+    """Convert messages to those of chat completions, where each tool result is a message. Raises ApiError."""
     check_parts(messages, "messages")
     read: Blocks = []
     texts = [system] if isinstance(system, str) else [_text(block, f"system[{at}]") for at, block in enumerate(system)]
@@ -133,7 +133,7 @@ def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -
 
 
 def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
-    """The messages that one stands for."""
+    """Convert one message, which may become several. Raises ApiError."""
     role, content = message.get("role"), message.get("content")
     refuse_extra(message, ("role", "content", "id", "type"), name)
     if not isinstance(role, str) or role not in ROLES:
@@ -169,7 +169,7 @@ def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
 
 
 def _result(block: Mapping[str, Any], path: str) -> str:
-    """The text of a tool's result."""
+    """Return the text of a tool's result. Raises ApiError."""
     content = block.get("content")
     if isinstance(content, list):
         return "\n".join(_text(each, f"{path}.content[{index}]") for index, each in enumerate(content))
@@ -184,7 +184,7 @@ def _text(block: Any, path: str) -> str:
 
 
 def _kind(block: Any, path: str, kinds: Sequence[str]) -> str:
-    """The type of a block, which must be one of `kinds`."""
+    """Return the type of a block, which must be one of `kinds`. Raises ApiError."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str) or kind not in kinds:
         reason = f"{path}.type is {shown(kind)}; supported here: {', '.join(kinds)}"
@@ -201,7 +201,7 @@ def _string(block: Mapping[str, Any], field: str, path: str) -> str:
 
 
 def _read_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A tool as chat completions have it."""
+    """Convert a tool to the shape of chat completions. Raises ApiError."""
     kind = tool.get("type", "custom")
     if kind not in ("custom", None):
         reason = f"{path}.type is {shown(kind)}; only tools with an input_schema are supported, which the client runs"
@@ -212,7 +212,7 @@ def _read_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _read_format(given: Any) -> dict[str, Any] | None:
-    """The format of the answer as chat completions have it."""
+    """Convert the format of the answer to the shape of chat completions. Raises ApiError."""
     match given:
         case None:
             return None
@@ -222,7 +222,7 @@ def _read_format(given: Any) -> dict[str, Any] | None:
 
 
 def _read_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
-    """`tool_choice` as chat completions have it."""
+    """Convert `tool_choice` to the shape of chat completions. Raises ApiError."""
     match choice.get("type"):
         case None if not choice:
             return None

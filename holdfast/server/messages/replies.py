@@ -1,4 +1,4 @@
-"""Answers of the Messages API: whole, and as events in their order."""
+"""Answers of the Messages API: whole, or as a sequence of events."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from holdfast.server.protocol import ApiError
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written, encode
 
 UNSIGNED = "unsigned"
-"""The signature of thinking: nobody here checks it when it comes back."""
+"""Signature of thinking. Nobody verifies it when it comes back."""
 
 
 class MessageShape(Shape):
-    """The wire format of one message."""
+    """Wire format of one message."""
 
     id_prefix, whole_object, chunk_object = "msg", "message", "message"
 
     def __init__(self, wanted: MessagesChat, text: Text, reading: Reading, most_tokens: int) -> None:
-        """`most_tokens` is what the client allows, whether or not the context has room for it."""
+        """`most_tokens` is the client's limit, whether or not the context has room for it."""
         super().__init__(wanted, text, reading)
         self.most_tokens = most_tokens
         self.stop: str | None = None
-        """The stop sequence that ended the answer."""
+        """Stop sequence that ended the answer; None if none did."""
         self.reason = ""
         self.begun = False
         self.called = False
         self.blocks = 0
-        """Content blocks that have begun."""
+        """Number of content blocks that have begun."""
         self.open: type[Part] | None = None
-        """What the block that is open holds; a call's is Arguments."""
+        """Type of the open block's parts, which is Arguments for a call; None without an open block."""
 
     def read(self, choice: int, delta: Delta) -> list[Part]:
         parts = super().read(choice, delta)
@@ -48,7 +48,7 @@ class MessageShape(Shape):
         return parts
 
     def events(self, delta: Delta, usage: RequestUsage) -> Iterator[bytes]:
-        """The next events of a stream: new content, and its end if the answer has ended."""
+        """Yield the next events of a stream: new content, and the last events if the answer has ended."""
         if delta.finish_reason is None and not (delta.text or delta.tokens):
             return
         if not self.begun:
@@ -63,7 +63,7 @@ class MessageShape(Shape):
             yield event("message_stop")
 
     def whole(self, written: Sequence[Written], usage: RequestUsage) -> Reply:
-        """The whole message."""
+        """Return the whole message."""
         content: list[Reply] = []
         arguments = ""
         for part in joined(written[0].parts):
@@ -83,7 +83,7 @@ class MessageShape(Shape):
         }  # fmt: skip
 
     def stop_reason(self, usage: RequestUsage) -> str:
-        """Why the answer has ended."""
+        """Return the reason why the answer ended."""
         if self.reason == FinishReason.LENGTH:
             short = usage.completion_tokens < self.most_tokens
             return "model_context_window_exceeded" if short else "max_tokens"
@@ -92,7 +92,7 @@ class MessageShape(Shape):
         return "tool_use" if self.called else "end_turn"
 
     def counts(self, usage: RequestUsage) -> Reply:
-        """`usage`. What came from the cache is no part of `input_tokens`."""
+        """Return the `usage` object. Cached tokens are not part of `input_tokens`."""
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -116,7 +116,7 @@ class MessageShape(Shape):
         return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": name, "input": {}}
 
     def _begin(self, usage: RequestUsage) -> Iterator[bytes]:
-        """The first events."""
+        """Yield the first events."""
         message = self._message([], usage)
         message["usage"] = message["usage"] | {"output_tokens": 0}
         yield event("message_start", message=message)
@@ -155,7 +155,7 @@ class MessageShape(Shape):
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call, which ought to be a JSON object; what is none is kept as it was written."""
+    """Decode the arguments of a call to a JSON object. Other arguments are kept as they were written."""
     try:
         given = msgspec.json.decode(text or "{}")
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -164,10 +164,10 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """One server-sent event, named by its type."""
+    """Encode one server-sent event, named by its type."""
     return f"event: {kind}\ndata: ".encode() + encode({"type": kind, **fields}) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:
-    """The event that ends a stream which fails."""
+    """Encode the event that ends a stream after an error."""
     return event("error", error=error.message_body()["error"])

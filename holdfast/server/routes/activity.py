@@ -1,4 +1,4 @@
-"""The route of the engine view: what the engine does, as server-sent events, for operators."""
+"""Route of the engine view: the engine's activity as server-sent events, for operators."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from holdfast.server.service import Service
 from holdfast.server.viewers import Viewers, event
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "via")
-"""Headers by which a proxy tells that a request comes from elsewhere."""
+"""Headers by which a proxy reports that a request comes from another host."""
 
 
 def add_activity_routes(app: FastAPI, service: Service, config: ServerConfig) -> None:
-    """GET /v1/engine/events."""
+    """Add GET /v1/engine/events."""
     known: dict[str, Viewers] = {}
 
     @app.get("/v1/engine/events")
     async def events(request: Request, replica: str = "") -> Response:
-        """What the engine does, step by step, as server-sent events: `engine` once, then `activity`. For operators.
+        """The engine's steps as server-sent events: `engine` once, then `activity`. For operators.
 
-        Of several replicas, the one that is named, or the first one that serves.
+        With several replicas: those of the replica that is named, or of the first one that serves.
         """
         named = check_operator(request, config)
         name, engine = engine_of(service.client, replica)
-        if name not in known or known[name].client is not engine:  # it has been started again
+        if name not in known or known[name].client is not engine:  # It has been restarted.
             known[name] = Viewers(engine, name, lambda: names_of(service.client))
         viewers = known[name]
         return await start_stream(
@@ -38,7 +38,10 @@ def add_activity_routes(app: FastAPI, service: Service, config: ServerConfig) ->
 
 
 def engine_of(client: EngineClient | Replicas, name: str) -> tuple[str, EngineClient]:
-    """A replica's name and engine, by default of the first one that serves. Raises ApiError 404 if there is none."""
+    """Return a replica's name and engine, by default those of the first one that serves.
+
+    Raises ApiError 404 if there is no such replica.
+    """
     if isinstance(client, Replicas):
         for each in client.members:
             if each.engine is not None and each.serves and name in ("", each.name):
@@ -50,16 +53,17 @@ def engine_of(client: EngineClient | Replicas, name: str) -> tuple[str, EngineCl
 
 
 def names_of(client: EngineClient | Replicas) -> list[str]:
-    """The replicas that serve, by name; none where one engine does."""
+    """Return the names of the replicas that serve; none without replicas."""
     if not isinstance(client, Replicas):
         return []
     return [each.name for each in client.members if each.engine is not None and each.serves]
 
 
 def check_operator(request: Request, config: ServerConfig) -> bool:
-    """Whether the request has an operator's key; False on loopback, where a server without any keys needs none.
+    """Whether the request has an operator's key. Raises ApiError for a request that is not from an operator.
 
-    Raises ApiError for everybody else: 401 if a server without API keys asks for an operator's, and otherwise 403.
+    Returns False on loopback, where a server without any keys needs none. The error is 401 if a server without API keys
+    asks for an operator's key, and otherwise 403.
     """
     if request.state.operator:
         return True
@@ -78,7 +82,7 @@ def check_operator(request: Request, config: ServerConfig) -> bool:
 
 
 def is_operator(request: Request, config: ServerConfig) -> bool:
-    """Whether a request may see what is for operators."""
+    """Whether a request may see the data for operators."""
     try:
         check_operator(request, config)
     except ApiError:

@@ -16,23 +16,23 @@ from holdfast.server.routes.http import described, tenant_of
 from holdfast.server.service import Service, engine_dead
 
 RESERVED = "ft:"
-"""What the names of tuning jobs' results begin with."""
+"""Prefix of the names of adapters that tuning jobs make."""
 
 
 class LoadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /v1/load_lora_adapter."""
+    """Body of POST /v1/load_lora_adapter."""
 
     harmless: ClassVar[tuple[str, ...]] = ("base_model_name", "is_3d_lora_weight")
 
     lora_name: str
     lora_path: str
-    """A directory in PEFT's format: relative to --adapter-root, or absolute and below it."""
+    """Directory in PEFT's format: relative to --adapter-root, or absolute and below it."""
     load_inplace: bool = False
-    """The name may have an adapter, which this one replaces."""
+    """Whether to replace the adapter that has this name, if there is one."""
 
 
 class UnloadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /v1/unload_lora_adapter."""
+    """Body of POST /v1/unload_lora_adapter."""
 
     harmless: ClassVar[tuple[str, ...]] = ("lora_int_id",)
 
@@ -40,10 +40,10 @@ class UnloadRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
 
 
 def add_adapter_routes(app: FastAPI, service: Service) -> None:
-    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter.
+    """Add POST /v1/load_lora_adapter and /v1/unload_lora_adapter.
 
-    What a key loads is its own, and what an operator loads is for all, as what is served from the start. Where there is
-    one key, or none, it may change everything.
+    An adapter that a key loads is its own. One that an operator loads is for all keys, like the adapters served from
+    the start. A server with one key, or none, lets it change everything.
     """
     client = service.client
 
@@ -77,7 +77,7 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         wanted = await read_request(request, service, LoadRequest)
         check_on()
         directory = await asyncio.to_thread(below, service.config.adapter_root, wanted.lora_path)
-        check_name(wanted, request)  # now, so that nobody else can have taken the name meanwhile
+        check_name(wanted, request)  # Checked last, so that no other request takes the name meanwhile.
         replace = wanted.load_inplace and wanted.lora_name in client.adapters
         try:
             loaded = await client.load_adapter(wanted.lora_name, str(directory), replace=replace)
@@ -111,24 +111,27 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
 
 
 def not_yours(name: str) -> ApiError:
-    """The refusal to change an adapter that is for all keys."""
+    """Return the error for changing an adapter that is for all keys."""
     reason = f"the adapter {name[:128]!r} is for all keys; it needs an operator's key (--operator-key) to change it"
     return ApiError(reason, status=403, param="lora_name", code="operator_only")
 
 
 def not_loaded(name: str) -> ApiError:
-    """The refusal to unload what is not there, or is another key's, which looks the same."""
+    """Return the error for unloading an adapter that does not exist or is another key's. Both look the same."""
     reason = f"the adapter {name[:128]!r} is not loaded"
     return ApiError(reason, status=404, param="lora_name", code="model_not_found")
 
 
 def below(root: str | None, path: str) -> Path:
-    """The directory that a client names, with its links followed. Raises ApiError 403 unless it is below `root`."""
+    """Return the directory that a client names, with its links followed.
+
+    Raises ApiError 403 unless it is below `root`.
+    """
     if root is not None and "\0" not in path:
         base = Path(root).resolve()
         try:
             found = (base / path).resolve()
-        except (OSError, RuntimeError):  # a name that is too long, a loop of links
+        except (OSError, RuntimeError):  # The name is too long, or links form a loop.
             found = base
         if found != base and found.is_relative_to(base):
             return found

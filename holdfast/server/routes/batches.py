@@ -13,17 +13,17 @@ from holdfast.server.service import internal
 
 
 def add_batch_routes(app: FastAPI, batches: Batches, config: ServerConfig) -> None:
-    """Everything under /v1/batches."""
+    """Add the routes under /v1/batches."""
 
     @app.post("/v1/batches", openapi_extra=described(BatchRequest))
     async def create(request: Request) -> Response:
-        """Take a batch of requests from an uploaded file. The answer comes before any of them runs."""
+        """Create a batch of requests from an uploaded file. The answer comes before any of them runs."""
         wanted = parse(await read_body(request, config), BatchRequest)
         return JSON((await batches.create(wanted, tenant_of(request))).shown())
 
     @app.get("/v1/batches")
     async def listing(request: Request) -> Response:
-        """The batches, newest first."""
+        """List the batches, newest first."""
         query = page_query(request)
         found, more = await batches.page(tenant_of(request), limit=query.limit, after=query.after)
         return JSON(item_list([batch.shown() for batch in found], more))
@@ -38,10 +38,10 @@ def add_batch_routes(app: FastAPI, batches: Batches, config: ServerConfig) -> No
 
     @app.get("/v1/batches/{batch_id}")
     async def retrieve(request: Request, batch_id: str) -> Response:
-        """A batch in its present state."""
+        """A batch in its current state."""
         return JSON((await batches.retrieve(tenant_of(request), batch_id)).shown())
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> Response:
-        """Stop a batch. What was answered goes to its output file."""
+        """Stop a batch. Finished answers go to its output file."""
         return JSON((await batches.cancel(tenant_of(request), batch_id)).shown())

@@ -21,20 +21,20 @@ from holdfast.server.protocol import ApiError, parse
 from holdfast.server.routes.http import JSON, described, page_query, read_body, tenant_of
 
 MOST_SEARCHED = 200
-"""Most characters that a search may look for."""
+"""Maximum number of characters of a search text."""
 
 
 def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
-    """Everything under /v1/conversations."""
+    """Add the routes under /v1/conversations."""
     store, config = responses.store, responses.service.config
     add_item_routes(app, responses)
     add_tree_routes(app, responses)
 
     @app.get("/v1/conversations")
     async def listing(request: Request) -> Response:
-        """The key's conversations, those with the latest turns first; with `search`, those that have it in them.
+        """List the key's conversations, the latest active first; with `search`, only those that contain it.
 
-        Behind `last_id` there may be more even where a page of a search is short.
+        With `search`, a page may be short although more follow after `last_id`.
         """
         tenant, (limit, _, after) = tenant_of(request), page_query(request)
         wanted = request.query_params.get("search", "").strip()
@@ -51,7 +51,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.post("/v1/conversations", openapi_extra=described(ConversationRequest))
     async def create(request: Request) -> Response:
-        """Begin a conversation, with up to 20 items."""
+        """Create a conversation, with up to 20 items."""
         tenant = tenant_of(request)
         wanted = parse(await read_body(request, config) or b"{}", ConversationRequest)
         first, id = read_items(wanted.items, "items"), new_id("conv")
@@ -73,7 +73,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.delete("/v1/conversations/{conversation_id}")
     async def delete(request: Request, conversation_id: str) -> dict[str, Any]:
-        """Delete a conversation and its items; its responses stay, unless `responses=true` deletes them, too."""
+        """Delete a conversation and its items. Its responses stay, unless `responses=true` deletes them, too."""
         tenant, whole = tenant_of(request), request.query_params.get("responses") == "true"
         with responses.lock(tenant, conversation_id):
             await store.run(
@@ -83,12 +83,12 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
 
 
 def add_tree_routes(app: FastAPI, responses: Responses) -> None:
-    """The turns of a conversation with all branches, where it stands, and copies."""
+    """Add the routes for the turns of a conversation with all branches, its current branch, and copies."""
     store, service = responses.store, responses.service
 
     @app.post("/v1/conversations/copies", openapi_extra=described(CopyRequest))
     async def copy(request: Request) -> Response:
-        """Begin a conversation with turns that were told before, here or elsewhere, with all branches."""
+        """Create a conversation from turns returned before, here or elsewhere, with all branches."""
         tenant, id = tenant_of(request), new_id("conv")
         body = await read_body(request, service.config)
 
@@ -102,31 +102,31 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.get("/v1/conversations/{conversation_id}/turns")
     async def turns(request: Request, conversation_id: str) -> Response:
-        """All turns of a conversation, each with its parent; and its head, behind which it goes on."""
+        """All turns of a conversation, each with its parent, and its head, the turn that it continues from."""
         tenant = tenant_of(request)
         found = await store.read(lambda store: store.tree.turns(tenant, conversation_id))
         for turn in found["turns"]:
             turn["running"] = turn["running"] or responses.running(tenant, turn["id"]) is not None
             if not turn["running"] and turn["status"] in RUNNING:
-                turn["status"] = "failed"  # but nothing writes it any more
+                turn["status"] = "failed"  # But its server has ended.
         return JSON(found)
 
     @app.post("/v1/conversations/{conversation_id}/head", openapi_extra=described(HeadRequest))
     async def head(request: Request, conversation_id: str) -> Response:
-        """Go on from another turn: behind it (`after`), or before it, in its place (`before`)."""
+        """Continue from another turn: after it (`after`), or in its place (`before`)."""
         tenant = tenant_of(request)
         wanted = parse(await read_body(request, service.config), HeadRequest)
         response = wanted.after or wanted.before
         if response is None or (wanted.after is not None and wanted.before is not None):
             raise ApiError("give either after or before", param="after", code="invalid_value")
-        behind = wanted.after is not None
+        after = wanted.after is not None
         with responses.lock(tenant, conversation_id):
-            await store.run(lambda store: store.tree.move(tenant, conversation_id, response, behind=behind))
+            await store.run(lambda store: store.tree.move(tenant, conversation_id, response, after=after))
         return JSON(await store.read(lambda store: store.conversations.get(tenant, conversation_id)))
 
 
 def add_item_routes(app: FastAPI, responses: Responses) -> None:
-    """Everything under /v1/conversations/{id}/items."""
+    """Add the routes under /v1/conversations/{id}/items."""
     store, config = responses.store, responses.service.config
 
     @app.post("/v1/conversations/{conversation_id}/items", openapi_extra=described(ItemsRequest))

@@ -1,4 +1,4 @@
-"""The edge: what is done for every request, refused ones too: its id, the path that a proxy puts in front, the log."""
+"""The outermost layer: handles every request, also refused ones. It sets the id, strips a proxy's path, and logs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from holdfast.server.replies import RequestUsage
 from holdfast.server.tracing import Tracing
 
 MAX_ID = 128
-"""Most characters of a request's id that is taken from its client."""
+"""Maximum number of characters of a client's request id."""
 MAX_SHOWN = 256
-"""Most characters of a path in the log."""
+"""Maximum number of characters of a path in the log."""
 LEFT = 499
-"""The status in the log of a request whose client has left before its answer began."""
+"""Logged status of a request whose client left before its answer began."""
 
 log = logging.getLogger("holdfast.requests")
 
@@ -29,7 +29,7 @@ class Edge:
     def __init__(
         self, app: ASGIApp, root_path: str = "", quiet: Collection[str] = (), tracing: Tracing | None = None
     ) -> None:
-        """`root_path` is cut off where a path begins with it. Requests for `quiet` paths are logged for debugging.
+        """`root_path` is removed from the beginning of a path. Requests for `quiet` paths are logged at debug level.
 
         With `tracing`, requests that generate have spans.
         """
@@ -70,7 +70,7 @@ class Edge:
                 log.log(level, line(scope, state, id, status, size, seconds))
 
     def without_root(self, scope: Scope) -> Scope:
-        """The request as the application knows it, whether or not the proxy has cut its prefix off."""
+        """Return the scope without the root path, whether or not the proxy has removed it."""
         root = self.root_path
         if not root or not f"{scope['path']}/".startswith(f"{root}/"):
             return scope
@@ -78,7 +78,7 @@ class Edge:
 
 
 def request_id(scope: Scope) -> bytes:
-    """The id that the client gave, if it is short and visible ASCII, or a new one."""
+    """Return the client's id if it is short and visible ASCII, or else a new one."""
     given = dict(scope["headers"]).get(b"x-request-id", b"")
     if 0 < len(given) <= MAX_ID and all(0x21 <= byte <= 0x7E for byte in given):
         return bytes(given)
@@ -86,7 +86,7 @@ def request_id(scope: Scope) -> bytes:
 
 
 def line(scope: Scope, state: dict[str, Any], id: bytes, status: int, size: int, seconds: float) -> str:
-    """One line of the log. It has neither text nor keys: of a key, it has the beginning of the tenant's digest."""
+    """Return one line of the log. It has no texts and no keys. A tenant appears as the beginning of its digest."""
     path = "".join(each if each.isprintable() and each != " " else "?" for each in scope["path"][:MAX_SHOWN])
     parts = [f"{scope['method']} {path} {status} {seconds:.3f}s bytes={size}"]
     usage = state.get("usage")

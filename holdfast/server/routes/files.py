@@ -1,4 +1,4 @@
-"""Routes of OpenAI's Files: uploaded for batches and tuning, and made by them."""
+"""Routes of OpenAI's Files, uploaded for batches and tuning or made by them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ FORM = {
 
 
 def add_file_routes(app: FastAPI, files: Files, config: ServerConfig) -> None:
-    """Everything under /v1/files."""
+    """Add the routes under /v1/files."""
     described = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": FORM}}}}
 
     @app.post(UPLOAD, openapi_extra=described)
     async def upload(request: Request) -> Response:
-        """Take a file for batches or tuning."""
+        """Upload a file for batches or tuning."""
         declared = request.headers.get("content-length", "")
         length = int(declared[:20]) if declared.isascii() and declared.isdigit() else None
         kind = request.headers.get("content-type", "")
@@ -44,7 +44,7 @@ def add_file_routes(app: FastAPI, files: Files, config: ServerConfig) -> None:
 
     @app.get("/v1/files")
     async def listing(request: Request) -> Response:
-        """The files, newest first unless `order=asc`; those for one `purpose`, if it is given."""
+        """List the files, newest first unless `order=asc`; with `purpose`, only the files for it."""
         query = page_query(request, most=MOST_LISTED, default=MOST_LISTED)
         purpose = request.query_params.get("purpose")
         found, more = await files.page(tenant_of(request), **query._asdict(), purpose=purpose)
@@ -52,12 +52,12 @@ def add_file_routes(app: FastAPI, files: Files, config: ServerConfig) -> None:
 
     @app.get("/v1/files/{file_id}")
     async def retrieve(request: Request, file_id: str) -> Response:
-        """What is known of a file."""
+        """The metadata of a file."""
         return JSON((await files.get(tenant_of(request), file_id)).shown())
 
     @app.get("/v1/files/{file_id}/content")
     async def content(request: Request, file_id: str) -> Response:
-        """A file's bytes."""
+        """The bytes of a file."""
         file, opened = await files.open(tenant_of(request), file_id)
         headers = {
             "content-length": str(file.bytes),
@@ -77,7 +77,7 @@ def add_file_routes(app: FastAPI, files: Files, config: ServerConfig) -> None:
 
 
 async def pieces_of(files: Files, opened: IO[bytes]) -> AsyncGenerator[bytes, None]:
-    """The bytes of an open file, which is closed at the end, also if the client leaves."""
+    """Yield the bytes of an open file. It is closed at the end, also if the client leaves."""
     with opened:
         while piece := await files.on_disk(lambda: opened.read(PIECE)):
             yield piece

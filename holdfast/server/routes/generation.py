@@ -34,17 +34,17 @@ from holdfast.server.routes.http import (
 from holdfast.server.service import Answer, Service, internal
 
 SMALL = 1 << 14
-"""Bytes of a body from which it is parsed off the event loop. Converting a grammar takes up to 1 us a byte."""
+"""Size in bytes from which a body is parsed off the event loop. Converting a grammar takes up to 1 us per byte."""
 MOST_EVENTS = 999_999_999
-"""Largest `starting_after`, where it is not known how many events there were."""
+"""Largest `starting_after` of a response whose number of events is unknown."""
 
 
 def add_completion_routes(app: FastAPI, service: Service) -> None:
-    """POST /v1/chat/completions and /v1/completions."""
+    """Add POST /v1/chat/completions and /v1/completions."""
 
     @app.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        """One answer to a conversation; with `stream`, as it is written."""
+        """One answer to a conversation; with `stream`, sent as it is written."""
         wanted = service.settled(await read_request(request, service, ChatRequest))
         answer = service.answer(wanted, tenant_of(request))
         return await respond(request, answer, ChatShape(wanted, service.client.text, answer.reading))
@@ -58,31 +58,31 @@ def add_completion_routes(app: FastAPI, service: Service) -> None:
 
 
 async def read_request(request: Request, service: Service, shape: type[Body]) -> Body:
-    """The request's body, read and parsed; a large one off the event loop. Raises ApiError.
+    """Read and parse the request's body, a large one off the event loop. Raises ApiError.
 
-    As in vLLM, a request that names no model is for the one that is served.
+    As in vLLM, a request that names no model is for the served one.
     """
     body = await read_body(request, service.config)
     large = len(body) >= SMALL
     wanted = await service.off_loop(len(body), lambda: parse(body, shape)) if large else parse(body, shape)
     if getattr(wanted, "model", None) == "":
         model = service.client.info.model
-        if isinstance(wanted, SampledRequest):  # it knows its grammar already
+        if isinstance(wanted, SampledRequest):  # Its grammar is already built.
             return wanted.changed(model=model)
         wanted = replace_struct(wanted, model=model)
     return wanted
 
 
 async def respond(request: Request, answer: Answer, shape: Shape) -> Response:
-    """The whole answer, or a stream."""
-    request.state.usage = answer.usage  # for the log
+    """Return the whole answer, or a stream."""
+    request.state.usage = answer.usage  # For the log.
     if not answer.wanted.stream:
         return JSON(await while_connected(request.receive, answer.whole(shape)))
     return await start_stream(request, answer_events(answer, shape), lambda error: event(failure(answer, error).body()))
 
 
 async def answer_events(answer: Answer, shape: Shape) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events."""
+    """Yield the answer as server-sent events."""
     options = answer.wanted.stream_options
     counted = options.include_usage and options.continuous_usage_stats
     async with aclosing(answer.deltas()) as deltas:
@@ -95,24 +95,24 @@ async def answer_events(answer: Answer, shape: Shape) -> AsyncGenerator[bytes, N
 
 
 def failure(answer: Answer, error: Exception) -> ApiError:
-    """The error that ends a stream after its first event. Counts the request as failed."""
+    """Return the error that ends a stream after its first event. Counts the request as failed."""
     answer.ended("failed")
     return error if isinstance(error, ApiError) else internal(error)
 
 
 def add_response_routes(app: FastAPI, responses: Responses) -> None:
-    """POST, GET, DELETE /v1/responses, cancel, input_items, input_tokens and compact."""
+    """Add the routes under /v1/responses: create, get, delete, cancel, input_items, input_tokens and compact."""
 
     @app.post("/v1/responses/input_tokens", openapi_extra=described(InputTokensRequest))
     async def input_tokens(request: Request) -> Response:
-        """Count the tokens of a turn's prompt, with what it builds on. Nothing is answered or stored."""
+        """Count the tokens of a turn's prompt, its context included. Nothing is answered or stored."""
         wanted = await read_request(request, responses.service, InputTokensRequest)
         count = await while_connected(request.receive, responses.count(wanted, tenant_of(request)))
         return JSON({"object": "response.input_tokens", "input_tokens": count})
 
     @app.post("/v1/responses/compact", openapi_extra=described(CompactRequest))
     async def compact(request: Request) -> Response:
-        """Make a long conversation short: the user's messages stay, and the model sums up the rest."""
+        """Shorten a long conversation: the user's messages stay, and the model summarizes the rest."""
         wanted = await read_request(request, responses.service, CompactRequest)
         return JSON(await while_connected(request.receive, responses.compact(wanted, tenant_of(request))))
 
@@ -164,7 +164,7 @@ def add_response_routes(app: FastAPI, responses: Responses) -> None:
 async def stream(
     request: Request, events: AsyncGenerator[Event, None], failed: Callable[[ApiError], Event]
 ) -> Response:
-    """A response as server-sent events. After the first one, an error ends it with `response.failed`."""
+    """Return a response as server-sent events. After the first one, an error ends it with `response.failed`."""
 
     async def encoded() -> AsyncGenerator[bytes, None]:
         async with aclosing(events):

@@ -1,4 +1,4 @@
-"""Shared by all routes: bounded bodies, JSON, pages, event streams, and work that ends when the client leaves."""
+"""Code that all routes share: bounded bodies, JSON, pages, event streams, and work that ends if the client leaves."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from holdfast.server.replies import encode
 T = TypeVar("T")
 
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-"""Encodings of bodies, with zlib's number for each."""
+"""zlib's window bits by content encoding."""
 LEAST_COMPRESSED = 1024
-"""Bytes from which a body is compressed, if the client accepts that."""
+"""Size in bytes from which a body is compressed, if the client accepts that."""
 
 
 class JSON(Response):
@@ -68,9 +68,9 @@ class EventStream(StreamingResponse):
 async def start_stream(
     request: Request, events: AsyncGenerator[bytes, None], failed: Callable[[Exception], bytes]
 ) -> EventStream:
-    """A stream that begins with its first event, so that a refusal still gets its own status.
+    """Start a stream after its first event, so that a refusal still gets its own status.
 
-    After that an error is an event, which `failed` makes, and ends the stream.
+    A later error is sent as an event, which `failed` makes, and ends the stream.
     """
 
     async def begin() -> bytes:
@@ -80,29 +80,29 @@ async def start_stream(
 
 
 def tenant_of(request: Request) -> str:
-    """The request's tenant, whose cached prefixes it may share."""
+    """Return the request's tenant, whose cached prefixes it may share."""
     tenant: str = request.state.tenant
     return tenant
 
 
 class BodyBudget:
-    """Counts the bytes of all bodies being received at once, up to `limit`, and `tenant_limit` of one tenant."""
+    """Counts the bytes of all bodies being received at once, up to `limit`, and up to `tenant_limit` per tenant."""
 
     def __init__(self, limit: int, tenant_limit: int) -> None:
         self.limit = limit
         self.tenant_limit = tenant_limit
         self.held: Counter[str] = Counter()
-        """Bytes of each tenant."""
+        """Number of bytes held by each tenant."""
 
     @classmethod
     def of(cls, config: ServerConfig) -> BodyBudget:
-        """As configured. Where there are several keys, each may have its share, but at least one body."""
+        """Create the configured budget. With several keys, each key may use its share, but at least one body."""
         limit, one = int(config.max_bodies_mb * 1e6), int(config.max_body_mb * 1e6)
         share = config.tenant_share if len(config.api_key) > 1 else 1
         return cls(limit, max(int(limit * share), min(limit, one)))
 
     def add(self, size: int, tenant: str) -> None:
-        """Count more bytes of a tenant. Raises ApiError beyond the limits; the bytes count even so."""
+        """Count more bytes of a tenant. Raises ApiError beyond the limits; the bytes are counted nevertheless."""
         self.held[tenant] += size
         if self.held.total() > self.limit:
             reason = f"more than {self.limit} bytes of request bodies are being received; try again"
@@ -112,22 +112,22 @@ class BodyBudget:
             raise ApiError(f"{reason}; try again", status=429, code="rate_limit_exceeded", retry_after=1)
 
     def remove(self, size: int, tenant: str) -> None:
-        """Count bytes of a tenant no more."""
+        """Subtract bytes of a tenant."""
         self.held[tenant] -= size
         if not self.held[tenant]:
             del self.held[tenant]
 
 
 def too_large(limit: int) -> ApiError:
-    """The refusal of a body of more bytes than the limit."""
+    """Return the error for a body that exceeds the limit."""
     reason = f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mb"
     return ApiError(reason, status=413, code="body_too_large")
 
 
 async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """The request's body.
+    """Read the request's body.
 
-    Raises ApiError 413 as soon as it is too large, 429 if the bodies of its tenant together are, 503 if all are.
+    Raises ApiError 413 as soon as it is too large, 429 if its tenant's bodies together are, 503 if all bodies are.
     """
     body, limit = bytearray(), int(config.max_body_mb * 1e6)
     budget: BodyBudget = request.app.state.bodies
@@ -147,7 +147,10 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
 
 
 def decompress(body: bytes, encoding: str, config: ServerConfig) -> bytes:
-    """A body in the encoding that its header names. Raises ApiError: 413 as soon as it is too large, 415, 400."""
+    """Decode a body from the encoding that its header names.
+
+    Raises ApiError: 413 as soon as it is too large, 415 for an unknown encoding, 400 for invalid data.
+    """
     limit = int(config.max_body_mb * 1e6)
     if encoding.lower() in ("", "identity"):
         return body
@@ -167,9 +170,10 @@ def decompress(body: bytes, encoding: str, config: ServerConfig) -> bytes:
 
 
 def compress(body: bytes, accepted: str) -> tuple[bytes, dict[str, str]]:
-    """A body in the first encoding that the client accepts, and the header that names it. Small ones stay as they are.
+    """Compress a body in the first encoding that the client accepts. Returns it with its headers.
 
-    `accepted` is the value of Accept-Encoding; an encoding with a weight of 0 is not accepted.
+    Small bodies stay as they are. `accepted` is the value of Accept-Encoding; an encoding with a weight of 0 is not
+    accepted.
     """
     for part in accepted.lower().split(",") if len(body) >= LEAST_COMPRESSED else ():
         name, _, weight = part.replace(" ", "").partition(";q=")
@@ -200,7 +204,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 def page(request: Request, items: list[Item]) -> dict[str, Any]:
-    """The part of a list that a client asks for. Raises ApiError."""
+    """Return the page of a list that the client asks for. Raises ApiError."""
     query = page_query(request)
     if query.newest_first:
         items = items[::-1]
@@ -213,7 +217,7 @@ def page(request: Request, items: list[Item]) -> dict[str, Any]:
 
 
 class PageQuery(NamedTuple):
-    """The part of a list that a client asks for."""
+    """Query parameters that select a page of a list."""
 
     limit: int
     newest_first: bool
@@ -221,7 +225,7 @@ class PageQuery(NamedTuple):
 
 
 def page_query(request: Request, *, most: int = 100, default: int = 20) -> PageQuery:
-    """Parse `limit`, `order` and `after`. Raises ApiError, which names the one at fault."""
+    """Parse `limit`, `order` and `after`. Raises ApiError, which names the parameter at fault."""
     query = request.query_params
     limit, order = query_integer(request, "limit", 1, most), query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -230,7 +234,7 @@ def page_query(request: Request, *, most: int = 100, default: int = 20) -> PageQ
 
 
 def query_integer(request: Request, name: str, least: int, most: int) -> int | None:
-    """A number of the query, in ASCII digits; None if it is not given. Raises ApiError, which names the limits."""
+    """Return a query parameter as a number in ASCII digits; None if it is missing. Raises ApiError with the limits."""
     given = request.query_params.get(name)
     if given is None:
         return None
@@ -242,13 +246,16 @@ def query_integer(request: Request, name: str, least: int, most: int) -> int | N
 
 @cache
 def _schemas(shape: type[RequestBody]) -> dict[str, Any]:
-    """The JSON schemas of a request body and of its parts, by name. Nobody changes them."""
+    """Return the JSON schemas of a request body and of its parts, by name. The result is cached: do not modify it."""
     _, components = msgspec.json.schema_components([shape], ref_template="{name}")
     return components
 
 
 def described(shape: type[RequestBody]) -> dict[str, Any]:
-    """The OpenAPI entry of a request body, which FastAPI cannot infer because the routes parse bodies themselves."""
+    """Return the OpenAPI entry of a request body.
+
+    FastAPI cannot infer it, because the routes parse bodies themselves.
+    """
     components = _schemas(shape)
 
     def inlined(schema: Any) -> Any:

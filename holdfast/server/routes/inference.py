@@ -1,4 +1,4 @@
-"""Routes of the Open Inference Protocol over applications of cells, as KServe's and Triton's clients call them."""
+"""Routes of the Open Inference Protocol for applications of cells, as the clients of KServe and Triton call them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "
 
 
 class IndexRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The body of a request for the index. All models are always ready."""
+    """Body of a request for the index. All models are always ready."""
 
     ready: bool = False
 
 
 def add_inference_routes(app: FastAPI, applications: Applications) -> None:
-    """/v2 in full: server, health, models, inference, and Triton's index, configuration and statistics."""
+    """Add the routes under /v2: server, health, models, inference, and Triton's index, configuration and statistics."""
     config = applications.config
 
     @app.get("/v2")
     async def server() -> dict[str, Any]:
-        """This server's name, version and extensions."""
+        """The name, version and extensions of this server."""
         return {"name": "holdfast", "version": __version__, "extensions": list(EXTENSIONS)}
 
     @app.get(LIVE)
@@ -51,7 +51,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
     @app.get(READY)
     @app.head(READY, include_in_schema=False)
     async def ready() -> Response:
-        """200 if the server takes requests, after a round trip through each engine; else 503."""
+        """200 if the server accepts requests, after a round trip through each engine; else 503."""
         if (reason := await trouble(app.state.admissions, app.state.clients, config.health_seconds)) is not None:
             return JSON({"ready": False, "error": reason}, 503)
         return JSON({"ready": True})
@@ -70,7 +70,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 
     @app.get("/v2/models/stats")
     async def statistics() -> Response:
-        """What each application has done since the start."""
+        """Statistics of each application since the start."""
         return JSON({"model_stats": [await stats_of(each) for each in applications.apps.values()]})
 
     async def stats_of(each: App) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 
         @app.get(f"{prefix}/ready", name=f"ready {prefix}")
         async def model_ready(name: str, version: str | None = None) -> Response:
-            """200 if the application takes requests, after a round trip through its engine; else 503."""
+            """200 if the application accepts requests, after a round trip through its engine; else 503."""
             each = applications.find(name, version)
             reason = await trouble([each.admission], [each.client], config.health_seconds)
             if reason is not None:
@@ -97,12 +97,12 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 
         @app.get(f"{prefix}/config", name=f"config {prefix}")
         async def configuration(name: str, version: str | None = None) -> Response:
-            """An application's configuration, as Triton names things."""
+            """The configuration of an application, in Triton's terms."""
             return JSON(protocol.configuration(applications.find(name, version).info))
 
         @app.get(f"{prefix}/stats", name=f"stats {prefix}")
         async def model_statistics(name: str, version: str | None = None) -> Response:
-            """What an application has done since the start."""
+            """Statistics of an application since the start."""
             return JSON({"model_stats": [await stats_of(applications.find(name, version))]})
 
         @app.post(f"{prefix}/infer", name=f"infer {prefix}", openapi_extra=described(InferenceRequest))
@@ -114,7 +114,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 
 
 async def answer(request: Request, app: App, applications: Applications) -> Response:
-    """Read a request, run it, and write its outputs as the client wants them. Raises ApiError."""
+    """Read a request, run it, and write its outputs in the form that the client wants. Raises ApiError."""
     config, headers = applications.config, request.headers
     body = await read_body(request, config)
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: answers, whole and streamed, and the tokens of a prompt."""
+"""Routes of Anthropic's Messages API: answers, whole or streamed, and token counts of prompts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from holdfast.server.service import Answer, Service, refused
 
 
 def add_message_routes(app: FastAPI, service: Service) -> None:
-    """POST /v1/messages and /v1/messages/count_tokens."""
+    """Add POST /v1/messages and /v1/messages/count_tokens."""
 
     @app.post("/v1/messages/count_tokens", openapi_extra=described(TokensRequest))
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a prompt."""
         wanted, tenant = await read_request(request, service, TokensRequest), tenant_of(request)
-        answer = service.answer(wanted.chat(truncate_prompt_tokens=-1), tenant)  # it may be longer than the context
+        answer = service.answer(wanted.chat(truncate_prompt_tokens=-1), tenant)  # May exceed the context.
         with service.lane.admission.admit(1, tenant):
             try:
                 (prompt,) = await while_connected(request.receive, _encoded(answer))

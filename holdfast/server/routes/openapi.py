@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of the routes, and the replies, queries and keys that it does not."""
+"""The OpenAPI document: FastAPI's part, completed with the replies, queries and keys that FastAPI does not know."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ ANYTHING: Schema = {"type": "object"}
 
 
 def ref(name: str) -> Schema:
-    """A schema by its name."""
+    """Return a reference to a schema by its name."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def many(schema: Schema) -> Schema:
-    """A list of such."""
+    """Return the schema of a list of these values."""
     return {"type": "array", "items": schema}
 
 
 def nullable(schema: Schema) -> Schema:
-    """Such, or null."""
+    """Return the schema of this value or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 def one_of(*words: str) -> Schema:
-    """One of these words."""
+    """Return the schema of one of these words."""
     return {"type": "string", "enum": list(words)}
 
 
 def record(**fields: Schema) -> Schema:
-    """An object with all of these fields. It may have others."""
+    """Return the schema of an object with all of these fields. It may have others."""
     return {"type": "object", "required": list(fields), "properties": fields}
 
 
 def page_of(name: str) -> Schema:
-    """A page of a list."""
+    """Return the schema of a page of a list."""
     return record(
         object=one_of("list"),
         data=many(ref(name)),
@@ -155,18 +155,18 @@ SCHEMAS: Mapping[str, Schema] = {
     "Health": record(status=TEXT),
     "Any": ANYTHING,
 }
-"""The replies, with the fields that are always there."""
+"""Schemas of the replies, with the fields that are always present."""
 
 
 class Reply(NamedTuple):
-    """The body of an answer with status 200: a name of SCHEMAS as JSON, events of another, or bytes of a type."""
+    """Body of an answer with status 200: a JSON schema's name, an event schema's name, or bytes of a content type."""
 
     json: str | None = None
     events: str | None = None
     bytes: str | None = None
 
     def content(self) -> Schema:
-        """As OpenAPI has it."""
+        """Return the reply as OpenAPI content."""
         content: Schema = {}
         if self.json is not None:
             content["application/json"] = {"schema": ref(self.json)}
@@ -238,7 +238,7 @@ REPLIES: Mapping[str, Reply] = {
     f"GET {TUNING}/{{job_id}}/adapter/{{name}}": Reply(bytes="application/octet-stream"),
     **{f"POST {TUNING}/{{job_id}}/{verb}": Reply("TuningJob") for verb in ("pause", "resume", "cancel")},
 }
-"""By method and path. What is missing here, as under /v2, answers with some JSON."""
+"""Replies by method and path. Routes that are not listed, such as those under /v2, answer with other JSON."""
 
 QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     "GET /v1/responses/{response_id}": (
@@ -263,12 +263,12 @@ QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     ),
     f"GET {TUNING}/{{job_id}}/checkpoints": PAGE,
 }
-"""By method and path."""
+"""Query parameters by method and path."""
 METHODS = ("get", "post", "delete")
 
 
 def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schema:
-    """The OpenAPI document of an application; `keyed` if all paths but `open_paths` need an API key."""
+    """Return the OpenAPI document of an application. `keyed`: all paths but `open_paths` need an API key."""
     made = get_openapi(
         title=app.title, version=app.version, summary=app.summary, routes=app.routes, servers=app.servers or None
     )
@@ -286,7 +286,10 @@ def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schem
 
 
 def describe(operation: Schema, route: str, path: str) -> None:
-    """Add the replies and query parameters of a route. FastAPI's own are of checks that it does not do here."""
+    """Add the replies and query parameters of a route.
+
+    FastAPI's own are removed, because they describe checks that it does not make here.
+    """
     kind = "InferenceError" if is_inference(path) else "MessageError" if is_messages(path) else "Error"
     error = {"application/json": {"schema": ref(kind)}}
     operation["responses"] = {

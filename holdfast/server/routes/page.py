@@ -1,6 +1,6 @@
-"""The page in the browser: its files, from the package, under a strict content security policy.
+"""The page in the browser: files from the package, served under a strict content security policy.
 
-The files hold no data, so they need no key; all that the page shows comes from the API, with the reader's key.
+The files hold no data, so they need no key. All data on the page comes from the API, with the reader's key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ FOLDER = Path(__file__).parents[1] / "page"
 PREFIX = "/page/"
 INDEX = "index.html"
 VERSION = "{{version}}"
-"""Stands in the index for the digest of all files, which is part of their paths. So they can be cached for ever."""
+"""Placeholder in the index for the digest of all files.
+
+The digest is part of their paths, so browsers may cache them forever.
+"""
 KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -29,7 +32,7 @@ KINDS = {
     ".svg": "image/svg+xml",
     ".LICENSE": "text/plain; charset=utf-8",
 }
-"""Content types by the ends of names. Other files are not served."""
+"""Content types by file name suffix. Other files are not served."""
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -40,7 +43,7 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
         "base-uri 'none'",
         "form-action 'none'",
-        # No string can become markup or code: the page builds its elements one by one.
+        # No string can become markup or code, because the page builds each element by itself.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
@@ -63,7 +66,7 @@ class PageFile:
     etag: str
 
     def response(self, request: Request, caching: str) -> Response:
-        """The file, compressed where the browser takes that; 304 where it has the file."""
+        """Return the file, compressed if the browser accepts that; 304 if the browser has it already."""
         headers = {**SAFETY, "cache-control": caching, "etag": self.etag, "vary": "accept, accept-encoding"}
         if self.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -74,7 +77,7 @@ class PageFile:
 
 @cache
 def page_files() -> Mapping[str, PageFile]:
-    """The page's files by their names, which have slashes: what is served is read once, and nothing else is."""
+    """Return the page's files by name, which may contain slashes. They are read once, and no other file is served."""
     paths = sorted(path for path in FOLDER.rglob("*") if path.is_file() and path.suffix in KINDS)
     bodies = {path.relative_to(FOLDER).as_posix(): read_bytes(path) for path in paths}
     whole = hashlib.sha256()
@@ -94,12 +97,12 @@ def page_files() -> Mapping[str, PageFile]:
 
 
 def wants_page(request: Request) -> bool:
-    """Whether a request for `/` comes from a browser that is to show the page."""
+    """Whether a request for `/` comes from a browser, which gets the page."""
     return "text/html" in request.headers.get("accept", "")
 
 
 def is_page(scope: Scope) -> bool:
-    """Whether a request is for the page's own files, which need no key."""
+    """Whether a request is for a file of the page, which needs no key."""
     if scope["method"] not in ("GET", "HEAD"):
         return False
     path: str = scope["path"]
@@ -112,7 +115,10 @@ def index(request: Request) -> Response:
 
 
 def add_page_routes(app: FastAPI) -> None:
-    """GET /page/{version}/{name}. GET / is among the root's routes, because it is the API's list for other clients."""
+    """Add GET /page/{version}/{name}.
+
+    GET / is among the root's routes, because other clients get the API's list there.
+    """
 
     @app.get(PREFIX + "{name:path}", include_in_schema=False)
     @app.head(PREFIX + "{name:path}", include_in_schema=False)

@@ -14,11 +14,11 @@ from holdfast.server.routes.activity import check_operator
 
 
 def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -> None:
-    """GET and POST /replicas, and POST /replicas/{name}/drain. All are for operators."""
+    """Add GET and POST /replicas, and POST /replicas/{name}/drain. All are for operators."""
 
     @app.get("/replicas")
     async def listed(request: Request) -> dict[str, Any]:
-        """Each replica: its name, state, place and process, and how many requests it has."""
+        """List the replicas, each with its name, state, place, process and number of requests."""
         check_operator(request, config)
         data = [
             {**describe(replica), "pid": None if replica.engine is None else replica.engine.pid}
@@ -28,7 +28,7 @@ def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -
 
     @app.post("/replicas")
     async def add(request: Request) -> dict[str, Any]:
-        """Start one more replica, of as many as --max-replicas allows. It serves once its state is `ready`."""
+        """Start one more replica, up to --max-replicas. It serves once its state is `ready`."""
         check_operator(request, config)
         try:
             return describe(replicas.fleet.add())
@@ -37,7 +37,7 @@ def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -
 
     @app.post("/replicas/{name}/drain")
     async def drain(request: Request, name: str) -> dict[str, Any]:
-        """Take a replica away: it gets no more requests, and those that it has finish there or go on elsewhere."""
+        """Remove a replica. It gets no new requests; its running ones finish there or continue on other replicas."""
         check_operator(request, config)
         try:
             replicas.fleet.drain(name)

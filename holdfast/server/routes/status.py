@@ -21,7 +21,7 @@ from holdfast.server.service import Service, trouble
 
 
 def add_model_routes(app: FastAPI, service: Service) -> None:
-    """GET /v1/models and /v1/models/{id}."""
+    """Add GET /v1/models and /v1/models/{id}."""
     client = service.client
 
     def card(name: str, tenant: str) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     @app.head("/v1/models", include_in_schema=False)
     async def models(request: Request) -> dict[str, Any]:
-        """The model that is served, then its adapters: those for all keys, and the key's own."""
+        """The served model, then its adapters: those for all keys, and the key's own."""
         tenant = tenant_of(request)
         return {"object": "list", "data": [card(name, tenant) for name in service.models(tenant)]}
 
@@ -50,7 +50,7 @@ def add_model_routes(app: FastAPI, service: Service) -> None:
 
 
 def add_root_routes(app: FastAPI, service: Service | None, applications: Applications) -> None:
-    """GET / and /version."""
+    """Add GET / and /version."""
     served: dict[str, Any] = {}
     apis = []
     if service is not None:
@@ -67,7 +67,7 @@ def add_root_routes(app: FastAPI, service: Service | None, applications: Applica
     @app.get("/")
     @app.head("/", include_in_schema=False)
     async def root(request: Request) -> Response:
-        """This server's name, what it serves, and its main paths; a browser gets the page."""
+        """The name of this server, its models, and its main paths. A browser gets the page."""
         if wants_page(request):
             return index(request)
         listed = {
@@ -93,16 +93,19 @@ def add_status_routes(
     registry: CollectorRegistry,
     replicated: CollectorRegistry | None = None,
 ) -> None:
-    """GET /health and /metrics. Both ask the engines, within a time limit. `replicated` is of each replica."""
+    """Add GET /health and /metrics. Both ask the engines, within a time limit.
+
+    `replicated` holds the metrics of each replica.
+    """
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
     async def health(request: Request) -> Response:
-        """200 after a round trip through each engine; 503 if one does not answer, or if the server drains.
+        """200 after a round trip through each engine; 503 if one does not answer or the server drains.
 
-        Of replicas, it is enough that one answers. To operators, the body says how each of them is.
-        A store or a remote cache that fails is told, but is still a 200: other requests are served, and without the
-        remote cache all are.
+        With replicas, one answer is enough. For operators, the body has the state of each replica. A failing store or
+        remote cache is reported but is still a 200, because other requests are served, and without the remote cache all
+        are.
         """
         state = request.app.state
         client = service.client if service is not None and isinstance(service.client, Replicas) else None
@@ -122,7 +125,7 @@ def add_status_routes(
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Prometheus' text format. Where there are keys, those of each replica are for operators."""
+        """Metrics in Prometheus' text format. If the server has keys, those of each replica are only for operators."""
         if service is not None:
             service.metrics.stats = await stats_of(service)
         await applications.scrape()
@@ -133,7 +136,7 @@ def add_status_routes(
 
 
 async def stats_of(service: Service) -> SchedulerStats | None:
-    """The scheduler's state. None if the engine does not answer in time."""
+    """Return the scheduler's state; None if the engine does not answer in time."""
     try:
         return await service.client.health(timeout=service.config.health_seconds)
     except (EngineDead, TimeoutError):

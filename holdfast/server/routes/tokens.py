@@ -15,11 +15,11 @@ from holdfast.server.service import Service
 from holdfast.server.tools import read_toolset
 
 MAX_TOKENS = 1 << 20
-"""Most tokens of one request."""
+"""Maximum number of tokens in one request."""
 
 
 class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /tokenize: a prompt, or the messages of a chat."""
+    """Body of POST /tokenize: a prompt, or the messages of a chat."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
@@ -31,7 +31,7 @@ class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fie
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    """By default a prompt has them, and a chat has those that its template writes."""
+    """Whether to add special tokens. By default a prompt has them, and a chat has those of its template."""
     add_generation_prompt: bool = True
     tools: list[dict[str, Any]] = field(default_factory=list)
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
@@ -39,14 +39,14 @@ class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fie
 
 
 class DetokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The body of POST /detokenize."""
+    """Body of POST /detokenize."""
 
     model: str = ""
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 
 
 def add_token_routes(app: FastAPI, service: Service) -> None:
-    """POST /tokenize and /detokenize."""
+    """Add POST /tokenize and /detokenize."""
     client = service.client
 
     @app.post("/tokenize", openapi_extra=described(TokenizeRequest))
@@ -80,13 +80,13 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         try:
             with service.lane.admission.admit(1, tenant_of(request)):
                 return JSON(await service.off_loop(size, work, renders=wanted.messages is not None))
-        except ValueError as error:  # the chat template refuses these messages, or the text is not Unicode
+        except ValueError as error:  # The chat template refuses these messages, or the text is not Unicode.
             param = "prompt" if wanted.messages is None else "messages"
             raise ApiError(str(error), param=param, code="invalid_value") from None
 
     @app.post("/detokenize", openapi_extra=described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        """The text of tokens, with that of special ones."""
+        """The text of tokens, special ones included."""
         wanted = await read_request(request, service, DetokenizeRequest)
         service.check_model(wanted.model or client.info.model, tenant_of(request))
         if wanted.tokens and (largest := max(wanted.tokens)) >= client.info.vocab_size:

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's fine-tuning jobs, and of the adapters that they made."""
+"""Routes of OpenAI's fine-tuning jobs and of the adapters that they make."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ MOST_EVENTS = 1000
 
 
 def add_tuning_routes(app: FastAPI, tuning: Tuning, config: ServerConfig) -> None:
-    """Everything under /v1/fine_tuning/jobs, and DELETE /v1/models/{id}."""
+    """Add the routes under /v1/fine_tuning/jobs, and DELETE /v1/models/{id}."""
 
     @app.post(ROOT, openapi_extra=described(TuningRequest))
     async def create(request: Request) -> Response:
-        """Take a tuning job over uploaded examples. The answer comes before they are read."""
+        """Create a tuning job from uploaded examples. The answer comes before they are read."""
         wanted = parse(await read_body(request, config), TuningRequest)
         return JSON((await tuning.create(wanted, tenant_of(request))).shown())
 
     @app.get(ROOT)
     async def listing(request: Request) -> Response:
-        """The jobs, newest first; those that have the metadata of `metadata[key]=value`."""
+        """List the jobs, newest first; with `metadata[key]=value`, only those that have it."""
         query = page_query(request)
         named = [key for key in request.query_params if key.startswith("metadata[") and key.endswith("]")]
         metadata = {key[len("metadata[") : -1]: request.query_params[key] for key in named}
@@ -41,12 +41,12 @@ def add_tuning_routes(app: FastAPI, tuning: Tuning, config: ServerConfig) -> Non
 
     @app.get(f"{ROOT}/{{job_id}}")
     async def retrieve(request: Request, job_id: str) -> Response:
-        """A job in its present state."""
+        """A job in its current state."""
         return JSON((await tuning.retrieve(tenant_of(request), job_id)).shown())
 
     @app.get(f"{ROOT}/{{job_id}}/events")
     async def events(request: Request, job_id: str) -> Response:
-        """What happened to a job, newest first. Each step is an event of type `metrics`."""
+        """The events of a job, newest first. Each step is an event of type `metrics`."""
         query = page_query(request, most=MOST_EVENTS)
         found, more = await tuning.events(tenant_of(request), job_id, limit=query.limit, after=query.after)
         return JSON(item_list(found, more))

@@ -1,7 +1,7 @@
 """Long random histories of conversations through the real service, store, client and engine, on a real small model.
 
 The events are turns, branches, edits, deletions, background responses, clients that leave during an answer, another
-tenant's requests, forced evictions, restarts and kills, on tiers that are far too small. After every rule: each answer
+tenant's requests, forced evictions, restarts and kills, on tiers that are far too small. After every event: each answer
 equals the one of Transformers' own module without any cache, no block of either tier is lost or owned twice, and the
 store holds exactly the turns that were reported complete.
 
@@ -79,7 +79,7 @@ TIE = 1e-3
 TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}[a]"
 HISTORIES = int(os.environ.get("HOLDFAST_HISTORIES", "0"))
 EACH = 6
-"""Histories for each seed; hypothesis repeats itself within a run."""
+"""Number of histories per seed, because hypothesis repeats itself within a run."""
 AMPLE = Bounds(seconds=1e9, threads=100_000, bytes=1 << 40)
 Said = list[tuple[str, str]]
 
@@ -116,11 +116,11 @@ def checkpoint() -> tuple[Path, Reference, Model]:
 
 @dataclass(eq=False)
 class Talk:
-    """One turn as its client sees it."""
+    """One turn from its client's view."""
 
     wanted: ResponseRequest
     said: Said
-    """The messages that make up its prompt."""
+    """Messages of its prompt."""
     parent: Talk | None = None
     writing: Writing | None = None
     task: asyncio.Task[None] | None = None
@@ -129,9 +129,9 @@ class Talk:
     may_conflict: bool = False
     """Whether its parent or conversation may have been deleted or edited while it was written."""
     edited: bool = False
-    """Whether its conversation certainly was."""
+    """Whether its conversation was certainly edited."""
     began_with: tuple[str, ...] = ()
-    """The conversation's items when it began."""
+    """The conversation's items when the turn began."""
     refusal: ApiError | None = None
 
     @property
@@ -145,7 +145,7 @@ class Talk:
 
     @property
     def left_while_it_was_stored(self) -> bool:
-        """Whether the client left so late that the turn is stored, though no one is told."""
+        """Whether the client left after the turn was stored and before it got the answer."""
         if self.task is None or self.writing is None or not self.writing.settled:
             return False
         return self.task.cancelled() if self.background is None else self.response["status"] in RUNNING
@@ -166,7 +166,7 @@ class Watched(PagedExecutor):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.computed: Counter[str] = Counter()
-        """By request, the number of tokens computed before its first sampled one."""
+        """Number of tokens of each request computed before its first sampled one."""
         self.answering: set[str] = set()
 
     def submit(self, plan: StepPlan) -> None:
@@ -185,7 +185,7 @@ class Watched(PagedExecutor):
 
 
 def event(weight: int, **strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Marks an event of a history, with its weight and the strategies of its arguments."""
+    """Mark a method as an event of a history, with its weight and the strategies of its arguments."""
 
     def mark(method: Callable[..., None]) -> Callable[..., None]:
         method.weight, method.strategies = weight, strategies  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ class Histories(RuleBasedStateMachine):
     """A server, and everything that its clients know of it."""
 
     seen: ClassVar[Counter[str]] = Counter()
-    """Counts of what happened in all histories, to show that the interesting cases did occur."""
+    """Counts of cases in all histories, to show that the interesting ones occurred."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,16 +212,16 @@ class Histories(RuleBasedStateMachine):
         """Completed turns by id; they must stay complete."""
         self.deleted: set[str] = set()
         self.came_to_nothing: dict[str, str] = {}
-        """Background responses that failed or were cancelled: their status by id."""
+        """Status of background responses that failed or were cancelled, by id."""
         self.items: dict[str, list[tuple[str, str, str]]] = {}
-        """Conversations: id, role and text of each item."""
+        """Id, role and text of each item, by conversation."""
         self.cached: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
-        """By prompt, the number of its tokens found in the cache, each time it was sent."""
+        """Numbers of cached tokens each time a prompt was sent, by prompt."""
         self.numbers = itertools.count()
 
     @initialize(seed=st.integers(0, 1 << 64))
     def begin(self, seed: int) -> None:
-        """Choose the sizes and rules of the server; hypothesis itself would try few of their combinations."""
+        """Choose the sizes and rules of the server. Hypothesis itself would try few of their combinations."""
         choose = random.Random(seed).choice
         self.shape = {
             "block_size": choose((1, 2, 4, 8)),
@@ -250,7 +250,7 @@ class Histories(RuleBasedStateMachine):
         device = allocated(self.model, config, blocks, places, make_stream=LateStream if shape["late"] else None)
         executor = self.executor = Watched(device.model, device.attention, device.memory)
         draw = random.Random(shape["costs"])
-        costs = [10 ** draw.uniform(-3, 3) for _ in range(64)]  # in random order, so that holes come anywhere
+        costs = [10 ** draw.uniform(-3, 3) for _ in range(64)]  # In random order, so that holes appear anywhere.
         self.pool = BlockPool(
             blocks,
             size,
@@ -291,7 +291,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(what=st.deferred(lambda: st.sampled_from(EVENTS)), data=st.data())
     def happen(self, what: str, data: st.DataObject) -> None:
-        """One of the events below, drawn by weight."""
+        """Run one of the events below, drawn by weight."""
         method = getattr(self, what)
         method(**{name: data.draw(strategy, label=name) for name, strategy in method.strategies.items()})
 
@@ -309,7 +309,7 @@ class Histories(RuleBasedStateMachine):
     def talk(self, kind: str, which: int, text: str, most: int, mode: str, lost: float) -> None:
         """Begin a turn: in a new chain, repeating an earlier one, after any response, or in a conversation.
 
-        First the share `lost` of the idle state is dropped.
+        First, the share `lost` of the idle state is dropped.
         """
         self.evict(lost)
         if len(self.in_progress) == MOST_IN_PROGRESS:
@@ -359,7 +359,7 @@ class Histories(RuleBasedStateMachine):
 
     @event(4, which=st.integers(0, MOST_IN_PROGRESS), turns=st.integers(0, 20), work=st.integers(0, 3))
     def leave(self, which: int, turns: int, work: int) -> None:
-        """A client disconnects, or cancels a background response, at any moment of an answer."""
+        """Disconnect a client, or cancel a background response, at any moment of an answer."""
         if self.in_progress:
             self.runner.run(self._leave(self.in_progress[which % len(self.in_progress)], turns, work))
 
@@ -396,7 +396,7 @@ class Histories(RuleBasedStateMachine):
 
     @event(4, what=st.sampled_from(["make", "make", "add", "remove", "delete"]), which=st.integers(0, 1 << 10))
     def edit(self, what: str, which: int) -> None:
-        """Create, edit or delete a conversation through another server, where no lock holds."""
+        """Create, edit or delete a conversation through another server, where no lock applies."""
         new = new_item("user", f"by hand {which % 10}")
         entry = (new["id"], "user", f"by hand {which % 10}")
         if what == "make" or not self.items:
@@ -421,12 +421,12 @@ class Histories(RuleBasedStateMachine):
             return
         for talk in self.in_progress:
             talk.edited |= talk.conversation == id
-            talk.may_conflict = True  # a chain kept only by this conversation may be deleted
+            talk.may_conflict = True  # A chain kept only by this conversation may be deleted.
         self.seen["edits in mid-turn"] += any(talk.conversation == id for talk in self.in_progress)
 
     @event(2, length=st.integers(1, 110), copy=st.booleans())
     def rival(self, length: int, copy: bool) -> None:
-        """Another tenant needs memory, sometimes for tokens that the first tenant has cached."""
+        """Let another tenant use memory, sometimes for tokens that the first tenant has cached."""
         prompts = [talk.writing.prompt.tokens for talk in self.stored.values() if talk.writing is not None]
         prompt = (
             prompts[length % len(prompts)] if copy and prompts else [(7 * length + at) % VOCAB for at in range(length)]
@@ -482,7 +482,7 @@ class Histories(RuleBasedStateMachine):
         self.runner.run(self.boot())
 
     async def _kill(self) -> None:
-        """Like SIGKILL: nothing that runs has any further effect."""
+        """End the server as SIGKILL does: nothing that runs has any further effect."""
         self.engine.die()
         self.at_once.gone = True
         tasks = [talk.task for talk in self.in_progress if talk.task is not None] + self.rivals
@@ -498,11 +498,11 @@ class Histories(RuleBasedStateMachine):
         self.rivals.clear()
         await self.client.close()
         with self.store.database.write() as db:
-            db.execute(update(leases).values(seen=0.0))  # they lapse before anybody asks
+            db.execute(update(leases).values(seen=0.0))  # They lapse before anybody asks.
         self.store.close()
 
     async def _close(self) -> None:
-        """Like SIGTERM at the end of its drain."""
+        """End the server as SIGTERM does after the drain."""
         await self.client.close()
         await self._settle()
         assert not self.in_progress and not self.rivals
@@ -610,10 +610,10 @@ class Histories(RuleBasedStateMachine):
             self._see_what_was_known(talk.id, prompt)
 
     def _see_what_was_known(self, id: str, prompt: Prompt) -> None:
-        """A prompt that continues its parent's text takes all of the parent's tokens from the store."""
+        """Check that a prompt that continues its parent's text takes all of the parent's tokens from the store."""
         rows = self._rows()
         parent = rows.get(rows[id].parent) if id in rows else None
-        if parent is None:  # it begins a chain, or its parent was pruned meanwhile
+        if parent is None:  # It begins a chain, or its parent was pruned meanwhile.
             return
         text, border = self.client.text, parent.characters
         before, after = prompt.text[:border], prompt.text[border:]
@@ -622,7 +622,7 @@ class Histories(RuleBasedStateMachine):
         self.seen["prompts from all of a parent's tokens"] += goes_on
 
     def _rows(self) -> dict[str, Row[Any]]:
-        """All turns in the store, visible or not, by id."""
+        """Return all turns in the store, visible or not, by id."""
         with self.store.database.read() as db:
             return {row.id: row for row in db.execute(select(database.turns))}
 
@@ -725,11 +725,11 @@ OFTEN = {
     "conversation_locked": 5,
     "context_length_exceeded": 5,
 }
-"""The least count of each case over all histories. Runs of other seeds gave at least twice as many."""
+"""Minimum count of each case over all histories. Other seeds gave at least twice as many."""
 
 
 @pytest.mark.hypothesis
-@pytest.mark.timeout(1800)  # half a minute of work, or ten times that beside ten other processes
+@pytest.mark.timeout(1800)  # Half a minute of work, or ten times that next to ten other processes.
 def test_answers_equal_those_of_a_model_without_a_cache_through_any_history(pytestconfig: pytest.Config) -> None:
     Histories.seen.clear()
     given = pytestconfig.getoption("hypothesis_seed")

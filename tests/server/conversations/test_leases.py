@@ -1,4 +1,4 @@
-"""Two servers over one store: any of them tells how a background response is, and ends it."""
+"""Two servers over one store: each of them reports the state of a background response, and can end it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture
 def writer() -> FakeClient:
-    """The engine of the server that writes; it waits after the first word."""
+    """The engine of the server that writes. It waits after the first word."""
     return FakeClient(hold=asyncio.Event())
 
 
@@ -48,7 +48,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 async def two(writer: FakeClient, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Two]:
     """The server that writes, and another one over the same store."""
     monkeypatch.setattr(service, "RENEW_SECONDS", 0.02)
-    monkeypatch.setattr(service, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(service, "POLL_SECONDS", 0.01)
     async with AsyncExitStack() as held:
         clients = []
         for number, engine in enumerate((writer, FakeClient())):
@@ -60,7 +60,7 @@ async def two(writer: FakeClient, where: str, tmp_path: Path, monkeypatch: pytes
 
 
 async def begun(api: httpx.AsyncClient, writer: FakeClient, **more: Any) -> str:
-    """The id of a background response whose first word has come."""
+    """Return the id of a background response whose first word has come."""
     id: str = (await api.post("/v1/responses", json={**ASKED, **more})).json()["id"]
     await until(lambda: writer.asked)
     while (await api.get(f"/v1/responses/{id}")).json()["status"] == "queued":
@@ -69,12 +69,12 @@ async def begun(api: httpx.AsyncClient, writer: FakeClient, **more: Any) -> str:
 
 
 def events(text: str) -> list[tuple[str, int]]:
-    """Type and sequence number of each event."""
+    """Return the type and the sequence number of each event."""
     found = [httpx.Response(200, text=line[6:]).json() for line in text.splitlines() if line.startswith("data: {")]
     return [(each["type"], each["sequence_number"]) for each in found]
 
 
-async def test_another_server_tells_that_a_response_runs_and_then_its_answer(two: Two, writer: FakeClient) -> None:
+async def test_another_server_reports_that_a_response_runs_and_then_its_answer(two: Two, writer: FakeClient) -> None:
     here, there = two
     id = await begun(here, writer)
     while (running := (await there.get(f"/v1/responses/{id}")).json())["status"] == "queued":
@@ -156,7 +156,7 @@ async def test_a_server_that_lives_renews_its_leases(two: Two, writer: FakeClien
 
 @pytest.fixture
 def left(tmp_path: Path) -> tuple[ServerConfig, str]:
-    """The configuration of a server that was killed while it wrote a response of a conversation, and its id."""
+    """Return the configuration of a server that was killed while it wrote a response of a conversation, and its id."""
     config = ServerConfig(store=str(tmp_path / "s.sqlite"), files=str(tmp_path / "files"))
     store = open_store(config)
     store.conversations.create("", "conv_a", {}, [])
@@ -169,11 +169,11 @@ def left(tmp_path: Path) -> tuple[ServerConfig, str]:
     return config, "resp_a"
 
 
-async def test_what_a_killed_server_wrote_is_failed_once_its_lease_has_lapsed(
+async def test_a_killed_servers_response_is_failed_once_its_lease_has_lapsed(
     http: Callable[..., httpx.AsyncClient], left: tuple[ServerConfig, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, id = left
-    monkeypatch.setattr(service, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(service, "POLL_SECONDS", 0.01)
     async with http(store=config.store, files=config.files) as api:
 
         async def states() -> tuple[str, str, bool, bool]:

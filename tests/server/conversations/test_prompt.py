@@ -1,4 +1,4 @@
-"""Prompts from known tokens and new text: they equal the template's rendering, and tokenize no more than needed."""
+"""Prompts from known tokens and new text equal the template's rendering, and tokenize only the new text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END = 1
 
 @cache
 def text_of(template: str) -> Text:
-    """One for all tests and examples: each has a process that renders its template."""
+    """Return a shared Text, because each has a process that renders its template."""
     return Text(byte_level(), template)
 
 
@@ -50,7 +50,7 @@ def test_the_next_prompt_begins_with_the_known_tokens_and_equals_the_rendering(t
         assert decoded(text, prompt) == prompt.text == text.render_chat(conversation(*words[:turn]))
         assert prompt.known == known or (template == PLAIN and not prompt.known)
         answer = words[turn]
-        # A model may generate other tokens than the tokenizer would: here one for each byte.
+        # A model may generate other tokens than the tokenizer would, here one for each byte.
         tokens = [token for letter in answer for token in text.encode(letter)]
         context = after(text, prompt, answer, [*tokens, END], FinishReason.STOP)
         assert list(context.tokens) == [*prompt.tokens, *tokens]
@@ -63,7 +63,7 @@ def test_only_new_text_is_tokenized_and_generated_tokens_are_kept(monkeypatch: p
     odd = [token for letter in "world" for token in text.encode(letter)]
     assert odd != text.encode("world")
     context = after(text, first, "world", [*odd, END], FinishReason.STOP)
-    monkeypatch.setattr(text, "encode", None)  # the rendering is not tokenized as a whole
+    monkeypatch.setattr(text, "encode", None)  # The rendering is not tokenized as a whole.
     second = compose(text, text.render_chat(conversation("hello", "world", "again")), context)
     assert second.known == len(first.tokens) + len(odd)
     assert list(second.tokens[: second.known]) == [*first.tokens, *odd]
@@ -144,7 +144,7 @@ class TestBorder:
         assert text.encode_after("hello", " world") == text.encode(" world")
 
     @given(before=st.text(max_size=100), rest=st.text(max_size=100))
-    def test_it_decodes_to_the_same_text(self, before: str, rest: str) -> None:
+    def test_tokens_after_the_border_decode_to_the_same_text(self, before: str, rest: str) -> None:
         text = Text(byte_level())
         if (ids := text.encode_after(before, rest)) is not None:
             assert text.decode(ids, skip_special_tokens=False) == rest

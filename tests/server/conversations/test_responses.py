@@ -32,7 +32,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def caught_up(api: openai.AsyncOpenAI) -> None:
-    """Wait until what was sent before, in either direction, has come: later requests have been answered."""
+    """Wait until everything sent before has arrived in both directions: later requests have been answered."""
     for _ in range(3):
         await api.models.list()
 
@@ -53,12 +53,12 @@ def official(url: str, key: str = "one") -> openai.AsyncOpenAI:
 
 
 def other(api: openai.AsyncOpenAI) -> openai.AsyncOpenAI:
-    """The same server with another tenant's key."""
+    """Return the same server with another tenant's key."""
     return api.with_options(api_key="two")
 
 
 def prompts(client: FakeClient) -> list[str]:
-    """The prompts that the engine received, as text."""
+    """Return the prompts that the engine received, as text."""
     return [client.text.decode(asked.prompt) for asked in client.asked]
 
 
@@ -80,7 +80,7 @@ async def test_a_response_has_openais_shape(api: openai.AsyncOpenAI, client: Fak
     assert await api.responses.retrieve(response.id) == response
 
 
-async def test_a_response_tells_what_was_sent_and_has_no_effect(api: openai.AsyncOpenAI) -> None:
+async def test_a_response_repeats_parameters_that_have_no_effect(api: openai.AsyncOpenAI) -> None:
     sent: dict[str, Any] = {
         "user": "somebody",
         "safety_identifier": "abc",
@@ -115,9 +115,7 @@ async def test_a_response_tells_what_was_sent_and_has_no_effect(api: openai.Asyn
     }
 
 
-async def test_the_tokens_of_a_turn_are_counted_with_what_it_builds_on(
-    api: openai.AsyncOpenAI, client: FakeClient
-) -> None:
+async def test_the_tokens_of_a_turn_are_counted_with_its_context(api: openai.AsyncOpenAI, client: FakeClient) -> None:
     first = await api.responses.create(model="tiny", input="hello")
     counted = await api.responses.input_tokens.count(model="tiny", input="on", previous_response_id=first.id)
     assert counted.object == "response.input_tokens"
@@ -136,7 +134,7 @@ async def test_events_of_a_part_name_its_response(api: openai.AsyncOpenAI) -> No
     assert parts == [events[-1].response.id] * 2
 
 
-async def test_what_is_no_conversations_id_is_refused_as_such(api: openai.AsyncOpenAI) -> None:
+async def test_an_invalid_conversation_id_is_refused_by_name(api: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="begins with conv_"):
         await api.responses.create(model="tiny", input="hello", conversation="resp_1")
 
@@ -195,7 +193,7 @@ async def test_each_of_twenty_turns_tokenizes_only_its_new_text(api: openai.Asyn
         history += f"<user>{said}<assistant>"
         assert prompts(client)[-1] == history
         assert client.text.encoded - before == len(f"<user>{said}<assistant>")
-        if previous is not None:  # the raw tokens of the last turn are the beginning of this one's
+        if previous is not None:  # The raw tokens of the last turn are the beginning of this turn's tokens.
             last = [*client.asked[-2].prompt, 0, 1, 2, 3]
             assert client.asked[-1].prompt[: len(last)] == last
         history += ANSWER
@@ -298,9 +296,9 @@ async def test_a_conflict_at_the_commit_ends_the_stream_as_failed_and_never_as_c
 
 
 class TestCompaction:
-    """A long conversation becomes the user's messages and a summary, which stands for the rest as input."""
+    """A long conversation is replaced by the user's messages and a summary."""
 
-    async def test_the_summary_and_what_the_user_said_stand_for_a_conversation(
+    async def test_a_compacted_conversation_is_the_users_messages_and_a_summary(
         self, api: openai.AsyncOpenAI, client: FakeClient
     ) -> None:
         first = await api.responses.create(model="tiny", input="hello")
@@ -315,7 +313,9 @@ class TestCompaction:
         await api.responses.create(model="tiny", input=given)
         assert prompts(client)[-1] == f"<user>hello<user>and on<assistant>{OPENING}{ANSWER}<user>go<assistant>"
 
-    async def test_a_turn_can_go_on_from_it_if_it_is_stored(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
+    async def test_a_turn_can_continue_from_a_stored_compaction(
+        self, api: openai.AsyncOpenAI, client: FakeClient
+    ) -> None:
         first = await api.responses.create(model="tiny", input="hello")
         made = await api.responses.compact(model="tiny", previous_response_id=first.id)
         found = await api.responses.retrieve(made.id)
@@ -326,7 +326,7 @@ class TestCompaction:
         with pytest.raises(openai.NotFoundError):
             await api.responses.retrieve(other.id)
 
-    async def test_its_length_is_bounded_by_the_context_or_the_client(
+    async def test_the_length_of_a_summary_is_limited_by_the_context_or_the_client(
         self, api: openai.AsyncOpenAI, client: FakeClient
     ) -> None:
         await api.responses.compact(model="tiny", input="hello")
@@ -337,7 +337,7 @@ class TestCompaction:
         ("given", "param"),
         [({}, "input"), ({"conversation": "conv_x", "input": "a"}, "conversation"), ({"stream": True}, "stream")],
     )
-    async def test_what_cannot_be_compacted_is_refused_by_name(
+    async def test_a_compaction_that_is_impossible_is_refused_by_name(
         self, api: openai.AsyncOpenAI, given: dict[str, Any], param: str
     ) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
@@ -363,7 +363,7 @@ class TestCompaction:
         ids=["strings", "lists", "messages", "a half character", "a half character that was said"],
     )
     @pytest.mark.parametrize("path", ["/v1/responses", "/v1/conversations"])
-    async def test_what_it_stands_for_is_bounded_like_a_body(
+    async def test_the_content_of_a_compaction_is_limited_like_a_body(
         self, http: Callable[..., httpx.AsyncClient], path: str, summary: str, said: list[str], reason: str
     ) -> None:
         sealed = base64.urlsafe_b64encode(f'{{"summary":{summary},"said":[{",".join(said)}]}}'.encode()).decode()
@@ -373,7 +373,7 @@ class TestCompaction:
             answer = await server.post(path, json=body)
         assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
 
-    async def test_several_of_them_are_counted_together(self, http: Callable[..., httpx.AsyncClient]) -> None:
+    async def test_several_compactions_are_counted_together(self, http: Callable[..., httpx.AsyncClient]) -> None:
         sealed = encode_compacted(Compacted("so far", ["a"] * (MAX_MESSAGES // 2)))
         item = {"type": "compaction", "encrypted_content": sealed}
         async with http() as server:
@@ -382,7 +382,7 @@ class TestCompaction:
 
 
 class TestWhatIsNotStored:
-    """store=false, a client that leaves, an engine that dies: nothing is stored, and conversations are unchanged."""
+    """Nothing is stored for store=false, a client that leaves, or an engine that dies. Conversations stay unchanged."""
 
     async def test_without_store_a_response_cannot_be_found(self, api: openai.AsyncOpenAI) -> None:
         response = await api.responses.create(model="tiny", input="hello", store=False)
@@ -431,7 +431,7 @@ class TestWhatIsNotStored:
 
 
 async def held_after_event_5(api: openai.AsyncOpenAI, client: FakeClient) -> str:
-    """The id of a background response that has had its first delta, number 5, and gets no further."""
+    """Return the id of a background response that waits after its first delta, event 5."""
     client.hold = asyncio.Event()
     stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
     async for event in stream:
@@ -444,7 +444,7 @@ async def held_after_event_5(api: openai.AsyncOpenAI, client: FakeClient) -> str
 
 
 class TestBackground:
-    """A background response runs without a reader, and only it can be cancelled."""
+    """A background response runs without a reader. Only a background response can be cancelled."""
 
     async def test_polling_shows_a_background_response_until_it_is_completed(
         self, api: openai.AsyncOpenAI, client: FakeClient
@@ -460,7 +460,7 @@ class TestBackground:
         await api.responses.create(model="tiny", input="on", previous_response_id=queued.id)
         assert prompts(client)[-1] == f"<user>hello<assistant>{ANSWER}<user>on<assistant>"
 
-    async def test_its_stream_can_be_resumed_after_a_sequence_number(
+    async def test_a_background_stream_can_be_resumed_after_a_sequence_number(
         self, api: openai.AsyncOpenAI, client: FakeClient
     ) -> None:
         client.hold = asyncio.Event()
@@ -488,7 +488,7 @@ class TestBackground:
     ) -> None:
         response = await held_after_event_5(api, client)
         rest = asyncio.create_task(api.responses.retrieve(response, stream=True, starting_after=5))
-        await caught_up(api)  # now it waits for event 6
+        await caught_up(api)  # Now it waits for event 6.
         cancelled = await api.responses.cancel(response)
         events = [event async for event in await rest]
         assert [event.type for event in events] == [
@@ -502,7 +502,7 @@ class TestBackground:
         assert (cancelled.status, cancelled.output_text) == ("cancelled", "Ahoy")
         assert cancelled.output[0].status == "incomplete"
 
-    async def test_it_is_queued_before_it_is_in_progress(self, api: openai.AsyncOpenAI) -> None:
+    async def test_a_background_response_is_queued_before_it_is_in_progress(self, api: openai.AsyncOpenAI) -> None:
         stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
         events = [event async for event in stream]
         assert [(event.type, event.response.status) for event in events if hasattr(event, "response")] == [
@@ -513,7 +513,7 @@ class TestBackground:
         ]
         assert [event.sequence_number for event in events] == list(range(len(events)))
 
-    async def test_its_stream_can_be_read_again_after_its_end(self, api: openai.AsyncOpenAI) -> None:
+    async def test_a_background_stream_can_be_read_again_after_its_end(self, api: openai.AsyncOpenAI) -> None:
         stream = await api.responses.create(model="tiny", input="hello", background=True, stream=True)
         events = [event async for event in stream]
         id = events[-1].response.id
@@ -524,7 +524,7 @@ class TestBackground:
             await api.responses.retrieve(id, stream=True, starting_after=len(events))
 
     @pytest.mark.parametrize("limit", ["KEPT_EVENTS", "KEPT_BYTES"])
-    async def test_its_stream_is_made_again_from_the_store_once_its_events_are_gone(
+    async def test_a_background_stream_is_rebuilt_from_the_store_once_its_events_are_gone(
         self, api: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch, limit: str
     ) -> None:
         monkeypatch.setattr(service, limit, 0)
@@ -621,7 +621,7 @@ class TestBackground:
 
 
 class TestDeleting:
-    """Deleted objects are not found; turns that build on them still work."""
+    """Deleted objects are not found. Turns that build on them still work."""
 
     async def test_a_deleted_response_is_not_found(self, api: openai.AsyncOpenAI, client: FakeClient) -> None:
         parent = await api.responses.create(model="tiny", input="hello")
@@ -693,7 +693,7 @@ class TestConversations:
     @pytest.mark.parametrize(
         "limit", ["000000100999", "0" * 5000 + "1", "0", "101", "-1", "+1", "²", "٣", "1_0", "1.0", " 1", ""]
     )
-    async def test_a_page_limit_that_is_no_number_from_1_to_100_is_refused(
+    async def test_a_page_limit_other_than_a_number_from_1_to_100_is_refused(
         self, api: openai.AsyncOpenAI, limit: str
     ) -> None:
         made = await api.conversations.create(items=[{"role": "user", "content": "hello"}])

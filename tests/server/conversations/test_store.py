@@ -1,4 +1,4 @@
-"""The store alone: atomic turns, bounds, migrations, tenants; also in PostgreSQL if there is one."""
+"""The store alone: atomic turns, bounds, migrations and tenants, also in PostgreSQL if it is installed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def store(
 
 
 @pytest.mark.parametrize("tenant", ["a", "b"])
-def test_a_page_of_items_goes_on_behind_no_item_of_another_conversation(store: Store, tenant: str) -> None:
+def test_a_page_of_items_cannot_continue_after_an_item_of_another_conversation(store: Store, tenant: str) -> None:
     store.conversations.create("a", "mine", {}, [item("1"), item("2")])
     store.conversations.create(tenant, "other", {}, [item("0"), item("theirs"), item("2")])
     for newest_first in (False, True):
@@ -156,7 +156,7 @@ def turn(
     status: str = "completed",
     **fields: Any,
 ) -> Turn:
-    """A turn that says `name` and is answered in capitals."""
+    """Return a turn that says `name` and is answered in capitals."""
     output = [item(name.upper(), "assistant")] if status in ("completed", "incomplete") else []
     response = {"id": name, "status": status, "output": output}
     return Turn(
@@ -176,7 +176,7 @@ def said(context: Context) -> list[str]:
 
 
 def grow(store: Store, *names: str, tenant: str = "a") -> Context:
-    """Turns that follow one another."""
+    """Store turns that follow one another. Returns the context of the last one."""
     context = Context()
     for name in names:
         store.turns.commit(turn(name, context, tenant=tenant))
@@ -296,7 +296,7 @@ def test_a_deleted_turn_is_kept_only_while_others_build_on_it(store: Store, cloc
     assert not kept(store, "a") and not kept(store, "bb")
     assert said(store.turns.context("a", "ccc")) == ["a", "A", "bb", "BB", "ccc", "CCC"]
     store.turns.delete("a", "ccc")
-    with store.database.read() as db:  # deleting the last one removed all of them
+    with store.database.read() as db:  # Deleting the last one removed all of them.
         for table in (database.turns, database.threads):
             assert db.execute(sqlalchemy.select(table)).all() == []
 
@@ -306,7 +306,7 @@ def test_the_work_of_deleting_a_thread_is_linear_in_its_turns(
     opened: Callable[..., Store], tmp_path: Path, order: int
 ) -> None:
     def work(length: int) -> int:
-        """Hundreds of instructions of SQLite's machine to delete that many turns."""
+        """Return the hundreds of instructions of SQLite's machine to delete this number of turns."""
         store, counted = opened(tmp_path / f"{length}.sqlite"), [0]
         names = [f"turn{number}" for number in range(length)]
         grow(store, *names)
@@ -324,10 +324,10 @@ def test_the_work_of_deleting_a_thread_is_linear_in_its_turns(
             assert not db.execute(sqlalchemy.select(database.threads)).all()
         return counted[0]
 
-    assert work(240) < 2.5 * 4 * work(60)  # the square would be 16 times as much
+    assert work(240) < 2.5 * 4 * work(60)  # Quadratic work would be 16 times as much.
 
 
-def test_a_threads_size_is_that_of_what_it_holds(store: Store) -> None:
+def test_a_threads_size_is_that_of_its_contents(store: Store) -> None:
     def size() -> int:
         with store.database.read() as db:
             return db.execute(sqlalchemy.select(database.threads.c.bytes)).scalar_one()
@@ -342,10 +342,10 @@ def test_a_threads_size_is_that_of_what_it_holds(store: Store) -> None:
     assert size() == both
     store.turns.commit(turn("ccc", store.turns.context("a", "bb")))
     store.turns.commit(turn("dddd", store.turns.context("a", "ccc")))
-    for name in ("ccc", "dddd"):  # the second goes with the first, which waited for it
+    for name in ("ccc", "dddd"):  # Both go together: the second one waited for the first.
         store.turns.delete("a", name)
     assert size() == both
-    store.turns.delete("a", "a")  # the next builds on it
+    store.turns.delete("a", "a")  # The next turn builds on it.
     assert size() == both
     store.turns.delete("a", "bb")
     store.conversations.create("a", "conv", {}, [item("x")])
@@ -376,7 +376,7 @@ class TestBounds:
         clock.now += 60
         grow(store, "young")
         clock.now += 60
-        assert not kept(store, "old")  # at once, not only after the next clean-up
+        assert not kept(store, "old")  # At once, and not only after the next clean-up.
         assert kept(store, "young")
         grow(store, "new")
         with store.database.read() as db:
@@ -414,7 +414,7 @@ class TestBounds:
         clock.now += 1
         grow(store, "second")
         clock.now += 1
-        store.turns.commit(turn("on", first))  # now the second is idle for longest
+        store.turns.commit(turn("on", first))  # Now the second thread is idle for longest.
         clock.now += 1
         grow(store, "third")
         assert not kept(store, "second")
@@ -496,7 +496,7 @@ store.turns.commit(turn("two", store.conversations.context("a", "conv"), convers
 
 
 class TestOpening:
-    """Old schemas are migrated; unknown ones and other files are refused."""
+    """Old schemas are migrated. Unknown ones and other files are refused."""
 
     def test_a_reopened_store_has_its_turns_and_only_its_owner_can_read_the_file(
         self, opened: Callable[..., Store], tmp_path: Path
@@ -581,7 +581,7 @@ def test_the_context_cache_is_bounded_and_drops_the_least_recent(
     for name in ("a", "b", "c"):
         store.turns.commit(turn(name, tokens=[1] * 4))
     assert list(store.turns.cache.contexts) == ["b", "c"]
-    assert list(store.turns.context("a", "a").tokens) == [1] * 4  # read again
+    assert list(store.turns.context("a", "a").tokens) == [1] * 4  # This reads it again.
     assert list(store.turns.cache.contexts) == ["c", "a"]
 
 
@@ -593,7 +593,7 @@ def test_the_context_cache_is_bounded_by_the_bytes_of_the_messages(
     for name in ("a" * 500, "b" * 500, "c" * 500):  # said twice, and once more in the item's id
         store.turns.commit(turn(name, tokens=[]))
     assert [name[0] for name in store.turns.cache.contexts] == ["c"]
-    store.turns.context("a", "a" * 500)  # read again
+    store.turns.context("a", "a" * 500)  # This reads it again.
     assert [name[0] for name in store.turns.cache.contexts] == ["a"]
     store.turns.delete("a", "a" * 500)
     store.turns.commit(turn("d" * 500, tokens=[]))
@@ -601,9 +601,9 @@ def test_the_context_cache_is_bounded_by_the_bytes_of_the_messages(
 
 
 class TestMessagesBeforeATurn:
-    """They are read as a whole, so there is a limit, whatever the store may keep."""
+    """The messages before a turn are read as a whole, so they have a limit, whatever the store may keep."""
 
-    def test_so_many_turns_are_read_and_not_more(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_context_above_the_limit_of_bytes_is_refused(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         names = [f"{number:0>60}" for number in range(4)]
         grow(store, *names)
         size = store.turns.context("a", names[-1]).size
@@ -615,7 +615,7 @@ class TestMessagesBeforeATurn:
             store.turns.context("a", names[-1])
         assert len(store.turns.context("a", names[-2]).items) == 6, "a shorter branch still is"
 
-    def test_what_a_response_repeats_of_its_request_does_not_count(
+    def test_parameters_that_a_response_repeats_do_not_count_towards_the_limit(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(values, "MOST_CONTEXT", 2000)
@@ -623,7 +623,7 @@ class TestMessagesBeforeATurn:
         store.turns.commit(replace(first, response={**first.response, "tools": ["x" * 5000]}))
         assert said(store.turns.context("a", "a")) == ["a", "A"]
 
-    def test_so_many_items_of_a_client_are_read_and_not_more(
+    def test_a_conversation_of_client_items_above_the_limit_of_bytes_is_refused(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.conversations.create("a", "conv_1", {}, [item("x" * 50), item("y" * 50)])
@@ -636,7 +636,7 @@ class TestMessagesBeforeATurn:
 
 
 @pytest.mark.parametrize("newest_first", [True, False])
-def test_a_page_of_large_items_ends_early_and_the_next_goes_on(
+def test_a_page_of_large_items_ends_early_and_the_next_continues(
     store: Store, monkeypatch: pytest.MonkeyPatch, newest_first: bool
 ) -> None:
     given = [item(letter * (50 if letter == "d" else 10)) for letter in "abcdefg"]
@@ -683,7 +683,7 @@ def spoil(path: Path) -> None:
         file.write(b"\xff" * (size - 12 * 4096))
 
 
-async def test_a_file_damaged_in_service_is_a_503_and_told_by_health_and_metrics(
+async def test_a_file_damaged_in_service_is_a_503_and_reported_by_health_and_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database.Database, "check", lambda self: None)

@@ -39,7 +39,7 @@ OTHER = {"authorization": "Bearer two"}
 
 
 async def sent(api: httpx.AsyncClient, path: str, body: Any = None, status: int = 200) -> Any:
-    """The answer to a POST with this body."""
+    """Return the answer to a POST with this body."""
     answer = await api.post(path, json=body or {})
     assert answer.status_code == status, answer.text
     return answer.json()
@@ -56,24 +56,24 @@ async def begun(api: httpx.AsyncClient, title: str = "a title") -> str:
 
 
 async def said(api: httpx.AsyncClient, conversation: str, text: str, **more: Any) -> str:
-    """The id of the answer to a message."""
+    """Return the id of the answer to a message."""
     body = {"model": "tiny", "input": text, "conversation": conversation, **more}
     return str((await sent(api, "/responses", body))["id"])
 
 
 async def shape(api: httpx.AsyncClient, conversation: str) -> dict[str, str | None]:
-    """What was said in each turn, and what was said in its parent."""
+    """Return the text of each turn's parent, by the turn's text."""
     turns = (await got(api, f"/conversations/{conversation}/turns"))["turns"]
     texts = {turn["id"]: turn["input"][0]["content"][0]["text"] for turn in turns}
     return {texts[turn["id"]]: texts.get(turn["parent"]) for turn in turns}
 
 
 def prompt(client: FakeClient) -> str:
-    """The engine's last prompt, as text."""
+    """Return the engine's last prompt, as text."""
     return client.text.decode(client.asked[-1].prompt)
 
 
-async def test_an_edit_makes_a_branch_beside_the_edited_turn(api: httpx.AsyncClient, client: FakeClient) -> None:
+async def test_an_edit_makes_a_sibling_of_the_edited_turn(api: httpx.AsyncClient, client: FakeClient) -> None:
     conversation = await begun(api)
     await said(api, conversation, "first", metadata={"sent": "1"})
     second = await said(api, conversation, "second", metadata={"sent": "2"})
@@ -88,7 +88,7 @@ async def test_an_edit_makes_a_branch_beside_the_edited_turn(api: httpx.AsyncCli
     assert [item["content"][0]["text"] for item in items["data"]] == ["first", ANSWER, "other", ANSWER]
 
 
-async def test_an_edit_of_the_first_message_keeps_what_the_conversation_began_with(
+async def test_an_edit_of_the_first_message_keeps_the_first_items_of_the_conversation(
     api: httpx.AsyncClient, client: FakeClient
 ) -> None:
     opening = {"items": [{"role": "system", "content": "be kind"}]}
@@ -101,7 +101,7 @@ async def test_an_edit_of_the_first_message_keeps_what_the_conversation_began_wi
     assert await shape(api, conversation) == {"first": None, "second": "first", "instead": None}
 
 
-async def test_a_conversation_goes_on_behind_an_earlier_branch(api: httpx.AsyncClient, client: FakeClient) -> None:
+async def test_a_conversation_can_continue_from_an_earlier_branch(api: httpx.AsyncClient, client: FakeClient) -> None:
     conversation = await begun(api)
     first = await said(api, conversation, "first")
     await sent(api, f"/conversations/{conversation}/head", {"before": first})
@@ -112,7 +112,7 @@ async def test_a_conversation_goes_on_behind_an_earlier_branch(api: httpx.AsyncC
     assert (await shape(api, conversation))["more"] == "first"
 
 
-async def test_a_stopped_answer_stays_in_the_tree_and_the_conversation_can_go_on_behind_it(
+async def test_a_stopped_answer_stays_in_the_tree_and_the_conversation_can_continue_from_it(
     api: httpx.AsyncClient, client: FakeClient
 ) -> None:
     conversation = await begun(api)
@@ -133,7 +133,7 @@ async def test_a_stopped_answer_stays_in_the_tree_and_the_conversation_can_go_on
     assert prompt(client) == "<user>first<assistant>Ahoy<user>go on<assistant>"
 
 
-async def test_a_turn_tells_its_times_and_what_it_was_asked_with(api: httpx.AsyncClient, client: FakeClient) -> None:
+async def test_a_turn_reports_its_times_and_its_parameters(api: httpx.AsyncClient, client: FakeClient) -> None:
     conversation = await begun(api)
     client.cached, client.cached_by_tier = 7, (3, 0, 0)
     await said(api, conversation, "first", instructions="be kind", temperature=0.5, metadata={"sent": "1"})
@@ -196,7 +196,7 @@ async def test_a_search_finds_titles_and_texts_in_any_case(api: httpx.AsyncClien
     assert "200" in (await got(api, "/conversations", 400, search="a" * 201))["error"]["message"]
 
 
-async def test_a_search_goes_on_where_it_has_read_enough(
+async def test_a_search_continues_where_its_last_page_ended(
     api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "SCANNED", 2)
@@ -210,7 +210,7 @@ async def test_a_search_goes_on_where_it_has_read_enough(
     assert [[each["id"] for each in page["data"]] for page in pages] == [[], [], [made[0]]]
 
 
-async def test_a_search_reads_only_so_much_at_once_and_of_one_conversation(
+async def test_a_search_reads_a_limited_amount_at_once_and_per_conversation(
     api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
@@ -235,13 +235,13 @@ async def test_the_beginning_of_a_large_message_is_shown_without_reading_it_whol
     conversation = await begun(api)
     given = [{"role": "system", "content": "s" * 900}, {"role": "user", "content": character * 900}]
     await sent(api, f"/conversations/{conversation}/items", {"items": given})
-    for bytes in range(300, 312):  # wherever it is cut
+    for bytes in range(300, 312):  # At every place where it may be cut.
         monkeypatch.setattr(listing, "BEGINNING", bytes)
         (shown,) = (await got(api, "/conversations"))["data"]
         assert set(shown["preview"]) == {character} and 24 <= len(shown["preview"]) <= listing.PREVIEW
 
 
-async def test_a_copy_has_all_branches_and_goes_on_from_its_head(api: httpx.AsyncClient, client: FakeClient) -> None:
+async def test_a_copy_has_all_branches_and_continues_from_its_head(api: httpx.AsyncClient, client: FakeClient) -> None:
     conversation = await begun(api)
     first = await said(api, conversation, "first", metadata={"sent": "1"})
     await said(api, conversation, "second", metadata={"sent": "2"})
@@ -268,12 +268,14 @@ async def test_a_copy_has_all_branches_and_goes_on_from_its_head(api: httpx.Asyn
         ({"turns": [{"id": "a", "input": [{"type": "image"}]}]}, "turns[0].input[0].type is"),
     ],
 )
-async def test_a_copy_that_is_no_tree_is_refused(api: httpx.AsyncClient, copied: dict[str, Any], reason: str) -> None:
+async def test_a_copy_that_is_not_a_tree_is_refused(
+    api: httpx.AsyncClient, copied: dict[str, Any], reason: str
+) -> None:
     assert reason in (await sent(api, "/conversations/copies", copied, 400))["error"]["message"]
     assert (await got(api, "/conversations"))["data"] == []
 
 
-async def test_a_conversation_is_deleted_with_its_responses_where_that_is_asked_for(api: httpx.AsyncClient) -> None:
+async def test_a_conversation_is_deleted_with_its_responses_on_request(api: httpx.AsyncClient) -> None:
     kept, gone = await begun(api), await begun(api)
     of_kept, of_gone = await said(api, kept, "hello"), await said(api, gone, "hello")
     await api.delete(f"/conversations/{kept}")

@@ -1,4 +1,4 @@
-"""Grammars of calls: whatever a model writes by one, it reads as valid calls of the tools that were asked for."""
+"""Grammars of calls: every answer that follows a grammar is read as valid calls of the requested tools."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SPECIAL = {
 
 
 def text_of(tags: tuple[str, ...], special: bool = True) -> Text:
-    """A byte-level vocabulary with some pieces and with these tags as tokens. Its template knows tools."""
+    """Return a byte-level vocabulary with some pieces and with these tags as tokens. Its template knows tools."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,7 +76,7 @@ class Model:
         self.rng = Random(seed)
 
     def answer(self, grammar: Grammar, most: int = 1500) -> list[int] | None:
-        """The tokens of an answer; None for one that does not end."""
+        """Return the tokens of an answer; None for one that does not end."""
         (matcher, _), tokens = self.compiler.begin(grammar), list[int]()
         mask = np.zeros(self.compiler.words, np.int32)
         while len(tokens) < most:
@@ -85,7 +85,7 @@ class Model:
             if self.end in allowed and (len(allowed) == 1 or self.rng.random() < 0.2):
                 return tokens
             allowed = allowed[allowed != self.end]
-            # Tags and what ends strings come more often than in a fair draw, so that answers are short.
+            # Tags and the ends of strings come more often than in a fair draw, so that answers are short.
             ends = [token for token in allowed if token >= 256 or chr(token) in '"<]}']
             drawn = ends if ends and self.rng.random() < 0.3 else allowed
             tokens.append(int(drawn[self.rng.randrange(len(drawn))]))
@@ -94,7 +94,7 @@ class Model:
 
 
 def read(reading: Reading, text: Text, tokens: list[int]) -> tuple[list[tuple[str, str]], str, str]:
-    """The calls of an answer, what it says, and its reasoning."""
+    """Return the calls of an answer, its text, and its reasoning."""
     calls: list[tuple[str, str]] = []
     said, thought = "", ""
     for part in reading.reader().push(TextStream(text, shown=reading.shown).push(tokens, last=True), last=True):
@@ -114,7 +114,9 @@ def read(reading: Reading, text: Text, tokens: list[int]) -> tuple[list[tuple[st
 @pytest.mark.parametrize("mode", ["required", "auto"])
 @pytest.mark.parametrize("tokens", ["special", "added", "text"])
 @pytest.mark.parametrize("name", list(SPECIAL))
-def test_every_answer_by_the_grammar_reads_as_valid_calls(name: str, tokens: str, mode: Any, parallel: bool) -> None:
+def test_every_answer_that_follows_the_grammar_is_read_as_valid_calls(
+    name: str, tokens: str, mode: Any, parallel: bool
+) -> None:
     text = text_of(SPECIAL[name] if tokens != "text" else (), special=tokens == "special")
     model = Model(text, seed=len(name))
     toolset = Toolset(TOOLS, mode, parallel)
@@ -160,7 +162,7 @@ def test_a_named_function_is_the_only_one_that_can_be_called() -> None:
     ],
 )
 @pytest.mark.parametrize("with_tools", [False, True])
-def test_a_grammar_that_the_client_gives_is_for_what_follows_the_reasoning(asked: Grammar, with_tools: bool) -> None:
+def test_a_clients_grammar_applies_after_the_reasoning(asked: Grammar, with_tools: bool) -> None:
     text = text_of(SPECIAL["hermes"])
     model = Model(text, seed=5)
     reading = Reading(AnswerFormat.find(text), Toolset((LOOSE,)) if with_tools else None, {})

@@ -1,4 +1,4 @@
-"""How a model of GPT-OSS's kind is found, prompted and held to a format."""
+"""A model of GPT-OSS's kind is detected, prompted and constrained to a format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text() -> Iterator[Text]:
     text.close()
 
 
-def test_the_vocabulary_tells_and_answers_are_read_also_without_tools(text: Text) -> None:
+def test_the_vocabulary_selects_the_format_and_answers_are_read_without_tools_too(text: Text) -> None:
     format = AnswerFormat.find(text)
     assert format.calls.name == "openai" and format.reasoning is None
     reading = Reading(format, None, {})
@@ -42,7 +42,7 @@ def test_the_vocabulary_tells_and_answers_are_read_also_without_tools(text: Text
     assert not reader.thinking
 
 
-def test_plain_completions_are_taken_as_they_are(text: Text) -> None:
+def test_completions_are_returned_unparsed(text: Text) -> None:
     reading = Reading(AnswerFormat.find(text).unread, None, {})
     assert reading.plain and not reading.shown
 
@@ -59,7 +59,7 @@ def test_the_template_gets_reasoning_of_an_open_turn_under_its_own_name(text: Te
     assert prompt == "[user|a||][assistant||hm|][tool|1||]f<|start|>assistant"
 
 
-def test_a_format_of_the_answer_is_for_the_final_channel(text: Text) -> None:
+def test_a_format_of_the_answer_applies_to_the_final_channel(text: Text) -> None:
     params = SamplingParams(grammar=Grammar("regex", "yes|no"))
     grammar = Reading(AnswerFormat.find(text), None, {}).constrained(params).grammar
     assert grammar is not None and grammar.kind == "lark"

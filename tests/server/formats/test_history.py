@@ -1,4 +1,4 @@
-"""Messages as templates want them: Mistral's ids of calls."""
+"""Messages in the form that templates expect: Mistral's ids of calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDS = [
 
 
 def shortened(id: str) -> tuple[str, str]:
-    """A call's id in the message that makes the call, and in that of its result."""
+    """Return a call's id in the message that makes the call, and in the message with its result."""
     made, result = short_ids(
         [
             {"role": "assistant", "content": "", "tool_calls": [{"id": id, "function": {"name": "f"}}]},

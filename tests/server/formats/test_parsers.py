@@ -1,4 +1,4 @@
-"""The parsers of tool calls and reasoning: what each format gives, and that it does so however the text is split."""
+"""The parsers of tool calls and reasoning give the same parts however the text is split."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ REASONING: list[tuple[bool, str, list[Part]]] = [
 
 
 def pieces(text: str, rng: Random) -> list[str]:
-    """A text in pieces of random sizes."""
+    """Return a text in pieces of random sizes."""
     most = rng.choice((1, 2, 3, 8, 40))
     found, at = [], 0
     while at < len(text):
@@ -167,7 +167,9 @@ def pieces(text: str, rng: Random) -> list[str]:
 
 
 @pytest.mark.parametrize(("make", "text", "parts"), CASES)
-def test_text_gives_its_calls_however_it_is_split(make: Callable[[], Parser], text: str, parts: list[Part]) -> None:
+def test_a_text_gives_the_same_calls_however_it_is_split(
+    make: Callable[[], Parser], text: str, parts: list[Part]
+) -> None:
     assert joined(make().push(text, last=True)) == parts
     rng = Random(text)
     for split in ([*text], *(pieces(text, rng) for _ in range(30))):
@@ -177,7 +179,7 @@ def test_text_gives_its_calls_however_it_is_split(make: Callable[[], Parser], te
 
 
 @pytest.mark.parametrize(("opened", "text", "parts"), REASONING)
-def test_reasoning_comes_apart_however_it_is_split(opened: bool, text: str, parts: list[Part]) -> None:
+def test_reasoning_is_separated_however_the_text_is_split(opened: bool, text: str, parts: list[Part]) -> None:
     assert joined(AnswerReader(tagged(), THINK, opened=opened).push(text, last=True)) == parts
     rng = Random(text)
     for split in ([*text], *(pieces(text, rng) for _ in range(30))):
@@ -217,7 +219,7 @@ def test_nothing_but_a_possible_tag_is_held_back() -> None:
     assert reader.push('ty": "Pa') == [Arguments('ty": "Pa')]
 
 
-def test_a_string_of_xml_is_given_as_it_comes() -> None:
+def test_a_string_in_xml_is_streamed() -> None:
     parser = tagged()
     parser.push("<function=f>\n<parameter=s>\n")
     assert parser.push('one "') == [Arguments('one \\"')]
@@ -254,7 +256,7 @@ def test_the_arguments_of_every_whole_call_are_json_however_the_text_is_split() 
     [("<assistant>", False, False), ("<assistant><think>\n", False, True), ("<think>\n\n</think>\n\n", False, False),
      ("<assistant>", True, True), ("<think>\n\n</think>\n\n", True, False)],
 )  # fmt: skip
-def test_the_end_of_the_prompt_tells_whether_the_answer_begins_with_reasoning(
+def test_the_end_of_the_prompt_decides_whether_the_answer_begins_with_reasoning(
     prompt: str, assumed: bool, opened: bool
 ) -> None:
     assert ReasoningTags("<think>", "</think>", assumed).opened_by(prompt) == opened

@@ -1,4 +1,4 @@
-"""`holdfast serve --app` as a process of its own, with tritonclient unmodified, bad requests, aborts and deaths."""
+"""`holdfast serve --app` in its own process, with unmodified tritonclient, bad requests, aborts and deaths."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_request_gives_the_sums_of_its_numbers(api: httpx.Client) -> None:
     }
 
 
-def test_what_the_application_refuses_is_a_400_with_its_words(api: httpx.Client) -> None:
+def test_an_applications_refusal_is_a_400_with_its_message(api: httpx.Client) -> None:
     refused = api.post(ADDING, json=asked([5, tiny_apps.BAD]))
     assert (refused.status_code, refused.json()) == (400, {"error": "numbers[1] is -1; it must be at least 0"})
 
@@ -116,14 +116,14 @@ class TestTritonsClient:
             made[-1].set_data_from_numpy(array, binary_data=binary)
         return made
 
-    def test_it_sees_a_server_that_is_live_and_ready(self, triton: Any) -> None:
+    def test_tritons_client_sees_a_live_and_ready_server(self, triton: Any) -> None:
         assert triton.is_server_live() and triton.is_server_ready()
         assert triton.is_model_ready("adding") and triton.is_model_ready("slow", "1")
         assert not triton.is_model_ready("other")
         assert triton.get_server_metadata()["name"] == "holdfast"
         assert [each["state"] for each in triton.get_model_repository_index()] == ["READY", "READY"]
 
-    def test_it_reads_metadata_and_configuration(self, triton: Any) -> None:
+    def test_tritons_client_reads_metadata_and_configuration(self, triton: Any) -> None:
         metadata = triton.get_model_metadata("adding")
         assert [(each["name"], each["datatype"], each["shape"]) for each in metadata["inputs"]] == [
             ("numbers", "INT64", [-1]), ("scale", "FP32", [2]), ("label", "BYTES", [1]),
@@ -135,7 +135,7 @@ class TestTritonsClient:
     @pytest.mark.parametrize("binary", [True, False])
     @pytest.mark.parametrize("sent", [None, "gzip", "deflate"])
     @pytest.mark.parametrize("back", [None, "gzip", "deflate"])
-    def test_it_infers_with_every_encoding(self, triton: Any, binary: bool, sent: Any, back: Any) -> None:
+    def test_tritons_client_infers_with_every_encoding(self, triton: Any, binary: bool, sent: Any, back: Any) -> None:
         given = self.inputs(binary=binary)
         result = triton.infer(
             "adding", given, request_id="a", request_compression_algorithm=sent, response_compression_algorithm=back
@@ -145,7 +145,7 @@ class TestTritonsClient:
         assert result.as_numpy("steps").dtype == np.int64
         assert result.get_response()["id"] == "a"
 
-    def test_it_chooses_outputs_and_their_form(self, triton: Any) -> None:
+    def test_tritons_client_chooses_outputs_and_their_form(self, triton: Any) -> None:
         http = pytest.importorskip("tritonclient.http")
         wanted = [
             http.InferRequestedOutput("steps", binary_data=False),
@@ -164,7 +164,7 @@ class TestTritonsClient:
         totals = triton.infer("adding", given, outputs=wanted).as_numpy("totals")
         assert np.isnan(totals[:, 0]).all() and np.isneginf(totals[:, 1]).all()
 
-    def test_it_raises_our_refusals_as_its_own_errors(self, triton: Any) -> None:
+    def test_tritons_client_raises_refusals_as_its_own_errors(self, triton: Any) -> None:
         from tritonclient.utils import InferenceServerException
 
         with pytest.raises(InferenceServerException, match=r"\[404\] the model 'other' is not served here"):
@@ -174,7 +174,7 @@ class TestTritonsClient:
         with pytest.raises(InferenceServerException, match=r"\[400\] parameters.sequence_id is not supported"):
             triton.infer("adding", self.inputs(binary=True), sequence_id=3, sequence_start=True)
 
-    def test_requests_side_by_side_give_each_its_own(self, triton: Any) -> None:
+    def test_concurrent_requests_each_get_their_own_result(self, triton: Any) -> None:
         running = [triton.async_infer("adding", self.inputs(binary=True, scale=(n, 0))) for n in range(20)]
         sums = [each.get_result().as_numpy("totals")[-1, 0] for each in running]
         assert sums == [9 * n for n in range(20)]
@@ -192,7 +192,7 @@ class TestTritonsClient:
 
 
 def packed(numbers: list[int]) -> tuple[dict[str, Any], bytes]:
-    """A request with binary tensors: its JSON, and what follows."""
+    """Return a request with binary tensors: its JSON, and the bytes that follow."""
     parts = [
         struct.pack(f"<{len(numbers)}q", *numbers), struct.pack("<2f", 1, 0.5), struct.pack("<I", 4) + b"ahoy",
     ]  # fmt: skip
@@ -210,13 +210,13 @@ STRANGE: list[Any] = [
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every key of every container within a value."""
+    """Return every key of every container within a value."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
     return [place for key in keys for place in ((value, key), *places(value[key]))]
 
 
 def mutated(choose: random.Random) -> tuple[bytes, dict[str, str]]:
-    """A valid request, in JSON or with binary tensors, with a few things wrong."""
+    """Return a valid request, in JSON or with binary tensors, with a few faults."""
     headers = {"content-type": "application/octet-stream"}
     request, binary = packed([1, 2, 3]) if choose.random() < 0.5 else (asked([1, 2, 3]), b"")
     for _ in range(choose.randint(0, 3)):
@@ -360,7 +360,7 @@ def test_sigterm_lets_requests_finish_and_takes_no_new_ones() -> None:
     assert answers[0].status_code == 200 and serving.process.returncode == 0
 
 
-def test_a_language_model_and_an_application_are_served_side_by_side(tmp_path: Path) -> None:
+def test_a_language_model_and_an_application_are_served_together(tmp_path: Path) -> None:
     checkpoint = str(make_checkpoint(tmp_path / "small"))
     options = ("--load-format", "random", "--cache-gb", "0.02", "--store", "memory", "--app", "tiny_apps:adding")
     with (

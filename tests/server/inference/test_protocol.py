@@ -1,4 +1,4 @@
-"""Requests and replies of the Open Inference Protocol: what is read, what is refused and how, what is written."""
+"""Requests and replies of the Open Inference Protocol: reading, refusals and writing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(request: Any) -> Wanted:
 
 
 def binary(request: dict[str, Any] | None = None, parts: tuple[bytes, ...] = BYTES) -> tuple[bytes, str]:
-    """A request whose inputs follow its JSON, and the header's value."""
+    """Return a request whose inputs follow its JSON, and the header's value."""
     request = asked() if request is None else request
     for tensor, part in zip(request["inputs"], parts, strict=True):
         tensor.pop("data", None)
@@ -171,7 +171,7 @@ def test_bytes_that_do_not_fit_are_refused(place: int, part: bytes, message: str
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "", "1e3", "²", "9" * 30])
-def test_a_length_of_the_json_that_is_no_number_of_bytes_is_refused(length: str) -> None:
+def test_an_invalid_length_of_the_json_is_refused(length: str) -> None:
     assert "inference-header-content-length is" in refusal(binary()[0], length)
 
 
@@ -192,7 +192,7 @@ def test_sizes_that_do_not_add_up_are_refused() -> None:
         b'{"inputs": [' + b"1" * 5000 + b", NaN]}",
     ],
 )  # fmt: skip
-def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_body_other_than_a_json_object_is_refused(body: bytes) -> None:
     assert refusal(body)
 
 
@@ -206,7 +206,7 @@ def test_a_body_without_json_is_the_only_input() -> None:
     assert "cannot take a body without JSON" in refusal(b"", "0")
 
 
-def test_a_reply_has_the_outputs_in_the_forms_that_were_asked() -> None:
+def test_a_reply_has_the_outputs_in_the_requested_forms() -> None:
     given = {"sum": Tensor("float32", (1,), struct.pack("<f", 6)), "label": Tensor("string", (1,), BYTES[LABEL])}
     body, headers = reply(read(asked(id="x")), INFO, given)
     assert headers == {"content-type": "application/json"}
@@ -235,7 +235,7 @@ def test_numbers_that_json_lacks_are_written_by_name() -> None:
     assert b'"data": [NaN]' in body and math.isnan(json.loads(body)["outputs"][0]["data"][0])
 
 
-def test_metadata_and_configuration_tell_names_types_and_shapes() -> None:
+def test_metadata_and_configuration_contain_names_types_and_shapes() -> None:
     shown = metadata(INFO)
     assert (shown["name"], shown["versions"]) == ("sums", ["1"])
     assert shown["inputs"][:2] == [

@@ -44,7 +44,7 @@ def http(app: FakeApp) -> Http:
 
 
 def error_of(response: httpx.Response) -> str:
-    """The message of an error, checked to be the body's only field."""
+    """Return the message of an error, checked to be the body's only field."""
     body = response.json()
     assert list(body) == ["error"]
     message: str = body["error"]
@@ -78,7 +78,7 @@ async def test_a_request_is_answered(http: Http) -> None:
         ("GET", "/v2/nothing"),
     ],
 )
-async def test_what_is_not_there_is_a_404_in_the_protocols_shape(http: Http, method: str, path: str) -> None:
+async def test_an_unknown_application_is_a_404_in_the_protocols_shape(http: Http, method: str, path: str) -> None:
     async with http() as api:
         answer = await api.request(method, path, json=asked() if method == "POST" else None)
     assert answer.status_code == 404 and error_of(answer)
@@ -109,7 +109,7 @@ async def test_errors_of_the_application_have_their_status(
     assert f'holdfast_app_requests_total{{app="sums",outcome="{outcome}"}} 1.0' in metrics
 
 
-async def test_an_unexpected_error_is_a_500_that_tells_nothing(http: Http, app: FakeApp) -> None:
+async def test_an_unexpected_error_is_a_500_without_details(http: Http, app: FakeApp) -> None:
     app.raises = KeyError("secret")
     async with http() as api:
         answer = await api.post(INFER, json=asked())
@@ -152,7 +152,7 @@ class TestKeys:
             app.hold.set()
             assert {each.status_code for each in await asyncio.gather(*running, other)} == {200}
 
-    async def test_beyond_the_limit_of_requests_it_is_503(self, http: Http, app: FakeApp) -> None:
+    async def test_beyond_the_limit_of_requests_the_answer_is_503(self, http: Http, app: FakeApp) -> None:
         app.hold = asyncio.Event()
         async with http() as api:
             running = [asyncio.create_task(api.post(INFER, json=asked())) for _ in range(4)]
@@ -182,7 +182,7 @@ GZIP = {"content-encoding": "gzip"}
 
 
 class TestBrowsers:
-    """A server without keys takes what Triton's clients send, and nothing that a web site can make a browser send."""
+    """A server without keys accepts requests of Triton's clients, and none that a web site can make a browser send."""
 
     @pytest.mark.parametrize("kind", [None, "application/octet-stream", "application/json"])
     async def test_clients_may_leave_the_content_type_out(self, http: Http, kind: str | None) -> None:
@@ -320,7 +320,7 @@ class TestHealth:
 
 
 class TestMetrics:
-    async def test_they_count_requests_times_and_tasks(self, http: Http) -> None:
+    async def test_metrics_count_requests_times_and_tasks(self, http: Http) -> None:
         async with http() as api:
             await api.post(INFER, json=asked())
             await api.post(INFER, json={})
@@ -346,7 +346,7 @@ class TestMetrics:
         }
         assert {name: float(values[f"holdfast_app_{name}"]) for name in expected} == pytest.approx(expected)
 
-    async def test_the_protocols_statistics_agree_with_them(self, http: Http) -> None:
+    async def test_the_protocols_statistics_agree_with_the_metrics(self, http: Http) -> None:
         async with http() as api:
             await api.post(INFER, json=asked())
             await api.post(INFER, json={})
@@ -363,7 +363,7 @@ class TestMetrics:
         ]
 
 
-async def test_several_applications_are_listed_and_kept_apart(app: FakeApp) -> None:
+async def test_several_applications_are_listed_and_do_not_mix(app: FakeApp) -> None:
     other = FakeApp(info=replace(INFO, name="others"), config=AppConfig(app=("others",)), answer=7)
     made = create_app(None, ServerConfig(), None, [app, other])  # type: ignore[list-item]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(made), base_url="http://localhost") as api:

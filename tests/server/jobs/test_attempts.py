@@ -1,4 +1,4 @@
-"""Lines of batches that kill the engine: they are given up after the second death, and no other line is with them."""
+"""Batch lines that kill the engine are given up after the second death, and no other line with them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def live(directory: Path, client: FakeClient, id: str, **config: Any) -> Batch | None:
-    """One life of a server: until its batch has ended, or its engine has. Returns the batch in the first case."""
+    """Run a server until its batch or its engine has ended. Returns the batch in the first case."""
     async with server(directory, client, **config) as here:
         ended, died = asyncio.create_task(here.ended(id)), asyncio.create_task(client.dead.wait())
         await asyncio.wait({ended, died}, return_when=asyncio.FIRST_COMPLETED)
@@ -83,7 +83,7 @@ async def test_a_line_that_kills_its_engine_twice_is_answered_with_an_error_and_
     assert error["code"] == "engine_ended" and "ended 2 times while it had this line" in error["message"]
 
 
-async def test_suspects_come_first_and_alone_so_that_a_second_death_accuses_one_line(tmp_path: Path) -> None:
+async def test_suspects_run_first_and_alone_so_that_a_second_death_has_one_suspect(tmp_path: Path) -> None:
     async with server(tmp_path, Stuck(hold=asyncio.Event())) as here:
         id = await here.submit([line(f"r{n}", f"say {n}", max_tokens=1) for n in range(1, 13)])
         await until(lambda: here.client.asked)
@@ -99,7 +99,7 @@ async def test_suspects_come_first_and_alone_so_that_a_second_death_accuses_one_
             hold = client.hold
             assert hold is not None
             await until(lambda number=number: f"say {number}" in prompts(client)[-1:])
-            for _ in range(20):  # others could begin meanwhile
+            for _ in range(20):  # Other lines could begin meanwhile.
                 await asyncio.sleep(0.001)
                 assert [*running.in_flight] == [number]
             client.hold = asyncio.Event() if number == 9 else None
@@ -119,7 +119,7 @@ async def test_only_lines_that_the_engine_had_are_suspects(tmp_path: Path) -> No
         assert attempts(here, id) == dict.fromkeys(range(1, 5), Attempt(died=1))
 
 
-async def test_lines_of_a_server_that_stops_in_order_are_no_suspects(tmp_path: Path) -> None:
+async def test_lines_of_a_server_that_stops_normally_are_not_suspects(tmp_path: Path) -> None:
     for _ in range(4):
         client = poisoned(hold=asyncio.Event())
         async with server(tmp_path, client) as here:
@@ -137,7 +137,7 @@ async def test_a_line_survives_two_kills_of_the_whole_server_and_is_given_up_at_
         async with server(tmp_path, client) as here:
             if life == 0:
                 id = await here.submit([line("a"), line("b")])
-            # A single kill accuses nobody; after the second the lines run one at a time.
+            # A single kill is no suspicion. After the second one, the lines run one at a time.
             await until(lambda client=client, count=2 if life < 2 else 1: len(client.asked) == count)
             await here.kill()
         late = Server(tmp_path, FakeClient(info=engine_info(model="other")))
@@ -244,7 +244,7 @@ async def test_waiting_for_suspects_ends_with_the_last_of_them_and_with_the_serv
         await here.ended(id)
 
 
-def test_the_rule_of_giving_up() -> None:
+def test_an_attempt_is_suspected_or_given_up_by_its_counts() -> None:
     def said(died: int, cut: int) -> tuple[bool, bool]:
         attempt = Attempt(died=died, cut=cut)
         return attempt.suspect, attempt.given_up
@@ -269,7 +269,7 @@ def test_attempts_at_many_lines_are_counted_in_parts(tmp_path: Path) -> None:
     table.begin([("batch_a", 5), ("batch_a", 1300)])
     table.end({"batch_a": range(2, 1300)}, {"batch_a": [1], "batch_b": [1]})
     assert table.found("batch_a") == dict.fromkeys(range(2, 1300), Attempt(died=1)) and not table.found("batch_b")
-    table.end({"batch_a": range(1, 1301)}, {})  # of those only the last one still runs
+    table.end({"batch_a": range(1, 1301)}, {})  # Only the last of these still runs.
     assert table.found("batch_a")[5] == Attempt(died=1) == table.found("batch_a")[1300]
     table.clear("batch_a")
     assert not table.found("batch_a")

@@ -205,7 +205,7 @@ async def test_cancelling_aborts_lines_and_keeps_what_was_answered(tmp_path: Pat
         assert refused.value.status == 409
 
 
-async def test_a_batch_whose_time_is_over_expires_and_tells_which_lines_were_not_answered(tmp_path: Path) -> None:
+async def test_an_expired_batch_reports_its_unanswered_lines(tmp_path: Path) -> None:
     client = FakeClient(hold=asyncio.Event())
     async with server(tmp_path, client) as here:
         id = await here.submit([line("a"), line("b")])
@@ -222,7 +222,7 @@ async def test_a_batch_whose_time_is_over_expires_and_tells_which_lines_were_not
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
-async def test_a_restart_goes_on_with_the_lines_that_have_no_answer(
+async def test_a_restart_continues_with_the_unanswered_lines(
     tmp_path: Path, database: str, request: pytest.FixtureRequest
 ) -> None:
     config = {} if database == "sqlite" else {"store": request.getfixturevalue("postgresql_schema")}
@@ -253,7 +253,7 @@ async def test_a_restart_goes_on_with_the_lines_that_have_no_answer(
         await here.files.delete("", batch.input_file)
 
 
-async def test_batches_of_an_earlier_server_go_on_in_the_order_in_which_they_came(tmp_path: Path) -> None:
+async def test_batches_of_an_earlier_server_continue_in_their_order(tmp_path: Path) -> None:
     async with server(tmp_path, FakeClient(hold=asyncio.Event())) as here:
         ids = []
         for number in range(6):
@@ -263,14 +263,14 @@ async def test_batches_of_an_earlier_server_go_on_in_the_order_in_which_they_cam
         assert [*here.batches.runner.running] == ids
 
 
-async def test_a_server_goes_on_with_no_batch_of_a_server_that_runs_or_of_another_model(tmp_path: Path) -> None:
+async def test_a_server_takes_over_no_batch_of_a_running_server_or_of_another_model(tmp_path: Path) -> None:
     client = FakeClient(hold=asyncio.Event())
     async with server(tmp_path, client) as first:
         id = await first.submit([line("a")])
         async with server(tmp_path) as second:
             await looked_after(second.batches)
             assert second.client.asked == [] and not second.batches.runner.running
-            await second.batches.cancel("", id)  # any server may ask for it
+            await second.batches.cancel("", id)  # Any server may request it.
             assert (await first.ended(id)).status == "cancelled"
         id = await first.submit([line("b")])
     async with server(tmp_path, FakeClient(info=engine_info(model="other"))) as third:
@@ -304,7 +304,7 @@ def test_an_owner_is_gone_once_its_lock_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_an_answer_that_comes_twice_is_stored_once(tmp_path: Path) -> None:
+async def test_a_repeated_answer_is_stored_once(tmp_path: Path) -> None:
     async with server(tmp_path, FakeClient(hold=asyncio.Event())) as here:
         id = await here.submit([line("a"), line("b")])
         batch = await here.batches.retrieve("", id)
@@ -325,7 +325,7 @@ async def test_an_answer_that_comes_twice_is_stored_once(tmp_path: Path) -> None
         assert (await here.batches.retrieve("", id)).completed == 2
 
 
-async def test_a_line_that_finds_no_place_waits_and_an_error_of_ours_is_told(
+async def test_a_line_without_a_place_waits_and_an_internal_error_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.server.jobs.files.RETRY_SECONDS", (0.01, 0.02))
@@ -348,9 +348,7 @@ async def test_a_line_that_finds_no_place_waits_and_an_error_of_ours_is_told(
         assert "ZeroDivision" not in json.dumps(failed)
 
 
-async def test_a_full_disk_holds_a_batch_up_and_loses_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_delays_a_batch_and_loses_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.server.jobs.files.RETRY_SECONDS", (0.01, 0.02))
     failures = Counter[str]()
     whole, settle = BatchTable.answer, Files.settle
@@ -425,7 +423,7 @@ async def test_a_batch_whose_input_is_gone_fails(tmp_path: Path, when: str) -> N
         assert batch.status == "failed" and batch.faults[0].code == "input_file_missing"
 
 
-async def test_lines_go_on_behind_as_many_answers_as_may_wait_for_the_store(
+async def test_a_batch_completes_though_few_answers_may_wait_for_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_runner, "MOST_UNSTORED", 2)
@@ -435,7 +433,7 @@ async def test_lines_go_on_behind_as_many_answers_as_may_wait_for_the_store(
 
 
 async def test_lines_are_bounded_and_chats_find_their_places_free(tmp_path: Path) -> None:
-    """More lines than the server has places for; still the chat is admitted, and is not behind them in the queue."""
+    """With more lines than the server has places for, a chat is still admitted, and does not queue after them."""
     client = FakeClient(hold=asyncio.Event(), info=engine_info(max_sequences=2, max_waiting=4))
     async with server(tmp_path, client, max_choices=3) as here:
         await here.submit([line(f"r{n}") for n in range(40)])
@@ -533,7 +531,7 @@ async def events(api: httpx.AsyncClient, found: list[Any], connected: asyncio.Ev
 
 
 def told(found: list[Any], id: str) -> bool:
-    """Whether the events say that this batch is completed."""
+    """Whether the events report this batch as completed."""
     updates = [each["batch"] for each in found if each["type"] == "batch.updated"]
     return any((each["id"], each["status"]) == (id, "completed") for each in updates)
 
@@ -577,11 +575,11 @@ async def test_one_stream_serves_all_batches_of_a_key(listening: Listening, clie
     assert states.count("completed") == 3 and "validating" in states and "finalizing" in states
 
 
-async def test_a_listener_far_behind_is_dropped_and_an_idle_one_hears_a_comment(
+async def test_a_slow_listener_is_dropped_and_an_idle_one_gets_a_comment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feed, "HEARTBEAT_SECONDS", 0.01)
-    monkeypatch.setattr(feed, "MOST_BEHIND", 200)
+    monkeypatch.setattr(feed, "MOST_UNREAD", 200)
     monkeypatch.setattr(feed, "MOST_LISTENERS", 1)
     it = feed.Feed()
     stream = it.listen("a")
@@ -624,9 +622,7 @@ async def test_metrics_count_lines_and_latencies_count_requests_alone(listening:
         assert "holdfast_generated_tokens_total 400.0" in text
 
 
-async def test_an_order_that_knows_no_classes_is_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_order_without_classes_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     client = FakeClient(config=EngineConfig(order="fcfs"))
     async with server(tmp_path, client) as here:
         for _ in range(2):

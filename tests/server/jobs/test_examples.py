@@ -1,4 +1,4 @@
-"""Lines of tuning files as examples: what is learned under several chat templates, and what is refused."""
+"""Lines of tuning files as examples: the learned tokens under several chat templates, and refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def text(request: pytest.FixtureRequest) -> Iterator[Text]:
 
 
 def turns(*contents: str | dict[str, Any]) -> dict[str, Any]:
-    """A line of alternating turns of user and assistant."""
+    """Return a line of alternating turns of user and assistant."""
     said: list[dict[str, Any]] = [each if isinstance(each, dict) else {"content": each} for each in contents]
     return {"messages": [{"role": ("user", "assistant")[n % 2], **each} for n, each in enumerate(said)]}
 
@@ -59,7 +59,7 @@ def read(line: Any, text: Text, longest: int = 4096) -> Example:
 
 
 def parts(example: Example, text: Text) -> tuple[str, list[str]]:
-    """The whole text of an example, and the pieces of it that are learned."""
+    """Return the whole text of an example, and its learned pieces."""
     ids, weights = example
     pieces: list[list[int]] = [[]]
     for token, weight in zip(ids, weights, strict=True):
@@ -93,7 +93,7 @@ def test_the_tokens_before_an_answer_are_those_of_the_prompt_that_asks_for_it(te
 
 
 @pytest.mark.parametrize("text", [OPENS_A_THOUGHT], indirect=True)
-def test_what_the_prompt_opens_stays_before_the_last_answer(text: Text) -> None:
+def test_text_that_the_prompt_opens_stays_before_the_last_answer(text: Text) -> None:
     whole, learned = parts(read(turns("hi", "Ahoy!"), text), text)
     assert whole == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\nAhoy!<|im_end|>\n"
     assert learned == ["Ahoy!<|im_end|>"]
@@ -171,7 +171,7 @@ def test_an_example_may_fill_the_context_and_not_a_token_more(text: Text) -> Non
 
 
 @pytest.mark.parametrize("text", [CHATML], indirect=True)
-def test_a_reader_tells_at_most_100_faults_and_stops(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_reports_at_most_100_faults_and_stops(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = ExampleReader(text, 4096, 1000)
     assert list(reader.examples(io.BytesIO(b"{}\n" * 500))) == [] and len(reader.faults) == 100
     reader = ExampleReader(text, 4096, 20)

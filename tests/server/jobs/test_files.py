@@ -30,7 +30,7 @@ BATCH = {"purpose": "batch"}
 
 
 async def upload(api: httpx.AsyncClient, data: bytes = b"{}\n", name: str = "in.jsonl", **form: Any) -> httpx.Response:
-    """POST a form, with the header that the client makes for it."""
+    """POST a form, with the header that the client creates for it."""
     fields = BATCH | form.pop("fields", {})
     sent = {name: value for name, value in fields.items() if value is not None}
     api.headers.pop("content-type", None)
@@ -38,7 +38,7 @@ async def upload(api: httpx.AsyncClient, data: bytes = b"{}\n", name: str = "in.
 
 
 async def test_openais_client_uploads_lists_reads_and_deletes_files(listening: Callable[..., Any]) -> None:
-    data = bytes(range(256)) * 9000  # larger than the pieces that are read and written
+    data = bytes(range(256)) * 9000  # Larger than the pieces that are read and written.
     async with listening() as server, openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         made = await client.files.create(file=("a b.jsonl", data), purpose="batch")
         assert (made.filename, made.bytes, made.purpose, made.status) == ("a b.jsonl", len(data), "batch", "processed")
@@ -153,7 +153,7 @@ def test_a_form_beyond_its_limits_or_broken_is_refused(body: bytes, code: str) -
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "multipart/form-data", f"multipart/form-data; boundary={'x' * 71}"])
-def test_a_body_that_is_no_form_is_refused(kind: str) -> None:
+def test_a_body_that_is_not_a_form_is_refused(kind: str) -> None:
     with pytest.raises(ApiError) as refused:
         FormReader(kind)
     assert refused.value.status == 415
@@ -377,7 +377,7 @@ async def test_expired_files_and_abandoned_uploads_are_deleted(tmp_path: Path) -
     store.close()
 
 
-async def test_what_must_reach_the_disk_is_tried_until_it_does_unless_that_is_in_vain(
+async def test_a_necessary_write_is_retried_until_it_succeeds_unless_that_is_impossible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits: list[float] = []
@@ -403,7 +403,7 @@ async def test_what_must_reach_the_disk_is_tried_until_it_does_unless_that_is_in
     assert len(waits) == 7
 
 
-def test_a_directory_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_an_unusable_directory_is_reported(tmp_path: Path) -> None:
     config = ServerConfig(store="memory", files=str(tmp_path / "file"))
     (tmp_path / "file").write_text("")
     store = AsyncStore(open_store(config))

@@ -1,4 +1,4 @@
-"""A real server or its engine is killed in mid-batch: the next one answers the other lines, and each line once."""
+"""A real server or its engine is killed in mid-batch. The next one answers the other lines, and each line once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_line_in_flight_when_the_engine_died_twice_is_given_up_and_the_server_
                 made = client.batches.create(
                     input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
                 )
-            # In the second life the suspect is alone, and the lines that were answered stay so.
+            # In the second life the suspect runs alone, and the answered lines stay answered.
             while server.gauge("generated_tokens_total") < (40 if life == 0 else 2):
                 time.sleep(0.01)
             os.kill(server.engine_pid(), signal.SIGSEGV)

@@ -1,4 +1,4 @@
-"""Lines of a batch's input: what is refused, with which line and parameter, and how they are read again."""
+"""Lines of a batch's input: which are refused, with which line and parameter, and how they are read again."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ def test_a_line_becomes_the_request_of_its_endpoint() -> None:
         (line(body={**BODY, "messages": [{"role": "pirate", "content": "x"}]}), "invalid_value", "messages[0].role"),
     ],
 )
-def test_a_wrong_line_is_told_with_its_number_and_parameter(text: bytes, code: str, param: str | None) -> None:
+def test_a_wrong_line_is_reported_with_its_number_and_parameter(text: bytes, code: str, param: str | None) -> None:
     assert faults(line("good") + b"\n\n" + text + b"\n", limit=1 << 20) == [(code, 3, param)]
 
 
 @pytest.mark.parametrize("changes", [{"stream": True}, {"background": True}, {"conversation": "conv_1"}])
-def test_a_response_that_has_no_place_in_a_batch_is_refused(changes: dict[str, Any]) -> None:
+def test_a_response_that_a_batch_does_not_support_is_refused(changes: dict[str, Any]) -> None:
     text = line(url="/v1/responses", body={"model": "tiny", "input": "hi", **changes})
     assert faults(text, "/v1/responses") == [("invalid_value", 1, next(iter(changes)))]
 
 
-def test_a_custom_id_given_twice_is_told_with_both_lines() -> None:
+def test_a_repeated_custom_id_is_reported_with_both_lines() -> None:
     text = b"\n".join([line("a"), line("b"), line("a")])
     assert faults(text) == [("duplicate_custom_id", 3, "custom_id")]
     _, (fault,) = check(io.BytesIO(text), CHAT, 1000, allow)

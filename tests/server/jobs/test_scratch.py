@@ -1,4 +1,4 @@
-"""Temporary directories of servers with `--store memory`: gone with their server, however it ends."""
+"""Temporary directories of servers with `--store memory` are deleted with their server, however it ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_directory_of_a_killed_server_is_deleted_by_the_next_one(parent: Pat
 
 def test_directories_of_running_servers_of_others_and_links_stay(parent: Path) -> None:
     running = Scratch()
-    older = parent / "holdfast-files-older"  # of a server that locks only its owner's file
+    older = parent / "holdfast-files-older"  # Its server locks only its owner's file.
     older.mkdir()
     owner = Owner(older)
     elsewhere = parent / "elsewhere"

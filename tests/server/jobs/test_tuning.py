@@ -36,7 +36,7 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 
 def chat(answer: str = "Ahoy!", **message: Any) -> dict[str, Any]:
-    """A line of a training file."""
+    """Return a line of a training file."""
     return {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer, **message}]}
 
 
@@ -96,7 +96,7 @@ class Server:
         return AttemptTable(self.store._store.database).found(id).get(WHOLE)
 
     async def kill(self) -> None:
-        """End as if the process were killed: nothing is stored any more, and its lock is free."""
+        """End as if the process were killed: nothing more is stored, and its lock is free."""
         tasks = [running.task for running in self.tuning.runner.running.values()]
         self.tuning.runner.running.clear()
         for task in tasks:
@@ -187,7 +187,9 @@ async def test_openais_client_tunes_a_model_and_uses_it(listening: Listening, cl
     assert (order.learning_rate, order.rank, order.seed) == (1e-4, 4, 7)
 
 
-async def test_wrong_lines_are_told_by_number_and_nothing_is_tuned(listening: Listening, client: FakeClient) -> None:
+async def test_wrong_lines_are_reported_by_number_and_nothing_is_tuned(
+    listening: Listening, client: FakeClient
+) -> None:
     lines = [
         chat(),
         {"messages": []},
@@ -319,7 +321,7 @@ async def test_a_cancelled_job_keeps_its_checkpoints(tmp_path: Path) -> None:
             here.service.check_model(job.name, "")
 
 
-async def test_a_checkpoint_cannot_be_deleted_apart_from_its_model(tmp_path: Path) -> None:
+async def test_a_checkpoint_cannot_be_deleted_without_its_model(tmp_path: Path) -> None:
     async with server(tmp_path) as here:
         wanted = {"hyperparameters": tuning.Parameters(n_epochs=3)}
         job = await here.ended(await here.submit([chat(str(n)) for n in range(4)], **wanted))
@@ -381,7 +383,7 @@ async def test_a_name_of_a_tuned_model_cannot_be_loaded_over_or_unloaded(listeni
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
-async def test_a_stopped_server_goes_on_after_the_last_step(
+async def test_a_stopped_server_continues_after_the_last_step(
     tmp_path: Path, database: str, request: pytest.FixtureRequest
 ) -> None:
     config = {} if database == "sqlite" else {"store": request.getfixturevalue("postgresql_schema")}
@@ -445,7 +447,7 @@ async def test_steps_that_were_lost_are_computed_again_and_counted_once(tmp_path
     async with server(tmp_path, client) as here:
         id = await here.submit([chat(str(n)) for n in range(20)], **wanted)
         await here.until(id, lambda job: job.step >= 6)
-    (tmp_path / "tuning" / id / STATE).write_text('{"step": 2}')  # the host lost what was only in its memory
+    (tmp_path / "tuning" / id / STATE).write_text('{"step": 2}')  # The host lost the contents of its memory.
     again = tuning_client()
     async with server(tmp_path, again) as here:
         job = await here.ended(id)
@@ -453,14 +455,14 @@ async def test_steps_that_were_lost_are_computed_again_and_counted_once(tmp_path
         assert await here.steps(id) == list(range(1, 21)) and job.trained_tokens == 200
 
 
-async def test_a_wish_that_is_older_than_the_last_one_changes_nothing(tmp_path: Path) -> None:
+async def test_an_outdated_request_for_a_change_has_no_effect(tmp_path: Path) -> None:
     client = tuning_client()
     client.tuner.seconds = 0.01
     async with server(tmp_path, client) as here:
         id = await here.submit([chat(str(n)) for n in range(40)])
         await here.until(id, lambda job: job.step >= 1)
         await here.tuning.ask("", id, "pause")
-        here.tuning.runner.want(id, "cancel", asks=0)  # read from the store before somebody paused it
+        here.tuning.runner.want(id, "cancel", asks=0)  # It was read from the store before a client paused it.
         await looked_after(here.tuning)
         assert (await here.tuning.retrieve("", id)).status == "paused"
         assert ("cancel" not in {action for _, action in client.tuner.changes}) and client.tuner.changes
@@ -480,7 +482,7 @@ async def test_adapters_of_ended_jobs_are_served_after_a_restart(tmp_path: Path)
         assert here.client.adapters == {}
 
 
-async def test_an_adapter_that_kills_its_engine_twice_at_a_start_is_loaded_no_more_and_others_are(
+async def test_an_adapter_that_kills_its_engine_twice_is_not_loaded_again_and_others_are(
     tmp_path: Path,
 ) -> None:
     async with server(tmp_path) as here:
@@ -499,12 +501,12 @@ async def test_an_adapter_that_kills_its_engine_twice_at_a_start_is_loaded_no_mo
             while not {*other.served} <= {*client.adapters}:
                 await asyncio.sleep(0.01)
         assert not client.dead.is_set() and job.name not in {name for name, *_ in client.loaded}
-        assert {*job.served} & {*client.adapters}  # its earlier checkpoints harm nobody
+        assert {*job.served} & {*client.adapters}  # Its earlier checkpoints are harmless.
         with pytest.raises(ApiError):
             here.service.check_model(job.name, "")
 
 
-async def test_what_was_deleted_at_another_server_is_served_no_more(
+async def test_an_adapter_deleted_at_another_server_is_unloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "SERVE_SECONDS", 0.01)
@@ -518,7 +520,7 @@ async def test_what_was_deleted_at_another_server_is_served_no_more(
         assert second.service.tuned == {}
 
 
-async def test_a_request_for_an_adapter_that_is_being_loaded_is_told_to_wait(tmp_path: Path) -> None:
+async def test_a_request_for_an_adapter_that_is_being_loaded_is_asked_to_retry(tmp_path: Path) -> None:
     async with server(tmp_path) as here:
         here.service.tuned["ft:x"] = "", "job"
         here.service.loading.add("ft:x")
@@ -549,7 +551,7 @@ async def test_a_paused_job_stays_paused_over_a_restart(tmp_path: Path) -> None:
         assert (await here.steps(id)) == list(range(1, 51))
 
 
-async def test_a_job_that_the_engine_refuses_or_cannot_go_on_with_fails_with_its_reason(tmp_path: Path) -> None:
+async def test_a_job_that_the_engine_refuses_or_cannot_continue_fails_with_its_reason(tmp_path: Path) -> None:
     async with server(tmp_path) as here:
         here.client.tuner.refuse = "the longest example has 22 tokens; micro_batch is 16: make it 22"
         job = await here.ended(await here.submit([chat()]))
@@ -595,9 +597,7 @@ async def test_open_jobs_are_limited_by_tenant(tmp_path: Path, monkeypatch: pyte
         await here.submit([chat()], "two")
 
 
-async def test_of_jobs_that_left_nothing_only_the_newest_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_the_newest_jobs_without_adapters_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "MOST_KEPT", 2)
     async with server(tmp_path) as here:
         ids = []
@@ -609,7 +609,7 @@ async def test_of_jobs_that_left_nothing_only_the_newest_are_kept(
         assert [job.id for job in found] == [last, ids[3], ids[2]]
 
 
-async def test_examples_hold_the_answers_tokens_as_what_is_learned(tmp_path: Path) -> None:
+async def test_examples_give_weight_to_the_answers_tokens(tmp_path: Path) -> None:
     async with server(tmp_path) as here:
         here.client.tuner.seconds = 10
         id = await here.submit([chat("Ahoy"), {"prompt": "a", "completion": "bc"}])
@@ -624,20 +624,20 @@ async def test_examples_hold_the_answers_tokens_as_what_is_learned(tmp_path: Pat
 
 
 def killer(kills_at: int = 1) -> FakeClient:
-    """An engine that a job with "plague" among its answers kills at a step."""
+    """Return an engine that dies at a step of a job with "plague" among its answers."""
     client = tuning_client()
     client.tuner.poison, client.tuner.kills_at, client.tuner.seconds = "plague", kills_at, 0.002
     return client
 
 
 async def over(here: Server) -> None:
-    """Wait until the engine has died, and its server has seen it."""
+    """Wait until the engine has died and its server has noticed."""
     await here.client.dead.wait()
     while here.tuning.runner.running:
         await asyncio.sleep(0.005)
 
 
-async def test_a_job_that_kills_its_engine_twice_without_a_step_is_given_up_and_others_go_on(tmp_path: Path) -> None:
+async def test_a_job_that_kills_its_engine_twice_without_a_step_is_given_up_and_others_continue(tmp_path: Path) -> None:
     async with server(tmp_path, killer()) as here:
         good = await here.submit([chat(str(n)) for n in range(8)])
         bad = await here.submit([chat("plague")])
@@ -666,7 +666,7 @@ async def test_a_job_that_gets_further_each_time_is_not_given_up(tmp_path: Path)
         assert (await here.ended(id)).status == "succeeded"
 
 
-async def test_jobs_that_may_have_killed_an_engine_are_tried_one_at_a_time_after_the_lines_of_batches(
+async def test_suspected_jobs_are_tried_one_at_a_time_after_suspected_batch_lines(
     tmp_path: Path,
 ) -> None:
     first = tuning_client()
@@ -680,7 +680,7 @@ async def test_jobs_that_may_have_killed_an_engine_are_tried_one_at_a_time_after
     second = tuning_client()
     made = Server(tmp_path, second)
     made.lines_cleared.clear()
-    second.tuner.untold = 1  # no step is told
+    second.tuner.untold = 1  # No step is reported.
     await made.tuning.start()
     try:
         while len(made.tuning.runner._suspects) < 3:
@@ -701,7 +701,7 @@ async def test_jobs_that_may_have_killed_an_engine_are_tried_one_at_a_time_after
         await made.close()
 
 
-async def test_a_paused_job_and_one_of_a_server_that_stops_in_order_accuse_nobody(tmp_path: Path) -> None:
+async def test_a_paused_job_and_one_of_a_server_that_stops_normally_are_not_suspected(tmp_path: Path) -> None:
     client = tuning_client()
     client.tuner.seconds = 3600
     async with server(tmp_path, client) as here:

@@ -1,4 +1,4 @@
-"""A real server over the built-in model that is killed in mid-job: the next one goes on, and serves the result."""
+"""A real server over the built-in model is killed in mid-job. The next one continues, and serves the result."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def kill_engine(server: Serving) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_server_killed_in_mid_job_goes_on_and_serves_what_was_learned(tmp_path: Path) -> None:
+def test_a_server_killed_in_mid_job_continues_and_serves_the_adapter(tmp_path: Path) -> None:
     places = [f"--{name}={tmp_path / name}" for name in ("store", "files", "tuning-state", "tuning-mirror")]
     options = [*places, "--cache-gb", "0.3", "--api-key", "one", "--api-key", "two", "--tuning"]
     line = {"messages": [QUESTION, {"role": "assistant", "content": ANSWER}]}

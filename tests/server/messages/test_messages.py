@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 def client_that_says(*words: str, **more: Any) -> FakeClient:
-    """A model with reasoning and tools in its template, which says these words."""
+    """Return a model with reasoning and tools in its template, which says these words."""
     text = FakeText(template="{{ tools }} <think> <tool_call>")
     return FakeClient(info=engine_info(max_model_len=4096), text=text, words=words, ends=True, **more)
 
@@ -50,14 +50,14 @@ def prompt(client: FakeClient) -> str:
 
 
 async def streamed(api: anthropic.AsyncAnthropic, **asked: Any) -> tuple[list[Any], Message]:
-    """The events of a stream as they are sent, and the message that they add up to."""
+    """Return the events of a stream as they are sent, and the message that they add up to."""
     raw = [event async for event in await api.messages.create(**asked, stream=True)]
     async with api.messages.stream(**asked) as stream:
         return raw, await stream.get_final_message()
 
 
 def same(first: Message, second: Message) -> bool:
-    """Whether two messages differ in ids alone."""
+    """Whether two messages differ only in ids."""
 
     def plain(message: Message) -> Any:
         fields: Any = message.to_dict(exclude_none=True)
@@ -92,7 +92,9 @@ async def test_a_message_is_answered_whole_and_as_events(client: FakeClient, api
     assert same(message, final)
 
 
-async def test_a_tool_is_called_and_its_result_goes_on(client: FakeClient, api: anthropic.AsyncAnthropic) -> None:
+async def test_a_tool_is_called_and_the_chat_continues_with_its_result(
+    client: FakeClient, api: anthropic.AsyncAnthropic
+) -> None:
     asked = HELLO | {"tools": [WEATHER]}
     message = await api.messages.create(**asked)
     text, call = message.content
@@ -193,7 +195,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
         ({"messages": [{"role": "user", "content": "mutiny"}]}, "the chat template refuses"),
     ],
 )
-async def test_what_is_wrong_is_refused_in_anthropics_shape(
+async def test_a_wrong_request_is_refused_in_anthropics_shape(
     api: anthropic.AsyncAnthropic, asked: Any, reason: str
 ) -> None:
     with pytest.raises(anthropic.BadRequestError, match=reason) as refused:

@@ -1,4 +1,4 @@
-"""A headless Chromium, and the real server over a fake engine in a thread of its own."""
+"""A headless Chromium, and the real server over a fake engine in a thread."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def program() -> str | None:
-    """The installed browser."""
+    """Return the installed browser's path."""
     found = (shutil.which(name) for name in PROGRAMS)
     return os.environ.get("HOLDFAST_TEST_CHROMIUM") or next(filter(None, found), None)
 
 
 def missing() -> str | None:
-    """Why there can be no tests in a browser; None if there can."""
+    """Return why there can be no tests in a browser; None if there can."""
     if program() is None:
         return f"no {', '.join(PROGRAMS)}, and no HOLDFAST_TEST_CHROMIUM; on Debian: apt-get install chromium"
     return None
@@ -46,7 +46,7 @@ def missing() -> str | None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Playwright's browser. Of one module, because its loop must have ended before other tests begin theirs."""
+    """Playwright's browser, for one module, because its loop must end before other tests begin theirs."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -57,7 +57,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def axe() -> Callable[[Any], list[str]]:
-    """What axe finds on a page that is serious or critical, in words."""
+    """Return descriptions of the serious and critical faults that axe finds on a page."""
     from axe_playwright_python.sync_playwright import Axe
 
     def found(page: Any) -> list[str]:
@@ -72,7 +72,7 @@ def axe() -> Callable[[Any], list[str]]:
 
 @dataclass
 class Served:
-    """A running server: where it is, and the engine behind it."""
+    """A running server: its address, and its engine."""
 
     client: FakeClient
     url: str = ""
@@ -80,7 +80,7 @@ class Served:
     up: threading.Event = field(default_factory=threading.Event)
 
     def hold(self) -> Callable[[], None]:
-        """Have each answer wait behind its first word, until what this returns is called."""
+        """Let each answer wait after its first word, until the returned function is called."""
         event = self.client.hold = asyncio.Event()
 
         def go_on() -> None:
@@ -92,7 +92,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Callable[..., Served]]:
-    """Starts servers with these settings, and ends them with the module."""
+    """Start servers with these settings, and end them with the module."""
     ends: list[Callable[[], None]] = []
     patch = pytest.MonkeyPatch()
     patch.setattr(run, "signals", no_signals)
@@ -128,5 +128,5 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 @contextmanager
 def no_signals() -> Iterator[asyncio.Queue[int]]:
-    """Only the main thread can take signals."""
+    """Return no signals, because only the main thread can receive them."""
     yield asyncio.Queue()

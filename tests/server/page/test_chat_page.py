@@ -58,7 +58,7 @@ def server(serve: Callable[..., Any], store: Path) -> Any:
 
 @pytest.fixture
 def opened(browser: Any, server: Any) -> Iterator[Callable[..., Any]]:
-    """Opens the page in a fresh profile: `opened("key", path)`. Whatever the page logs as an error fails the test."""
+    """Open the page in a fresh profile: `opened("key", path)`. Any error in the page's log fails the test."""
     contexts, errors = [], []
 
     def open(key: str | None = "one", path: str = "/", **options: Any) -> Any:
@@ -83,7 +83,7 @@ def opened(browser: Any, server: Any) -> Iterator[Callable[..., Any]]:
 
 
 def unexpected(message: Any) -> bool:
-    """Whether a message of the browser's console is about more than a refused request, which the page tells itself."""
+    """Whether a console message is about more than a refused request, which the page itself shows."""
     return message.type in ("error", "warning") and not re.search("status of 40[14]", message.text)
 
 
@@ -100,7 +100,7 @@ def answered(page: Any) -> None:
 
 
 def questions(page: Any) -> list[str]:
-    """What is asked in the branch that is shown."""
+    """Return the user's messages in the visible branch."""
     return [text.strip() for text in page.locator(".turn .said").all_text_contents()]
 
 
@@ -154,7 +154,7 @@ def test_the_first_message_can_be_edited_too(opened: Any, server: Any) -> None:
     expect_questions(page, "first", "second")
 
 
-def test_a_stopped_answer_stays_as_far_as_it_came_and_the_talk_goes_on_behind_it(opened: Any, server: Any) -> None:
+def test_a_stopped_answer_keeps_its_text_and_the_conversation_continues_from_it(opened: Any, server: Any) -> None:
     page = opened()
     server.hold()
     page.fill(".message", "tell me")
@@ -380,7 +380,7 @@ def test_the_theme_is_the_systems_until_one_is_chosen(opened: Any) -> None:
     page = opened("one", color_scheme="dark")
 
     def ground(expected: str) -> bool:
-        for _ in range(100):  # the page hears of a change a moment later
+        for _ in range(100):  # The page learns of a change a moment later.
             if page.evaluate("getComputedStyle(document.body).backgroundColor") == expected:
                 return True
             page.wait_for_timeout(20)
@@ -411,7 +411,7 @@ def test_a_message_that_is_sent_before_the_page_has_loaded_is_answered(opened: A
             held.remove(route)
             route.continue_()
 
-    for path in ("models", "conversations"):  # the models are listed, and the conversation is made
+    for path in ("models", "conversations"):  # The models are listed, and the conversation is created.
         page.route(f"**/v1/{path}", lambda route: held.append(route))
     page.goto(server.url)
     page.fill(".message", "early")

@@ -1,4 +1,4 @@
-"""The engine view in a real headless Chromium, over a real engine: what people can see of steps, blocks and traces."""
+"""The engine view in a real headless Chromium, over a real engine: the visible steps, blocks and traces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture
 def page(browser: Any, serving: Serving) -> Iterator[Any]:
-    """The engine view, following the engine. Whatever the page logs as an error fails the test."""
+    """The engine view, following the engine. Any error in the page's log fails the test."""
     yield from opened(browser, serving.url)
 
 
@@ -75,12 +75,12 @@ def begin(*asks: tuple[str, str, int]) -> list[threading.Thread]:
 
 
 def table(page: Any, summary: str) -> list[list[str]]:
-    """The rows of one of the tables that can be opened."""
+    """Return the rows of one of the tables that can be opened."""
     details = page.locator("details", has_text=summary)
     if not details.evaluate("each => each.open"):
         details.locator("summary").click()
     getattr(page, "page", page).wait_for_timeout(600)
-    details.locator("tbody tr").first.wait_for()  # on a busy machine its first rows come later
+    details.locator("tbody tr").first.wait_for()  # On a busy machine its first rows come later.
     rows: list[list[str]] = details.locator("tbody tr").evaluate_all(
         "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
     )
@@ -147,7 +147,7 @@ def test_a_waiting_request_has_its_reason(page: Any, serving: Serving) -> None:
         stream.join()
 
 
-def test_it_can_be_paused_zoomed_and_left_and_the_engine_is_told(page: Any, serving: Serving) -> None:
+def test_the_view_can_be_paused_zoomed_and_left_and_the_engine_stops_reporting(page: Any, serving: Serving) -> None:
     page.get_by_role("button", name="Pause").click()
     before = page.evaluate("document.querySelector('.engine').dataset.frames")
     page.wait_for_timeout(300)
@@ -162,7 +162,7 @@ def test_it_can_be_paused_zoomed_and_left_and_the_engine_is_told(page: Any, serv
 
 
 def simulated(path: Path, **options: Any) -> Path:
-    """The trace of a simulated run."""
+    """Return the trace of a simulated run."""
     config = EngineConfig(trace=str(path), **options)
     deployment = deploy("llama-3-8b", "h200")
     workload = [Conversation(0.2 * number, (Turn(900, 40),)) for number in range(20)]
@@ -177,7 +177,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [simulated(folder / f"{name}.json", scheduler=name) for name in ("stall-free", "prefill-first")]
 
 
-def test_two_traces_are_played_side_by_side_with_one_clock(page: Any, traces: list[Path]) -> None:
+def test_two_traces_are_played_together_with_one_clock(page: Any, traces: list[Path]) -> None:
     page.set_input_files("input[type=file]", [str(path) for path in traces])
     until(page, "document.querySelectorAll('.e-panel').length === 2")
     until(page, "[...document.querySelectorAll('.e-name')].every(name => name.textContent.includes(' · '))")
@@ -241,7 +241,7 @@ def test_a_trace_of_the_running_engine_opens_although_it_is_cut_off(
     assert table(page, "The latest steps as a table")
 
 
-def test_what_is_exported_is_a_trace_that_the_page_opens_again(page: Any, serving: Serving, tmp_path: Path) -> None:
+def test_an_exported_trace_can_be_opened_again(page: Any, serving: Serving, tmp_path: Path) -> None:
     ask(serving.url, "Hello", 12)
     page.wait_for_timeout(700)
     with page.expect_download() as download:
@@ -277,7 +277,7 @@ def test_blocks_on_the_disk_and_in_the_remote_tier_are_shown_and_explained(page:
     assert "tokens 0 to 16 are on the disk" in page.locator(".e-tip").last.inner_text()
 
 
-def test_a_file_that_is_no_trace_is_refused_in_words(page: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused_with_a_message(page: Any, tmp_path: Path) -> None:
     path = tmp_path / "letter.json"
     path.write_text('{"dear": "reader"}')
     page.set_input_files("input[type=file]", str(path))

@@ -1,4 +1,4 @@
-"""The edge: ids of requests, the prefix of a proxy, the log."""
+"""The outermost layer: ids of requests, the prefix of a proxy, the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content
 
 
 class TestIds:
-    """Every answer has an id: the client's own, where it can be one."""
+    """Every answer has an id: the client's own if it is suitable."""
 
     async def test_the_clients_own_id_comes_back(self, http: Http) -> None:
         async with http() as api:
@@ -24,13 +24,13 @@ class TestIds:
         assert answer.headers["x-request-id"] == "abc-123"
 
     @pytest.mark.parametrize("given", [None, "", "a b", "a" * 129, "caf\xe9", "a\tb"])
-    async def test_without_a_fit_one_there_is_a_new_one(self, http: Http, given: str | None) -> None:
+    async def test_an_unsuitable_id_is_replaced_by_a_new_one(self, http: Http, given: str | None) -> None:
         headers = {} if given is None else {"x-request-id": given.encode("latin-1")}
         async with http() as api:
             ids = [(await api.get("/version", headers=headers)).headers["x-request-id"] for _ in range(2)]
         assert len(set(ids)) == 2 and all(len(id) == 32 and id != given for id in ids)
 
-    async def test_refusals_and_failures_have_one_too(self, http: Http, client: FakeClient) -> None:
+    async def test_refusals_and_failures_have_an_id(self, http: Http, client: FakeClient) -> None:
         client.refuse = RuntimeError("a bug")
         async with http(api_key=("secret",)) as api:
             refused = await api.post(CHAT, json=HELLO)
@@ -41,7 +41,7 @@ class TestIds:
 
 
 class TestRootPath:
-    """A proxy may keep its prefix or cut it off."""
+    """A proxy may keep its prefix or remove it."""
 
     @pytest.mark.parametrize("prefix", ["", "/llm/v1x"])
     async def test_paths_are_served_with_and_without_the_prefix(self, http: Http, prefix: str) -> None:
@@ -67,7 +67,7 @@ class TestLog:
         caplog.set_level(logging.INFO, "holdfast.requests")
         return lambda: [record.message for record in caplog.records if record.name == "holdfast.requests"]
 
-    async def test_it_has_status_time_tokens_key_and_id(
+    async def test_a_log_line_has_status_time_tokens_key_and_id(
         self, http: Http, client: FakeClient, lines: Callable[[], list[str]]
     ) -> None:
         client.cached = 3

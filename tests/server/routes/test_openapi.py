@@ -1,4 +1,4 @@
-"""The OpenAPI document: whole, true to what the routes answer, and clear about keys."""
+"""The OpenAPI document is complete, agrees with the routes' answers, and states where keys are needed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_it_holds_all_that_it_refers_to(document: dict[str, Any]) -> None:
+def test_the_document_contains_everything_that_it_refers_to(document: dict[str, Any]) -> None:
     referred = set(re.findall(r'"\$ref": "(.*?)"', json.dumps(document)))
     assert referred == {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
 
@@ -54,7 +54,7 @@ def test_every_reply_and_query_is_of_a_route_and_every_route_has_a_reply(documen
     assert {route for route in routes if "/v2" not in route} == set(REPLIES)
 
 
-def test_refusals_are_told_with_their_shape_and_never_as_422(document: dict[str, Any]) -> None:
+def test_refusals_are_documented_with_their_shape_and_never_as_422(document: dict[str, Any]) -> None:
     for route, operation in operations(document).items():
         assert set(operation["responses"]) == {"200", "4XX", "5XX"}
         error = "InferenceError" if " /v2" in route else "MessageError" if "/v1/messages" in route else "Error"
@@ -68,7 +68,7 @@ def test_operation_ids_are_unique(document: dict[str, Any]) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_keys_are_asked_for_where_the_server_has_some_except_for_its_health(document: dict[str, Any]) -> None:
+def test_keys_are_required_if_the_server_has_some_except_for_its_health(document: dict[str, Any]) -> None:
     assert "security" not in document
     keyed = documented(api_key=("secret",))
     assert keyed["security"] == [{"key": []}]
@@ -77,7 +77,7 @@ def test_keys_are_asked_for_where_the_server_has_some_except_for_its_health(docu
     assert free == {"GET /health", "GET /v2/health/live", "GET /v2/health/ready"}
 
 
-def test_request_bodies_list_what_is_taken_without_effect(document: dict[str, Any]) -> None:
+def test_request_bodies_list_parameters_without_effect(document: dict[str, Any]) -> None:
     body = operations(document)["POST /v1/chat/completions"]["requestBody"]["content"]["application/json"]["schema"]
     for taken in ({"user": "x"}, {"verbosity": "high"}, {"presence_penalty": 0}, {"suffix": None}, {"seed": -1}):
         jsonschema_rs.validate(body, {"model": "tiny", "messages": [{}], **taken})

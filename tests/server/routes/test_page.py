@@ -1,4 +1,4 @@
-"""The page's files: who gets them, with which headers, and their size."""
+"""The page's files: which clients get them, with which headers, and their size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_other_clients_get_the_list_of_routes_and_need_a_key_where_there_a
         assert (await api.post("/", headers=BROWSER)).status_code == 401
 
 
-async def test_files_are_cached_for_ever_under_their_version_and_the_page_is_asked_for_again(
+async def test_files_are_cached_forever_under_their_version_and_the_page_is_revalidated(
     http: Callable[..., httpx.AsyncClient],
 ) -> None:
     async with http() as api:
@@ -60,7 +60,7 @@ async def test_files_are_cached_for_ever_under_their_version_and_the_page_is_ask
     assert (gone.status_code, other.status_code) == (404, 404)
 
 
-async def test_a_server_without_keys_gives_its_page_to_no_name_that_is_bound_to_it(
+async def test_a_server_without_keys_does_not_serve_its_page_under_a_rebound_name(
     http: Callable[..., httpx.AsyncClient],
 ) -> None:
     async with http() as api:

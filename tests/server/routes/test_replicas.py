@@ -1,4 +1,4 @@
-"""What operators alone may see and change, and what no other web site may: over replicas of scripted engines."""
+"""Routes for operators only, and refusals of other web sites, over replicas of scripted engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Numbered(Scripted):
 
 
 class Engines(Scripts):
-    """A spawner of such engines."""
+    """A spawner of scripted engines with process ids."""
 
     async def start(self, number: int, on_progress: Callable[[str], None]) -> EngineClient:
         return Numbered(number)
@@ -48,7 +48,7 @@ async def replicas() -> AsyncGenerator[Replicas, None]:
 
 @pytest.fixture
 async def served(replicas: Replicas, tmp_path: Path) -> AsyncGenerator[Served, None]:
-    """A client of a server over the replicas and an application, with all routes that there are."""
+    """A client of a server over the replicas and an application, with all existing routes."""
     opened: list[Any] = []
 
     def make(headers: dict[str, str] | None = None, **fields: Any) -> httpx.AsyncClient:
@@ -66,7 +66,7 @@ async def served(replicas: Replicas, tmp_path: Path) -> AsyncGenerator[Served, N
 
 
 def changing(api: httpx.AsyncClient) -> list[tuple[str, str]]:
-    """Method and path of everything that may change something, with a value for each parameter of a path."""
+    """Return method and path of every route that may change something, with a value for each parameter of its path."""
     app = api._transport.app  # type: ignore[attr-defined]
     routes = [route for route in app.routes if isinstance(route, Route)]
     return [
@@ -136,8 +136,8 @@ async def test_programs_the_page_and_allowed_sites_may_add_a_replica(
     assert len(replicas.members) == 3
 
 
-async def test_a_site_whose_name_leads_here_changes_nothing_by_any_route(served: Served, replicas: Replicas) -> None:
-    """A browser takes such a site for the server itself, and says so."""
+async def test_a_site_with_a_rebound_name_changes_nothing_by_any_route(served: Served, replicas: Replicas) -> None:
+    """A browser takes a site with this name for the server itself, and says so."""
     rebound = {"host": "evil.example", "origin": "http://evil.example", "sec-fetch-site": "same-origin"}
     async with served(rebound) as api:
         answers = {each: await api.request(*each) for each in changing(api)}

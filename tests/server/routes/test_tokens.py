@@ -74,7 +74,7 @@ async def test_a_real_tokenizer_gives_tokens_their_spelling_and_the_text_back(ht
         ("/detokenize", {}, "tokens"),
     ],
 )
-async def test_what_is_wrong_is_refused_by_name(http: Http, path: str, body: dict[str, Any], param: str) -> None:
+async def test_a_wrong_parameter_is_refused_by_name(http: Http, path: str, body: dict[str, Any], param: str) -> None:
     async with http() as api:
         answer = await api.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -27,7 +27,7 @@ ROOM_BYTES = 64 << 20
 EXCHANGE_BYTES = 64 << 20
 """Memory for rows of logits on each device. More of them go piece by piece."""
 FLAG_BYTES = 128
-"""Room of a number that tells how many pieces have come from a device."""
+"""Bytes of the number that counts the pieces that have come from a device."""
 HALVES = 2
 """The two halves of that memory, which successive pieces use in turns."""
 

@@ -74,7 +74,10 @@ class TaskWords:
 
 @cache
 def _sleep_precisely(thread: int) -> None:
-    """Make this thread's sleeps end within microseconds; by default Linux delays them by up to 50 more."""
+    """Lower the time by which Linux may delay the end of this thread's sleeps from 50 microseconds to 1.
+
+    `thread` is the thread's id, so that the cache makes the system call once for each thread.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 

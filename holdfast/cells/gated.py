@@ -24,7 +24,7 @@ class Gated:
     gates: str
     """The order of gates in `w`: a permutation of i, o, u and, for each child in turn, f."""
     children: tuple[str, ...] = ()
-    """The names of the State inputs that are the children's c; at most two."""
+    """For each child, the name of the State input that holds its c. A cell has at most two children."""
     read_out: tuple[str, str, str] | None = None
     """The name of a third output, an int32 scalar, and the names of its weights `w` [labels, hidden] and `b`.
 

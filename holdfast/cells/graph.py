@@ -28,7 +28,10 @@ _FIRST = attrgetter("first")
 
 
 Read = tuple[str, str, int]
-"""A State input of a block, the output that it reads, and the number of the block's column that names the nodes."""
+"""A State input of a block: its name, the name of the output that it reads, and an index in `Block.columns`.
+
+The array at that index holds the ids of the nodes whose output is read.
+"""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ RATE_SECONDS = 10.0
 """Seconds over which the rate of tokens is averaged."""
 JOBS = "fine_tuning/jobs"
 ENGINE_WITHOUT = ("seed", "tuning", "adapter", "max_adapters", "deferral_bound", "tuning_progress")
-"""Options of the engine that a run that only tunes does not need, or that the run has itself."""
+"""Engine options that `holdfast tune` does not offer: it does not need them, or sets them by other means."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,10 +51,11 @@ class RaySpawner:
     most: int | None = None  # Ray may add nodes for replicas that wait for one.
 
     def __init__(self, config: EngineConfig, address: str, cpus: float) -> None:
-        """Join the cluster at `address`: host:port, or "auto" for the one on this host, or else a new one.
+        """Join a Ray cluster.
 
-        If this process belongs to a cluster already, that cluster is used, and it continues after the engines have
-        ended.
+        `address` is the host:port of the cluster, or "auto". With "auto", the process joins the cluster on this host,
+        or starts one if there is none. If the process belongs to a cluster already, `address` is ignored, and the
+        process stays in that cluster after the engines have ended.
 
         Each engine gets `cpus` CPUs, and a GPU for each of its ranks if the cluster has any. Raises EngineStartError.
         """

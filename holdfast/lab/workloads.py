@@ -220,7 +220,7 @@ def gamma_arrivals(workload: Workload, rate: float, seed: int, variation: float 
 
 
 def speed_up(workload: Workload, factor: float) -> list[Conversation]:
-    """These conversations, arriving `factor` times as fast as in the trace."""
+    """Return the conversations of a workload with all arrival times divided by `factor`."""
     if not factor > 0:
         raise ValueError(f"the factor is {factor}; it must be above 0")
     return [replace(conversation, arrival=conversation.arrival / factor) for conversation in workload]

@@ -169,7 +169,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class JobSteps:
-    """The steps of a job over its data, by their sizes alone."""
+    """The optimizer steps of a job, computed from the lengths of its examples without their tokens."""
 
     job: TrainingJob
     num_layers: int

@@ -38,7 +38,7 @@ DISK_SHARE = 0.05
 """Every step is written to the disk if writing takes less than this share of a step."""
 
 STORED = ("params", "means", "variances")
-"""The vectors of a stored state. They are the same on host and device if no update came in between."""
+"""Names of the vectors in a stored state. After a copy, host and device are equal until the next update."""
 
 Vectors = Mapping[str, Sequence[torch.Tensor]]
 """Vectors on the device, by name and layer. Vectors in STORED are copied."""
@@ -343,7 +343,10 @@ class Storage:
         return next((room for room in (stored.spare, stored.host) if not any(room is each for each in used)), None)
 
     def _write_soon(self, stored: StoredJob) -> None:
-        """Have the writer store the vectors on the host, with the steps that were not passed to it yet."""
+        """Ask the writer to store the vectors on the host. Does not wait for it.
+
+        The writer also gets the completed steps that are not part of an earlier write.
+        """
         done, stored.done = stored.done, []
         durable, stored.to_disk = stored.to_disk, False
         self._writes = [write for write in self._writes if not write.future.done()]

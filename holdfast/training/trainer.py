@@ -482,7 +482,7 @@ class _Timer:
         return self._seconds if self._events else 0.0
 
     def seconds(self) -> float:
-        """The device's seconds. Waits for the device."""
+        """Return the device's seconds from construction to `stop`. Waits until the device has reached `stop`."""
         if not self._events:
             return self._seconds
         self._events[1].synchronize()

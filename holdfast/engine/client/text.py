@@ -92,9 +92,11 @@ class Text:
 
     @classmethod
     def from_directory(cls, directory: str | Path, template: str | None = None) -> Text:
-        """Read a checkpoint's tokenizer and template. Without any tokenizer file, the result is `TokenIds`.
+        """Read the tokenizer and the chat templates of a checkpoint.
 
-        `template` is a file, or a text, to use in place of the checkpoint's. Raises ValueError with the reason.
+        `template` is a file, or a text, to use in place of the checkpoint's templates. Returns `TokenIds` if the
+        checkpoint has no tokenizer file and `template` is None. Raises ValueError if the tokenizer or a template cannot
+        be used.
         """
         directory = Path(directory)
         try:

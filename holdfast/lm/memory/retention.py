@@ -224,7 +224,7 @@ class Retention:
         queue.add(block, (*use, rank))
 
     def last_use(self, block: int) -> Use | None:
-        """When a block was last used; None if it is not here."""
+        """Return the last use of a block; None if `blocks` does not contain the block."""
         number = self.blocks.get(block)
         return None if number is None else self._queues[number].key(block)[:2]
 
@@ -291,10 +291,10 @@ class Victims:
 
 
 class IdleBlocks:
-    """The cached blocks of the device that have no owner, except those being swapped out.
+    """The device's blocks that hold cached state and have no owner. Blocks being swapped out are not among them.
 
-    A retained block keeps its state until it is evicted. It is then reclaimable: it still holds its state and may be
-    shared again, until it is allocated for other state.
+    Each block is retained or reclaimable. A retained block becomes reclaimable when it is evicted. A reclaimable block
+    still holds its state and may be shared again, until it is allocated for other state.
     """
 
     def __init__(self, rule: RetentionRule) -> None:

@@ -44,7 +44,7 @@ class Quantization:
     group: int = -1
     """Number of inputs in a group of 4-bit weights; -1: all inputs."""
     zero_offset: int = 0
-    """The offset to add to stored zeros: 1 for GPTQ's first format."""
+    """Number to add to each stored zero point of 4-bit weights: 1 in GPTQ's first format, else 0."""
     block: tuple[int, int] | None = None
     """Rows and columns of a block of FP8 weights with one scale; None: one scale for a row or the whole tensor."""
 

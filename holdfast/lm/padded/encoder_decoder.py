@@ -32,7 +32,10 @@ DECODES = 4
 
 @dataclass(slots=True)
 class EncodedState:
-    """The state of B rows: the decoder's keys and values for the prompts and its own tokens, both right-aligned."""
+    """The decoder's keys and values for B rows.
+
+    One cache is for the decoder's own tokens, the other one for the prompts. In both, all rows end at the last column.
+    """
 
     own: State
     """Self attention: a cache as wide as the longest row of decoder tokens."""

@@ -94,7 +94,7 @@ class _Grows(DynamicLayer):  # type: ignore[misc]
         return own if own is not None and own.seen is self.keys else None
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values after the others. Returns views of all."""
+        """Append new keys and values to those of the layer. Returns views of all its keys and all its values."""
         rows, more = keys.shape[0], keys.shape[-2]
         own = self._own()
         if self._is_empty:

@@ -158,7 +158,10 @@ class RunningRows:
         return inputs
 
     def advance(self, state: State, newcomers: Newcomers = ()) -> None:
-        """Take the state that a forward with these inputs gave. With `compact`, cut the junk that shaping leaves."""
+        """Take over the state after a forward of one token for each row, and of the whole prompts of `newcomers`.
+
+        With `compact`, cut the placeholder columns that the newcomers' prompts added to the other rows.
+        """
         running, before = len(self.rows), self.width
         longest = max((len(tokens) for _, tokens in newcomers), default=1)
         self.state = state

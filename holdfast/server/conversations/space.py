@@ -137,7 +137,10 @@ class Space:
             held.bytes -= row.bytes
 
     def _over_bounds(self) -> list[str]:
-        """Return the tenants, the largest by the exceeded limit first. Empty within the bounds."""
+        """Return all tenants if a bound is exceeded, else an empty list.
+
+        Tenants with the most bytes come first, or with the most threads if only the bound on threads is exceeded.
+        """
         held, bounds = self._held, self._bounds
         if self.bytes() > bounds.bytes:
             return sorted(held, key=lambda tenant: -held[tenant].bytes)

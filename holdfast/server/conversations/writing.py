@@ -314,7 +314,10 @@ class Writing:
         await self.server.store.run(lambda store: store.turns.commit(turn, begun=self.begun))
 
     async def end(self, response: Response) -> None:
-        """Store the end of a background response that failed or was cancelled."""
+        """Store a background response that failed or was cancelled, in its final form.
+
+        Stores nothing if the client has deleted the response.
+        """
         self.shape.response = response
         self.settled = True
         with suppress(ApiError):  # It was deleted meanwhile.

@@ -21,7 +21,7 @@ from holdfast.server.formats.toolset import Tool, Toolset
 MOST_CALLS = 32
 """Maximum number of calls in one answer that a grammar allows."""
 PLAIN = {"type", "description", "title", "default", "examples", "enum"}
-"""Keywords that a string's schema may have for the string to be written without quotes."""
+"""Keywords that a string's schema may have in a call in XML, which writes strings without quotes."""
 PLAIN_OBJECT = {"type", "properties", "required", "additionalProperties", "description", "title", "$schema"}
 """Keywords that a schema of arguments may have for each argument to be written separately."""
 

@@ -77,7 +77,7 @@ class AttemptTable:
             db.execute(update(attempts).where(attempts.c.item == item).values(died=0, cut=0))
 
     def forget(self, item: str, numbers: Collection[int]) -> None:
-        """Delete the attempts at this work, which is done."""
+        """Delete the attempts at the given numbers of an item, because that work is done."""
         with self._database.write() as db:
             forget(db, item, numbers)
 

@@ -166,10 +166,10 @@ class BatchRunner:
         return self._service.client.info.model
 
     def begin(self, batch: Batch, ending: Ending | None = None, attempts: Found | None = None) -> None:
-        """Run a batch from its current state to its end. Does not wait.
+        """Start to run a batch from its current state to its end. Does not wait for that end.
 
-        `ending` is how it ends, if that is decided already. `attempts` counts engines and servers that ended during its
-        lines.
+        `ending` is the final status of the batch, if that is decided already. `attempts` counts the engines and
+        servers that ended during each line, or during the check of the input (`WHOLE`).
         """
         if not self._loops:
             loops = (self._dispatch, self._starts.run, self._store_answers)

@@ -70,7 +70,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 
     @app.get("/v2/models/stats")
     async def statistics() -> Response:
-        """Statistics of each application since the start."""
+        """Statistics of each application since the server started."""
         return JSON({"model_stats": [await stats_of(each) for each in applications.apps.values()]})
 
     async def stats_of(each: App) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def add_inference_routes(app: FastAPI, applications: Applications) -> None:
 
         @app.get(f"{prefix}/stats", name=f"stats {prefix}")
         async def model_statistics(name: str, version: str | None = None) -> Response:
-            """Statistics of an application since the start."""
+            """Statistics of an application since the server started."""
             return JSON({"model_stats": [await stats_of(applications.find(name, version))]})
 
         @app.post(f"{prefix}/infer", name=f"infer {prefix}", openapi_extra=described(InferenceRequest))

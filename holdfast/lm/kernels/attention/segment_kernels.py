@@ -18,9 +18,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def begin_rows(sinks, head, row, rows, first_key, BLOCK_M: tl.constexpr):
-    """The maximum score (top) and the sum of weights (total), both [M], before the first key; from the sinks, if any.
+    """Return each row's maximum score (top) and sum of weights (total), both [M], before any key is read.
 
-    A sink counts once, in the first part of the context.
+    They are -inf and 0 for a row without a sink. With `sinks`, a row has its head's sink if `first_key` is 0, so that
+    the sink counts once: in the first part of the context. Its score is then top, and total is 1.
     """
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if sinks is not None:

@@ -47,10 +47,10 @@ def _copy_blocks(
 def copy_runs(
     source: torch.Tensor, source_blocks: torch.Tensor, target: torch.Tensor, target_blocks: torch.Tensor
 ) -> None:
-    """Copy blocks of one cache's data [layers, 2, num_blocks, ...] to another's, each as `KVCache.allocate` makes it.
+    """Copy blocks from one KV cache's data to another's.
 
-    Both have the same layers. The data is on the device or in pinned host memory. The block numbers, int64 [n], are on
-    the device.
+    The data of each cache is [layers, 2, num_blocks, ...], laid out by `KVCache.allocate`, on the device or in pinned
+    host memory. Both have the same layers. The block numbers, int64 [n], are on the device.
     """
     run = source[0, 0, 0].numel()
     count = len(source_blocks)

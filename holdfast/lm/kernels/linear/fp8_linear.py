@@ -114,9 +114,10 @@ def quantize_rows(x: torch.Tensor, *, halves: int = 1, gated: bool = False) -> F
 
 
 def fp8_gemm(x: Fp8Rows, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x [T, K] (one number each) times weight [N, K] transposed, plus bias, as [T, N] of `dtype`.
+    """Return x [T, K] times the transpose of weight [N, K], plus bias, as [T, N] of `dtype`.
 
-    This is PyTorch's `scaled_mm`, scaled by token and by output. It only offers fast accumulation, rounded to bfloat16.
+    x stores one FP8 number for each activation. The product is computed by PyTorch's `scaled_mm`, with a scale for each
+    token and for each output. `scaled_mm` only offers fast accumulation, with a result rounded to bfloat16.
     """
     out = functional.scaled_mm(
         x.data[0],

@@ -95,7 +95,7 @@ def nothing() -> None:
 
 
 class LayerOps:
-    """The operations of a decoder layer around `Attention`, over T packed tokens, in PyTorch.
+    """The operations of a decoder layer other than `Attention`, on T packed tokens, in PyTorch.
 
     This is the backend of a CPU and the oracle of the Triton kernels. A projection and its neighbours are one call, so
     that a backend may fuse them. The projection that ends each half of a layer adds to the residual stream in place,

@@ -1,4 +1,7 @@
-"""The interface between adapters and a model: the stacked weights of a linear layer, and the addition to its output."""
+"""The interface through which a model applies LoRA adapters.
+
+`LoraStack` holds the weights of all adapters for one linear layer. `Lora` adds their products to the layer's output.
+"""
 
 from __future__ import annotations
 

@@ -88,7 +88,10 @@ def sample_rows(
     *,
     any_filtered: bool,
 ) -> torch.Tensor:
-    """`sample` on CUDA for batches with a random row; logits are float32, float16 or bfloat16."""
+    """Compute `sample` on CUDA for a batch in which at least one row has a temperature above 0.
+
+    The logits are float32, float16 or bfloat16.
+    """
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         sample_kernel[(len(logits),)](

@@ -175,7 +175,9 @@ def _rounded(number: int) -> int:
 
 
 def shape(logits: torch.Tensor, changes: Changes, histories: Histories) -> torch.Tensor:
-    """Changed logits [R, V] float32, without waiting for the device. Rows without changes keep their values.
+    """Return a float32 copy of logits [R, V] to which `changes` are applied. Does not wait for the device.
+
+    Rows without changes keep their values.
 
     The order is vLLM's: banned tokens, biases, penalties for repetition, frequency and presence, min-p. Min-p keeps the
     tokens of at least `min_p` times the largest probability, at the row's temperature.

@@ -95,9 +95,10 @@ def experts_of_few(
     eps: float = 0.0,
     launches: tuple[ExpertLaunch, ExpertLaunch, ExpertLaunch] = (ROUTER, GATE_FEW, DOWN_FEW),
 ) -> None:
-    """Write the weighted sum of the outputs of each token's experts to out [T, hidden], or add it (`added`).
+    """Compute the weighted sum of the outputs of each token's experts, and write it to out [T, hidden].
 
-    With `norm` [hidden], x [T, hidden] is replaced by its RMS norm (with eps) times norm, without rounding.
+    With `added`, the sum is added to `out` instead. With `norm` [hidden], the router and the experts read the RMS norm
+    of x [T, hidden] (with `eps`) times `norm`, without rounding, instead of x.
     """
     rule, device = experts.rule, x.device
     tokens, hidden = x.shape

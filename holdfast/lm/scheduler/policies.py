@@ -24,7 +24,7 @@ class FixedBudget(Policy):
     """Whether it puts any number of whole prompts into a step."""
 
     def __init__(self, token_budget: int) -> None:
-        """A policy that computes prompts whole needs a budget for the longest prompt beside all decodes."""
+        """A policy that computes prompts whole needs a budget for the longest prompt and all decodes."""
         self.token_budget = checked("token_budget", token_budget)
 
     @classmethod
@@ -89,7 +89,7 @@ def compute_token_budget(
 class LatencyTarget(Policy):
     """Sarathi-Serve, Algorithm 3, with a budget in seconds, computed for each step.
 
-    All running decodes come first, those of batches as far as they fit the target beside a stream. Then comes as much
+    Running decodes come first: all streams, and as many batch requests as still meet the target. Then comes as much
     prefill work as the cost model predicts to end within `target`, given the contexts of these decodes and the place of
     each chunk in its prompt. A step cut by this bound is a multiple of the tile size (Sarathi-Serve §4.3). A step may
     always fill the tile it has begun, so prefills go on however tight the target is. While no request streams, a step
@@ -98,8 +98,8 @@ class LatencyTarget(Policy):
     The prediction is corrected by the measured times of steps with prefill work, so that nearly all steps meet the
     target and not just the average one (`Correction`).
 
-    Where a model cannot compute prompts in chunks, they are `whole`. Then the target bounds how many of them a step
-    computes, and not the first.
+    `whole`: the model cannot compute prompts in chunks. Then the target bounds how many prompts follow the first one in
+    a step.
     """
 
     def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int, whole: bool = False) -> None:
@@ -169,10 +169,10 @@ class LatencyTarget(Policy):
         return replace(self._cost.slower(mean, mean), deviation=deviation)
 
     def _most_decodes(self, step: StepBuilder) -> int:
-        """Most decodes of a step: every stream's, and beside streams as many lines of batches as meet the target.
+        """Most decodes of a step: every stream, and with streams as many lines of batches as meet the target.
 
-        Beside the prompt of a stream it is one line, so that the prompt gets the room. The lines that rank first go on;
-        the others keep their state, and wait.
+        While a stream waits for its prompt, only one line of a batch decodes, so that the prompt gets the room. The
+        lines that rank first go on. The others keep their state, and wait.
         """
         running = step.running
         if not len(running) or running.last().sequence.request.priority < BATCH_CLASS:

@@ -283,7 +283,7 @@ class StepBuilder:
                 return
 
     def _start(self, entry: Entry, *, most: int, at_once: bool) -> bool:
-        """Start a waiting sequence if possible; returns whether it did. Plans its first chunk once its state is there."""
+        """Start a waiting sequence if possible. Returns whether it did. Plans its first chunk if its state is there."""
         if not self._admission.start(entry, most=most, at_once=at_once):
             return False
         if entry.swap_in_step < 0:

@@ -29,7 +29,7 @@ class PipelineLatencyTarget(LatencyTarget):
     """
 
     def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int, stages: int) -> None:
-        """Takes the arguments of `LatencyTarget` and the number of `stages`; `cost` is of a step through all of them."""
+        """Arguments of `LatencyTarget`, and the number of `stages`; `cost` is that of a step through all of them."""
         super().__init__(cost, target, tile=tile, ceiling=ceiling)
         sizes = [*range(tile, ceiling, tile), ceiling]
         best = min(cost.linear(size) / size for size in sizes)

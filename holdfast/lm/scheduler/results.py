@@ -44,6 +44,7 @@ class Results:
         """Number of sequences that have ended so far."""
         self._known: dict[Entry, int] = {}
         """Sequences for which plans in flight sample a token that is already known.
+
         The value is the number of the first plan that samples an unknown one.
         """
 

@@ -53,19 +53,20 @@ class Scheduler:
         make_builder: Callable[[Any, int, float], StepBuilder] = StepBuilder,
     ) -> None:
         """`parts` are called in their order. `sharing` lets requests of one identity share the state of equal prefixes.
-                `served` names the model, adapter and dtype of the executor; `add` refuses any other unless a part serves it. None
-        X
 
-                `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
-                default by priority class. `seed` makes seeds for requests that name none.
+        `served` names the model, adapter and dtype of the executor. `add` refuses any other, unless a part serves it;
+        None refuses nothing.
 
-                `stages` is the number of stages of a pipeline. A sequence sampled in step k may be in step k + stages before
-                the host knows its token. It is in an earlier step only once the host knows its token. Each step takes its share
-                of the decodes.
+        `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
+        default by priority class. `seed` makes seeds for requests that name none.
 
-                `make_state` makes the state of one sequence, given the pool and the root of its chain of digests
-                (`Identity.root`), or None if it shares nothing. `make_queues` makes the queues, and `make_builder` the builder
-                of each plan. The three belong to the kind of pool.
+        `stages` is the number of stages of a pipeline. A sequence sampled in step k may be in step k + stages before
+        the host knows its token. It is in an earlier step only once the host knows its token. Each step takes its
+        share of the decodes.
+
+        `make_state` makes the state of one sequence, given the pool and the root of its chain of digests
+        (`Identity.root`), or None if it shares nothing. `make_queues` makes the queues, and `make_builder` the
+        builder of each plan. The three belong to the kind of pool.
         """
         hooks, order = Hooks(parts), order or Priority()
         limits = RequestLimits(max_model_len, vocab_size, pool.longest(max_model_len), served)

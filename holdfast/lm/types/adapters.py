@@ -24,8 +24,9 @@ class AdapterPlan(PartPlan):
 
     loads: tuple[AdapterLoad, ...] = ()
     """Loads that begin before the segments run.
-    `AdapterResult.loaded` says when they are complete; until then no segment reads the slots. A plan without segments is
-    complete when all its loads are.
+
+    `AdapterResult.loaded` says when they are complete; until then no segment reads their slots. A plan without
+    segments is complete when all its loads are.
     """
     slots: tuple[int, ...] = ()
     """Slot of each segment's adapter, or -1. Empty: no segment has one."""

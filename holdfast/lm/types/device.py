@@ -95,7 +95,7 @@ class EngineShape:
     copies_for_others: int | None = None
     """Number of blocks that a step copies to the host for other engines; None: as many as in a pause."""
     copies_ahead: int | None = None
-    """Number of blocks that a step swaps out ahead of need without becoming slower. None: all that one plan may copy."""
+    """Number of blocks that a step swaps out ahead of need without becoming slower. None: as many as a plan may."""
     token_budget: int
     """Tokens that a step is filled up to."""
     max_step_tokens: int

@@ -14,5 +14,6 @@ class PenaltyPlan(PartPlan):
 
     histories: tuple[History, ...] = ()
     """Histories of sampling segments.
+
     On paged rows only the first segment of a sequence in its row has one: the executor notes the tokens of later ones.
     """

@@ -29,7 +29,7 @@ class Segment(NamedTuple):
     tokens: tuple[int, ...]
     """Token ids at [start, stop). The first may be PENDING; known or drafted tokens follow."""
     sampling: Sampling | None
-    """How to sample after the segment; None if it ends before the last token. `StepPlan.samples` says how many tokens."""
+    """How to sample after the segment; None if it ends before the last token. `StepPlan.samples` has the number."""
 
     @property
     def length(self) -> int:
@@ -64,16 +64,19 @@ class TierCopies(NamedTuple):
 
     swap_in: tuple[BlockCopy, ...] = ()
     """Copies from host to device.
+
     Nothing reads or writes their target blocks before a plan that awaits the copies, or a result that reports them
     complete.
     """
     swap_out: tuple[BlockCopy, ...] = ()
     """Copies from device to host.
+
     The source blocks stay unchanged until a result reports the copies complete. They are written to the host only after
     `swap_in` has read there. A plan without segments is complete when all its copies are.
     """
     awaits: int = -1
     """Number of a plan: the segments need its `swap_in`, and those of all plans before it. -1: none.
+
     If it is this very plan, each layer is awaited when the segments come to it. Other copies run during the segments.
     """
 

@@ -55,6 +55,7 @@ class StepResult:
     """The tokens of all sampling segments, in plan order."""
     seconds: float
     """Seconds that the device spent on the step.
+
     In a pipeline, the time of all stages and of their messages, without their waits for each other: the time that the
     step takes alone in the pipeline.
     """

@@ -31,7 +31,7 @@ RowMoveKind = Literal["embed", "drop", "keep", "store", "offload", "load", "forg
 
 
 class RowMove(NamedTuple):
-    """What happens to the state of one row, or of one slot, between the forwards of a plan.
+    """A move of the state of one row, or of one slot, between the forwards of a plan.
 
     A row's state is in the batch, or apart. A slot holds one state outside of both, on the device or on the host.
 
@@ -92,6 +92,7 @@ class RowResult(PartResult):
 
     lost: tuple[str, ...] = ()
     """Ids of sequences whose state is gone because the device ran out of memory: none of their positions are computed.
+
     Their sampling segments in this plan and in later ones, up to the plan that starts them again, give no token
     (`counts`).
     """
@@ -104,7 +105,7 @@ class RowBytes:
     fixed: int = 0
     """Bytes that do not depend on the length: recurrent states."""
     growing: tuple[tuple[int, int | None], ...] = ()
-    """Growing parts of a state: bytes of a position, and the most positions that are kept (a window), or None for all."""
+    """Growing parts of a state: bytes of a position, and the most positions that are kept (a window); None for all."""
 
     def of(self, length: int) -> int:
         """Bytes of a state of this many positions."""

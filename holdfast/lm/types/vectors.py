@@ -14,6 +14,7 @@ class VectorResult(PartResult):
 
     vectors: tuple[bytes, ...] = ()
     """For each sampling segment, the hidden state [hidden] of its last token as float32 numbers.
+
     A segment whose request does not ask has empty bytes. Empty: no request of the step asks.
     """
 

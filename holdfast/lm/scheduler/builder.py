@@ -276,8 +276,7 @@ class StepBuilder:
                 return
             if queues.is_held_back(entry, self.now):
                 continue
-            # With other segments in the step, the copies run while it computes. Alone, the step would have to wait for
-            # them.
+            # With other segments in the step, the copies run while it computes. Otherwise it waits for them.
             at_once = whole or beyond_budget or not self._ids
             if not self._start(entry, most=self.budget if whole else NO_LIMIT, at_once=at_once):
                 return

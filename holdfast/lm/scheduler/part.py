@@ -200,7 +200,7 @@ class Part(ABC):
         """A request was accepted. It is not in a queue yet."""
 
     def ended(self, entry: Entry) -> None:  # noqa: B027
-        """A sequence has ended, and is in no queue any more."""
+        """A sequence has ended, and has left its queue."""
 
     def queued(self, entry: Entry) -> bool:
         """A sequence waits from now on: a new one, one that was preempted, or one that another part held.
@@ -249,7 +249,7 @@ class Part(ABC):
 
     @property
     def wants_step(self) -> bool:
-        """Whether the part waits for the result of a plan, even of one without segments, where none is in flight.
+        """Whether the part needs the result of a plan, even of one without segments, while none is in flight.
 
         Asked after `finish`.
         """

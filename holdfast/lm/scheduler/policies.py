@@ -52,8 +52,8 @@ class StallFree(FixedBudget):
 def reference_step(max_sequences: int, max_model_len: int, cache_positions: int | None = None) -> tuple[int, int]:
     """Number and context of the decodes of a full step: 32 at 4,096 tokens, as in Sarathi-Serve, Table 3.
 
-    Fewer, or shorter ones, where the engine's limits are lower: no more run at once, no sequence is longer, and the
-    cache does not hold more positions (None: it is no paged cache).
+    They are fewer or shorter if the engine's limits are lower: its number of sequences, its longest sequence, and the
+    positions of its cache (None: it is no paged cache).
     """
     decodes = min(REFERENCE_DECODES, max_sequences)
     held = REFERENCE_CONTEXT if cache_positions is None else cache_positions // decodes
@@ -171,8 +171,8 @@ class LatencyTarget(Policy):
     def _most_decodes(self, step: StepBuilder) -> int:
         """Most decodes of a step: every stream, and with streams as many lines of batches as meet the target.
 
-        While a stream waits for its prompt, only one line of a batch decodes, so that the prompt gets the room. The
-        lines that rank first go on. The others keep their state, and wait.
+        While the prompt of a stream is computed, lines of batches leave it the room: none decodes, or one if no stream
+        does. The lines that rank first go on. The others keep their state, and wait.
         """
         running = step.running
         if not len(running) or running.last().sequence.request.priority < BATCH_CLASS:

@@ -54,7 +54,7 @@ class Matcher:
         """By hash of a run, where it occurred last. Runs with the same hash share a chain."""
         self._key = 0
         self.length = 0
-        """Number of tokens so far, also those that are not kept any more."""
+        """Number of tokens so far, with those that are no longer kept."""
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens at the end."""

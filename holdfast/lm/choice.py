@@ -1,4 +1,4 @@
-"""Which policy a name means, and how many tokens its steps may hold."""
+"""The policy that a name means, and the number of tokens that its steps may hold."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def capacity_of(
     """The most tokens of one step.
 
     Policies that cut prompts fill a step up to `token_budget`, if the model takes `chunks`. The others need room for
-    the longest prompt beside all decodes. `orca`, `request-level`, `run-to-completion` and `padded-batches` put any
-    number of whole prompts into a step, up to max_model_len tokens of each of max_sequences (Sarathi-Serve §2.4, §5.1);
-    for these `limit` bounds the capacity above that room. On a device it should bound the activation memory, which
-    grows with the capacity; in a simulation the size of the cache is one.
+    the longest prompt and all decodes. `orca`, `request-level`, `run-to-completion` and `padded-batches` put any number
+    of whole prompts into a step, up to max_model_len tokens of each of max_sequences (Sarathi-Serve §2.4, §5.1); for
+    these `limit` bounds the capacity above that room. On a device it should bound the activation memory, which grows
+    with the capacity; in a simulation the size of the cache is one.
     """
     kind = find_policy(name, executor)
     if kind.chunks and chunks:
@@ -102,9 +102,9 @@ def capacity_of(
 
 
 def make_policy(name: str, *, token_budget: int, capacity: int, executor: ExecutorName = "paged") -> Policy:
-    """The policy of this name. Steps are filled up to `token_budget`; `capacity` is that of `capacity_of`.
+    """The policy of this name. Steps are filled up to `token_budget`; `capacity` is the value of `capacity_of`.
 
-    Raises ValueError as `find_policy`.
+    Raises ValueError as `find_policy` does.
     """
     return find_policy(name, executor).sized(token_budget, capacity)
 
@@ -192,11 +192,13 @@ def make_scheduler(
 ) -> Scheduler:
     """The scheduler of an engine of this shape, real or simulated, with its own memory.
 
-    `policy` replaces the one that the configuration asks for. `stages` is the number of pipeline stages. With a
-    `tuner` (`parts.tuning.choice.make_tuner`) it plans training too (`with_training`). With a `drafter`
-    (`make_drafter`), decodes verify drafts where `cost` says that it pays. `now` is when it was looked at what the disk
-    tier holds (`EngineShape.lower`). Raises ValueError as `choose_policy` and `with_training`, for padded rows in a
-    pipeline, and for a bound without a tuner.
+    `policy` replaces the one that the configuration asks for. `stages` is the number of pipeline stages. With a `tuner`
+    (`parts.tuning.choice.make_tuner`) it plans training too (`with_training`). With a `drafter` (`make_drafter`),
+    decodes verify drafts if `cost` says that it pays. `now` is the time at which the contents of the disk tier were
+    listed (`EngineShape.lower`).
+
+    Raises ValueError as `choose_policy` and `with_training` do, for padded rows in a pipeline, and for a bound without
+    a tuner.
     """
     policy = policy or choose_policy(config, shape, cost, stages=stages)
     parts: list[Part] = []
@@ -265,7 +267,7 @@ def make_scheduler(
 
 
 def make_drafter(config: EngineConfig, shape: EngineShape, kind: str) -> Drafter | None:
-    """What guesses tokens on a device of a `kind` ("cuda", "cpu"); None where none are verified.
+    """The drafter on a device of a `kind` ("cuda", "cpu"); None if no drafts are verified.
 
     Padded rows verify none. A drafter needs a cost profile to judge by, whose estimate takes seconds on a CPU. So
     "auto" is off on a CPU, unless a latency target needs the profile in any case.

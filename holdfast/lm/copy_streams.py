@@ -1,4 +1,4 @@
-"""Copies between device and host that run beside the computation, for both memories of `lm`."""
+"""Copies between device and host that run at the same time as the computation, for both memories of `lm`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CopyEvent(Protocol):
 
 
 class CopyStream(Protocol):
-    """Runs copies in order, beside the computation."""
+    """Runs copies in order, at the same time as the computation."""
 
     def follow(self) -> None:
         """Make later copies wait for the computation started so far."""

@@ -30,7 +30,7 @@ class RequestLimits:
     """Longest sequence in tokens, prompt and answer together."""
     vocab_size: int
     cache_tokens: int
-    """Positions that the KV cache holds on the device."""
+    """Number of positions that the KV cache holds on the device."""
     served: Identity | None = None
     """The model, adapter and dtype that the engine serves. None: a request may name any."""
     gives_hidden: bool = True

@@ -1,4 +1,4 @@
-"""What passes between the books of the tiers behind the host tier and the threads that move their bytes. Values."""
+"""Values that pass between `LowerTiers`, which decides the moves of the lower tiers, and the threads that copy."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ TierName = Literal["disk", "remote"]
 """The disk is this engine's alone. The remote tier is a service that engines share."""
 
 JobKind = Literal["write", "read", "probe", "check"]
-"""Copy blocks of the host to a tier; copy blocks of a tier to the host; ask the remote tier what it has; wait for
-REMOTE_PAUSE, and see whether the remote tier works again. A check names no blocks, and has one outcome, which is
-missing if the tier works and has lost what it held."""
+"""Kinds of jobs of a lower tier.
+
+- write: copy blocks of the host to the tier.
+- read: copy blocks of the tier to the host.
+- probe: ask the remote tier which blocks it has.
+- check: wait for REMOTE_PAUSE, and see whether the remote tier works again. It names no blocks, and has one outcome:
+  missing if the tier works and has lost its contents.
+"""
 
 REMOTE_PAUSE = 10.0
 """Seconds for which a remote tier that has failed is left alone, before each check."""
 
 Outcome = Literal["done", "missing", "corrupt", "failed"]
-"""Of one block of a job. `corrupt`: its bytes are not what was written."""
+"""Outcome for one block of a job. `corrupt`: its bytes differ from those written."""
 
 NO_SLOT = -1
 
 Pieces = tuple[memoryview, ...]
-"""The bytes of a block of the host tier, in place: what each rank of the engine keeps of it, in rank order."""
+"""The bytes of a block of the host tier, in place: the share of each rank of the engine, in rank order."""
 
 
 def checksum_of(pieces: Iterable[bytes | memoryview]) -> int:
@@ -41,13 +46,13 @@ class TierBlock(NamedTuple):
 
     digest: bytes
     place: int
-    """Its place in its sequence: 0 for the first block."""
+    """Place of the block in its sequence: 0 for the first block."""
     host: int = -1
-    """The block of the host tier that is read or filled."""
+    """The block of the host tier that is read or filled; -1: none."""
     slot: int = NO_SLOT
-    """Its place on the disk."""
+    """Place of the block on the disk; NO_SLOT: none."""
     last_use: float = 0.0
-    """When it was last used, in seconds on the engine's clock. Of a write."""
+    """Time of its last use, in seconds on the engine's clock. Set in writes."""
 
 
 class StoredBlock(NamedTuple):
@@ -57,7 +62,7 @@ class StoredBlock(NamedTuple):
     digest: bytes
     place: int
     age: float
-    """Seconds since it was last used."""
+    """Seconds since its last use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +77,24 @@ class TierJob:
 
 @dataclass(frozen=True, slots=True)
 class TierDone:
-    """What became of a job."""
+    """The end of a job."""
 
     number: int
     outcomes: tuple[Outcome, ...]
-    """Of each of its blocks. Of a probe: done means that the tier has it."""
+    """Outcome for each of its blocks. In a probe, done means that the tier has the block."""
     seconds: float
-    """From its start to its end, without its wait for a thread."""
+    """Seconds from its start to its end, without its wait for a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowerShape:
-    """The tiers behind the host tier, as the engine has them. A value."""
+    """The tiers below the host tier, as the engine has them. A value."""
 
     block_bytes: int
     disk_blocks: int = 0
-    """0: no disk tier."""
+    """Number of blocks on the disk; 0: no disk tier."""
     stored: tuple[StoredBlock, ...] = ()
-    """What the disk holds at the start, the least recently used first."""
+    """Blocks that the disk holds at the start, the least recently used first."""
     remote: bool = False
     remote_down: bool = False
     """Whether the remote tier did not answer at the start."""

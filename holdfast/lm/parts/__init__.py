@@ -1,1 +1,1 @@
-"""Parts: what a step may carry besides segments. Each is one folder; the core knows none of them by name."""
+"""Parts: features that a step may carry besides segments. Each has one folder; the core knows none of them by name."""

@@ -11,10 +11,10 @@ NOWHERE = (NO_ROW, 0)
 
 
 class SentTokens:
-    """The device keeps the tokens of a row up to date by the segments that sample, once it has those before them."""
+    """Once the device has a row's earlier tokens, it adds the tokens of sampling segments itself."""
 
     def __init__(self, *, every_step: bool = False) -> None:
-        """`every_step`: the device keeps nothing, and must get the tokens with each step that samples."""
+        """`every_step`: the device keeps no tokens, and must get them with each step that samples."""
         self._every_step = every_step
         self._sent_in: dict[Entry, tuple[int, int]] = {}
         """For each sequence, the row that its tokens were sent to, and how often it had been preempted by then."""
@@ -24,11 +24,11 @@ class SentTokens:
         return bool(self._sent_in)
 
     def add(self, entry: Entry) -> None:
-        """The device must know the tokens of this sequence."""
+        """Note a sequence whose tokens the device must know."""
         self._sent_in[entry] = NOWHERE
 
     def remove(self, entry: Entry) -> None:
-        """A sequence has ended. Ignores one that was not added."""
+        """Note that a sequence has ended. Ignores one that was not added."""
         self._sent_in.pop(entry, None)
 
     def due(self, step: PartStep) -> Iterator[Entry]:

@@ -1,4 +1,4 @@
-"""The parts that serve what any request may ask for, in their order."""
+"""The parts that serve the options of ordinary requests, in their order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from holdfast.lm.scheduler.part import Part
 
 
 def parts_of_requests() -> tuple[Part, ...]:
-    """The parts of a scheduler over a paged cache, for what its requests may ask for."""
+    """The parts of a scheduler over a paged cache, for the options of its requests."""
     return PromptPart(), VectorPart(), PenaltyPart(), GrammarPart()
 
 
 def parts_of_rows() -> tuple[Part, ...]:
-    """The parts of a scheduler over padded rows, for what its requests may ask for. Its device keeps no tokens."""
+    """The parts of a scheduler over padded rows, for the options of its requests. Its device keeps no tokens."""
     return (PenaltyPart(every_step=True),)

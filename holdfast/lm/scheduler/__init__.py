@@ -1,1 +1,1 @@
-"""What runs next: queues, policies and orders, from requests to a StepPlan. Pure: time is an argument."""
+"""The scheduler: queues, policies and orders that turn requests into a StepPlan. Pure: time is an argument."""

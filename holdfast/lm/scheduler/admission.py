@@ -37,13 +37,13 @@ class Admission:
                     queues.join(entry)
 
     def start(self, entry: Entry, *, most: int, at_once: bool) -> bool:
-        """Start a waiting sequence if blocks for all its known positions are free beside the headroom.
+        """Start a waiting sequence if blocks for all its known positions are free after the headroom is set aside.
 
-        Only if it lacks at most `most` positions. What the host keeps of it is copied in: `at_once`
-        makes this step wait for the copies, otherwise the sequence runs once they are complete.
+        The sequence starts only if it lacks at most `most` positions. The state that the host keeps of it is copied in.
+        With `at_once` this step waits for the copies; otherwise the sequence runs once they are complete.
 
-        With nothing running the headroom is free to use, so every sequence that fits the pool starts in the end. A
-        preempted sequence waits until its tokens in flight are known, as the row that holds them is no longer its own.
+        While nothing runs, no headroom is set aside, so every sequence that fits the pool starts in the end. A
+        preempted sequence waits until its tokens in flight are known, because its old row holds them.
         """
         queues, sequence = self._queues, entry.sequence
         pool = queues.pool

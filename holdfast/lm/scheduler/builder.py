@@ -64,9 +64,9 @@ class StepBuilder:
         self.predicted = 0.0
         """Seconds that the policy expects the step to take; 0 if it predicts nothing."""
         self.pace: Callable[[int, int], int] | None = None
-        """How many tokens of [start, stop) the step may compute, where a policy bounds prefills by more than tokens."""
+        """Number of tokens of [start, stop) that the step may compute. Set by a policy that bounds prefills by time."""
         self.weigh: Callable[[Entry], float] | None = None
-        """What a sequence's decode adds to a step, where a policy of a pipeline balances steps; above 0."""
+        """Weight of a sequence's decode, above 0. Set by a policy that balances the steps of a pipeline."""
         self.planned: list[Entry] = []
         """The sequence of each segment, in plan order."""
         self.sampling: list[Entry] = []
@@ -78,13 +78,13 @@ class StepBuilder:
         self.now = now
         """Time of planning in seconds."""
         self.in_flight = False
-        """Whether the result of a plan is still to come."""
+        """Whether the result of an earlier plan is still to come."""
         self.running = queues.running
-        """The running sequences, to look at."""
+        """The running sequences; read only."""
         self.swapping_in = queues.swapping_in
-        """Those that will run once their state has arrived, to look at."""
+        """The sequences that will run once their state has arrived; read only."""
         self.pool = queues.pool
-        """The blocks, to look at."""
+        """The blocks; read only."""
         self._queues = queues
         self._after_sampling = number + queues.stages
         """`Entry.next_step` of a sequence for which this step samples one token.
@@ -98,16 +98,16 @@ class StepBuilder:
         self._stops: list[int] = []
         self._tokens: list[tuple[int, ...]] = []
         self._samples: dict[int, int] = {}
-        """Most tokens that a sampling segment gives, by its place in `sampling`; one where there is none."""
+        """Most tokens that a sampling segment gives, by its place in `sampling`; 1 for a segment that is not in it."""
         self.postponed = False
-        """Whether a part has the policy plan nothing."""
+        """Whether a part has asked the policy to plan nothing."""
         self._kept = False
-        """Whether a part wants the plan even without segments."""
+        """Whether a part wants the plan even if it has no segments."""
         self._writes: list[TableWrite] = []
         self._decodes: list[tuple[int, int, int]] = []
         """Runs of decodes: the index of the first one's segment, its place in `sampling`, and their number."""
         self.due: Callable[[Entry], bool] | None = None
-        """Which waiting sequences may start, where a policy lets some wait. Others pass those that may not."""
+        """Which waiting sequences may start. None: all. Sequences that may not start hold up no other."""
         self._preemption = Preemption(queues, number, now, self._writes)
         self._admission = Admission(queues, number, now, self._writes)
 
@@ -122,7 +122,7 @@ class StepBuilder:
 
     @property
     def waiting(self) -> Iterable[Entry]:
-        """The sequences that wait for rows, blocks or the budget, to look at."""
+        """The sequences that wait for rows, blocks or the budget; read only."""
         return self._queues.waiting
 
     @property
@@ -135,7 +135,7 @@ class StepBuilder:
         self.postponed = True
 
     def keep(self) -> None:
-        """Have the plan made even if it gets no segments and others are in flight."""
+        """Have the plan made even if it gets no segments and earlier plans are in flight."""
         self._kept = True
 
     @property
@@ -158,11 +158,11 @@ class StepBuilder:
         self._writes += writes
 
     def decode(self) -> None:
-        """Plan one token of every decoding sequence, preempting those that rank last if blocks run out.
+        """Plan one token of every decoding sequence. Preempts the sequences that rank last if blocks run out.
 
-        In a pipeline a step takes its share of the decodes, by `weigh` or else by number. Otherwise all of them would
-        gather in one step, and the stages would be empty beside it. Any so many steps in a row have room for each
-        sequence once, so none is left out.
+        In a pipeline a step takes its share of the decodes: by `weigh`, or else by number. Otherwise all decodes would
+        gather in one step, and the other steps in the pipeline would be empty. As many consecutive steps as there are
+        stages have room for each sequence once, so none is left out.
         """
         number, room, after = self.number, self.budget, self._after_sampling
         stages, weigh, left = self._queues.stages, None, 0.0
@@ -218,14 +218,14 @@ class StepBuilder:
                 yield Decode(self.sampling[place + index], segment + index, place + index)
 
     def give(self, decode: Decode, token: int) -> None:
-        """Have a decode compute this token, instead of the one that its row sampled last."""
+        """Have a decode compute this token instead of the one that its row sampled last."""
         self._tokens[decode.segment] = (token,)
 
     def extend(self, decode: Decode, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Have a decode compute these tokens, too, as far as budget, free blocks and its limit allow; returns them.
+        """Append tokens to a decode, as far as budget, free blocks and its limit allow; returns the appended ones.
 
-        With n such tokens it gives between 0 and n + 1. Its positions count as computed only when the result accepts
-        them, and its sequence sits out every step until then.
+        With n appended tokens the decode gives between 0 and n + 1. Its positions count as computed only when the
+        result accepts them. The sequence sits out every step until then.
         """
         entry, index, place = decode
         stop = self._stops[index]
@@ -256,11 +256,11 @@ class StepBuilder:
     ) -> None:
         """Start waiting sequences in rank order and plan their first chunks, until the first of them has to wait.
 
-        It waits if `allow` refuses it, if no row or too few blocks are free, or if the budget is spent; with `whole`
-        also if the budget cannot hold all it lacks. `beyond_budget` starts sequences whether or not the budget lasts:
-        the prompts that it does not hold are left to `prefill` in later steps.
+        A sequence waits if `allow` refuses it, if no row or too few blocks are free, or if the budget is spent. With
+        `whole` it also waits if the budget cannot hold all that it lacks. `beyond_budget` starts sequences whether or
+        not the budget lasts: `prefill` computes the rest of their prompts in later steps.
 
-        Where there is `due`, it goes through all that are, and none holds up those behind it.
+        If `due` is set, all due sequences are tried, and none holds up those that rank after it.
         """
         queues = self._queues
         if self.due is not None:
@@ -276,13 +276,13 @@ class StepBuilder:
                 return
             if queues.is_held_back(entry, self.now):
                 continue
-            # Beside other segments its copies run under this step, which would otherwise wait for them.
+            # With other segments in the step, the copies run while it computes. Otherwise it waits for them.
             at_once = whole or beyond_budget or not self._ids
             if not self._start(entry, most=self.budget if whole else NO_LIMIT, at_once=at_once):
                 return
 
     def _start(self, entry: Entry, *, most: int, at_once: bool) -> bool:
-        """Start a waiting sequence if it can, and plan its first chunk once its state is there. Whether it started."""
+        """Start a waiting sequence if possible. Returns whether it did. Plans its first chunk if its state is there."""
         if not self._admission.start(entry, most=most, at_once=at_once):
             return False
         if entry.swap_in_step < 0:
@@ -290,9 +290,9 @@ class StepBuilder:
         return True
 
     def finish(self, in_flight: bool) -> StepPlan | None:
-        """The plan, or None if there is nothing to do. `in_flight` says whether the result of a plan is still to come.
+        """The plan, or None if there is nothing to do. `in_flight`: the result of an earlier plan is still to come.
 
-        Without one, if nothing can run before idle state has made room or state has come in, the plan has no segments.
+        With nothing in flight the plan may have no segments: then it waits for copies that make room or bring state in.
         """
         queues, pool, hooks = self._queues, self.pool, self._queues.hooks
         self.in_flight = in_flight
@@ -333,7 +333,7 @@ class StepBuilder:
         )
 
     def compute(self, entry: Entry) -> None:
-        """Plan what a sequence lacks, as far as the budget lasts: a segment for each missing range."""
+        """Plan the positions that a sequence lacks, as far as the budget lasts: a segment for each missing range."""
         sequence, cache = entry.sequence, entry.cache
         if sequence.length > cache.capacity:  # tokens that were appended without a draw have no blocks yet
             self._preemption.grow_to(entry, sequence.length)

@@ -16,42 +16,42 @@ Rank = tuple[float, ...]
 
 NO_ROW = -1
 AWAITED = sys.maxsize
-"""`Entry.next_step` of a sequence that sits out until the result of its last segment is known."""
+"""`Entry.next_step` of a sequence that sits out every step until the result of its last segment is known."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A sequence in a queue, with all that planning needs to know of it."""
+    """A sequence in a queue, with everything that planning needs to know of it."""
 
     sequence: Sequence
     id: str
     rank: Rank
     cache: AnyState
-    """Which of its positions are resident."""
+    """The sequence's state in memory, which knows the resident positions."""
     sampling: Sampling
     limit: int
-    """The sequence ends at this length."""
+    """Length at which the sequence ends."""
     ends: frozenset[int]
-    """Token ids that end it."""
+    """Token ids that end the sequence."""
     row: int = NO_ROW
-    """Row of the executor's batch state while it runs."""
+    """Row of the executor's batch state while the sequence runs; NO_ROW otherwise."""
     decoding: bool = False
-    """It lacks only the position of its last token, which its row has sampled or is sampling."""
+    """Whether it lacks only the position of its last token, which its row has sampled or is sampling."""
     decode_limit: int = 0
-    """Decodes up to this position need no look at limit and blocks."""
+    """Position up to which the sequence decodes without a check of its limit and its blocks."""
     next_check: int = 0
-    """While fewer tokens than this are known, only end tokens are looked at."""
+    """Number of known tokens below which only end tokens are checked."""
     next_step: int = 0
-    """First step that may plan or preempt it; it sits out all steps before that one.
+    """First step that may plan or preempt the sequence; it sits out all earlier steps.
 
-    A step that plans it sets this to the number of the following step. After a sampling segment it is as many steps
-    later as a pipeline has stages, or the next step once the token is known. While nobody knows how many tokens its
-    last segment gives, it is AWAITED.
+    A step that plans the sequence sets this to the number of the following step. After a sampling segment, the value is
+    as many steps later as the pipeline has stages, or the next step once the token is known. It is AWAITED while the
+    number of tokens that the last segment gives is unknown.
     """
     lost_before: int = 0
-    """Plans of a lower number may give it no token: its state was lost."""
+    """Plans of a lower number give it no token, because its state was lost."""
     uses_kept: bool = True
-    """It may start from state that memory keeps of its tokens; otherwise all its positions are computed."""
+    """Whether it may start from state that memory keeps of its tokens; otherwise all its positions are computed."""
     swap_in_step: int = -1
     """Number of the plan that copies in its state from the host; -1 once it is there or the next plan waits for it."""
 
@@ -66,7 +66,7 @@ class RankedQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Entry]:
-        """In rank order. Entries behind the current one may come and go during the iteration."""
+        """The entries in rank order. Entries after the current one may come and go during the iteration."""
         return iter(self._entries)
 
     def __reversed__(self) -> Iterator[Entry]:
@@ -81,11 +81,11 @@ class RankedQueue:
         del self._entries[index]
 
     def last(self) -> Entry:
-        """The entry that goes last; the queue must not be empty."""
+        """The entry with the last rank. The queue must not be empty."""
         return self._entries[-1]
 
     def first(self) -> Entry | None:
-        """The entry that goes first; None if the queue is empty."""
+        """The entry with the first rank; None if the queue is empty."""
         return self._entries[0] if self._entries else None
 
 

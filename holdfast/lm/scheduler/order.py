@@ -14,14 +14,15 @@ DEFAULT_TTFT = 2.0
 
 
 class Order(ABC):
-    """Ranks each request once, when it is added. Ranks are distinct and fixed while a request lives.
+    """Ranks each request once, when it is added. Ranks are distinct, and fixed while a request lives.
 
     So one of the waiting and running requests always ranks first. It is never displaced and never preempted, so it
-    ends. Hence no request starves as long as only finitely many can ever rank ahead of it; each order says which.
+    ends. Hence no request starves as long as only finitely many can ever rank ahead of it. Each order says which ones
+    can.
     """
 
     displaces = False
-    """Whether a waiting request may displace a running one of a lower class that ranks behind it."""
+    """Whether a waiting request may displace a running one that has a lower class and a later rank."""
 
     @abstractmethod
     def rank(self, request: Request, number: int) -> Rank:
@@ -66,7 +67,7 @@ class Priority(Order):
 class Deadline(Order):
     """Earliest deadline of the first token first.
 
-    A deadline lies after its request's arrival, so requests that arrive after another's deadline rank behind it.
+    A deadline lies after its request's arrival, so requests that arrive after another's deadline rank after it.
     """
 
     def __init__(self, ttft_target: float = DEFAULT_TTFT) -> None:

@@ -13,11 +13,11 @@ from holdfast.lm.types import PartPlan, Sampling, StepPlan, StepResult, TableWri
 
 
 class PartQueues(Protocol):
-    """What a part may use of the scheduler's queues (`queues.Queues`)."""
+    """The members of the scheduler's queues that a part may use (`queues.Queues`)."""
 
     @property
     def pool(self) -> AnyMemory:
-        """The memory behind the sequences."""
+        """The memory that holds the sequences' state."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class Decode(NamedTuple):
 
 
 class PartStep(Protocol):
-    """What a part may use of a step under construction (`builder.StepBuilder`)."""
+    """The members of a step under construction that a part may use (`builder.StepBuilder`)."""
 
     @property
     def number(self) -> int:
@@ -146,7 +146,7 @@ class PartStep(Protocol):
 
 
 class PartOutputs(Protocol):
-    """What a part may do with the outputs of a step (`results.StepOutputs`)."""
+    """The changes that a part may make to the outputs of a step (`results.StepOutputs`)."""
 
     def extend(self, entry: Entry, tokens: Sequence[int]) -> bool:
         """Append tokens that need no draw to a decoding sequence that the step has given a token.
@@ -164,13 +164,13 @@ class PartOutputs(Protocol):
 
 
 class Part(ABC):
-    """The planner's side of one feature: what it adds to plans, and what it makes of results.
+    """The planner's side of one feature: it adds to plans, and reads results.
 
-    A part overrides the hooks that it needs and is called at no other. All methods are called in the loop's thread,
-    and time is an argument. What a part must know of a sequence, it keeps itself, by its Entry.
+    A part overrides the hooks that it needs. The other hooks are not called for it. All methods are called in the
+    loop's thread, and time is an argument. A part keeps its own data about a sequence, by Entry.
 
-    A waiting sequence is known to every part (`queued`). A part may hold it: then it is known to this part alone, until
-    the part calls `Queues.release`. A sequence that is held takes neither a row nor blocks, and holds up nobody.
+    Every part knows each waiting sequence (`queued`). A part may hold one: then only this part knows it, until the part
+    calls `Queues.release`. A held sequence takes neither a row nor blocks, and holds up no other.
     """
 
     name: ClassVar[str]
@@ -200,7 +200,7 @@ class Part(ABC):
         """A request was accepted. It is not in a queue yet."""
 
     def ended(self, entry: Entry) -> None:  # noqa: B027
-        """A sequence has ended, and is in no queue any more."""
+        """A sequence has ended, and has left its queue."""
 
     def queued(self, entry: Entry) -> bool:
         """A sequence waits from now on: a new one, one that was preempted, or one that another part held.
@@ -249,7 +249,7 @@ class Part(ABC):
 
     @property
     def wants_step(self) -> bool:
-        """Whether the part waits for the result of a plan, even of one without segments, where none is in flight.
+        """Whether the part needs the result of a plan, even of one without segments, while none is in flight.
 
         Asked after `finish`.
         """

@@ -13,23 +13,23 @@ from holdfast.lm.types import StepPlan, StepResult
 EFFICIENT = 1.1
 """A step is large enough when its time per token is within 10% of the best."""
 LEAST_ROW = 1e-9
-"""Seconds that the rows of a step add at least, so that rows count where nothing else differs."""
+"""Least seconds that the rows of a step add, so that rows count if nothing else differs."""
 
 
 class PipelineLatencyTarget(LatencyTarget):
-    """A latency target where steps pass the stages of a pipeline: it bounds a stream's whole wait (`wait`).
+    """A latency target for a pipeline: it bounds a stream's whole wait, which spans several steps (`wait`).
 
-    It predicts when each stage will have finished the steps in flight. A step takes the same share of its time on a
-    stage as any other step (`CostModel.shares`), and each stage runs the steps in order.
+    It predicts when each stage will have finished the steps in flight. Every step takes the same share of its time on a
+    given stage (`CostModel.shares`), and each stage runs the steps in order.
 
     Steps of equal predicted time leave no stage idle (the thesis on BatchMaker and Pensieve, §4.1.1). Three rules make
-    them equal: each step takes decodes until it has its share of their predicted time; it takes its share of what all
-    prompts lack, but no less than is efficient; and the target gives the steps after this one as much time as this one.
-    Otherwise a large step would leave small ones behind it, of decodes alone.
+    them equal. Each step takes decodes until it has its share of their predicted time. It takes its share of the prompt
+    tokens that are still to be computed, but no less than is efficient. And the target reserves as much time for the
+    next steps as for this one. Otherwise small steps of decodes alone would follow a large step.
     """
 
     def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int, stages: int) -> None:
-        """As `LatencyTarget`, in a pipeline of `stages`; `cost` is that of a step through all of them."""
+        """Arguments of `LatencyTarget`, and the number of `stages`; `cost` is that of a step through all of them."""
         super().__init__(cost, target, tile=tile, ceiling=ceiling)
         sizes = [*range(tile, ceiling, tile), ceiling]
         best = min(cost.linear(size) / size for size in sizes)
@@ -39,7 +39,7 @@ class PipelineLatencyTarget(LatencyTarget):
         self._ends = [0.0] * stages
         """By stage, when it finishes all planned steps."""
         self._in_flight: dict[int, float] = {}
-        """The predicted end of each step, by number, the oldest first."""
+        """Predicted end of each step in flight, by number, the oldest first."""
         self._ended: float | None = None
         """Predicted end of the last step whose result was seen."""
         self._since = [0.0] * stages
@@ -58,7 +58,7 @@ class PipelineLatencyTarget(LatencyTarget):
         super().plan(step)
 
     def prefill_budget(self, step: StepBuilder) -> int:
-        """A share of what all prompts lack, or what is efficient if that is more."""
+        """A share of the prompt tokens still to be computed, or the efficient number if that is larger."""
         stages, lacking = len(self._shares), 0
         running = (entry.sequence.length - entry.cache.planned for entry in step.running if not entry.decoding)
         for tokens in chain(running, (entry.sequence.length for entry in step.waiting)):
@@ -68,12 +68,12 @@ class PipelineLatencyTarget(LatencyTarget):
         return min(step.budget, max(self.tile, self.efficient_tokens - step.num_tokens, -(-lacking // stages)))
 
     def wait(self, seconds: float) -> float:
-        """The longest wait of any stream for its token if the next step takes `seconds`, and so do those after it.
+        """The longest wait of any stream for its token if the next step, and each step after it, takes `seconds`.
 
-        A stream is in every so many steps as there are stages. So those in the next step wait since the step so many
-        before it gave their tokens, until the next step ends. Those in a later step wait until that one ends: a step
-        leaves the last stage as long after the one before it as the slowest stage takes. If the later steps were not
-        given as much time, long and short steps would alternate, and stages would stand idle.
+        With n stages, a stream is in every n-th step. Streams in the next step have waited since the step n before it
+        gave their tokens, and wait until the next step ends. Streams in a later step wait until that step ends. Each
+        step leaves the last stage after the previous one by the time of the slowest stage. If later steps were given
+        less time, long and short steps would alternate, and stages would stand idle.
         """
         end, apart = self._passage(seconds)[-1], max(self._shares) * seconds
         return max(end + apart * later - since for later, since in enumerate(self._since))

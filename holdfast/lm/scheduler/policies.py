@@ -24,7 +24,7 @@ class FixedBudget(Policy):
     """Whether it puts any number of whole prompts into a step."""
 
     def __init__(self, token_budget: int) -> None:
-        """A policy that computes prompts whole needs a budget for the longest prompt beside all decodes."""
+        """A policy that computes prompts whole needs a budget for the longest prompt and all decodes."""
         self.token_budget = checked("token_budget", token_budget)
 
     @classmethod
@@ -52,8 +52,8 @@ class StallFree(FixedBudget):
 def reference_step(max_sequences: int, max_model_len: int, cache_positions: int | None = None) -> tuple[int, int]:
     """Number and context of the decodes of a full step: 32 at 4,096 tokens, as in Sarathi-Serve, Table 3.
 
-    Fewer, or shorter ones, where the engine's limits are lower: no more run at once, no sequence is longer, and the
-    cache does not hold more positions (None: it is no paged cache).
+    They are fewer or shorter if the engine's limits are lower: its number of sequences, its longest sequence, and the
+    positions of its cache (None: it is no paged cache).
     """
     decodes = min(REFERENCE_DECODES, max_sequences)
     held = REFERENCE_CONTEXT if cache_positions is None else cache_positions // decodes
@@ -89,7 +89,7 @@ def compute_token_budget(
 class LatencyTarget(Policy):
     """Sarathi-Serve, Algorithm 3, with a budget in seconds, computed for each step.
 
-    All running decodes come first, those of batches as far as they fit the target beside a stream. Then comes as much
+    Running decodes come first: all streams, and as many batch requests as still meet the target. Then comes as much
     prefill work as the cost model predicts to end within `target`, given the contexts of these decodes and the place of
     each chunk in its prompt. A step cut by this bound is a multiple of the tile size (Sarathi-Serve §4.3). A step may
     always fill the tile it has begun, so prefills go on however tight the target is. While no request streams, a step
@@ -98,8 +98,8 @@ class LatencyTarget(Policy):
     The prediction is corrected by the measured times of steps with prefill work, so that nearly all steps meet the
     target and not just the average one (`Correction`).
 
-    Where a model cannot compute prompts in chunks, they are `whole`. Then the target bounds how many of them a step
-    computes, and not the first.
+    `whole`: the model cannot compute prompts in chunks. Then the target bounds how many prompts follow the first one in
+    a step.
     """
 
     def __init__(self, cost: CostModel, target: float, *, tile: int, ceiling: int, whole: bool = False) -> None:
@@ -169,10 +169,10 @@ class LatencyTarget(Policy):
         return replace(self._cost.slower(mean, mean), deviation=deviation)
 
     def _most_decodes(self, step: StepBuilder) -> int:
-        """Most decodes of a step: every stream's, and beside streams as many lines of batches as meet the target.
+        """Most decodes of a step: every stream, and with streams as many lines of batches as meet the target.
 
-        Beside the prompt of a stream it is one line, so that the prompt gets the room. The lines that rank first go on;
-        the others keep their state, and wait.
+        While the prompt of a stream is computed, lines of batches leave it the room: none decodes, or one if no stream
+        does. The lines that rank first go on. The others keep their state, and wait.
         """
         running = step.running
         if not len(running) or running.last().sequence.request.priority < BATCH_CLASS:

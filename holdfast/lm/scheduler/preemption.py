@@ -13,7 +13,7 @@ from holdfast.lm.types import TableWrite
 class Preemption:
     """Finds rows and blocks for one step by preempting the sequences that rank last.
 
-    A victim always ranks behind the sequence it makes room for, so the first in rank is never preempted. A sequence
+    A victim always ranks after the sequence that it makes room for, so the first in rank is never preempted. A sequence
     that sits the step out (`Entry.next_step`) is never a victim.
     """
 
@@ -31,10 +31,10 @@ class Preemption:
     def displace(self, budget: int, due: Callable[[Entry], bool] | None = None) -> None:
         """Preempt running sequences for waiting ones of a higher class, if the order displaces at all.
 
-        Only for those that are `due`, where that is given. Parts give up memory before anyone is preempted.
+        With `due`, only due sequences displace others. Parts give up memory before anyone is preempted.
 
-        Goes through the waiting sequences by rank while the `budget` has room for them beside the decodes, and preempts
-        the last in rank until each finds a row and blocks. Victims wait like any preempted sequence.
+        Goes through the waiting sequences by rank while the `budget` has room for them after the decodes. Preempts the
+        last in rank until each finds a row and blocks. Victims wait like any preempted sequence.
         """
         queues, pool, running = self._queues, self._queues.pool, self._queues.running
         if not queues.contenders:

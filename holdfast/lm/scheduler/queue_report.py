@@ -20,19 +20,19 @@ REASONS = {
     "adapter loading": "its adapter is not on the device yet",
     "order": "others are ahead of it, and the first of them cannot start",
 }
-"""Why a request waits, and what that means."""
+"""Each reason for which a request waits, and its explanation."""
 
 
 class WaitingRequest(NamedTuple):
-    """A request that does not run yet, or not any more."""
+    """A request that does not run: it has not started, or was preempted."""
 
     id: str
     reason: str
     """One of REASONS."""
     tokens: int
-    """Of its prompt, with what it has generated so far."""
+    """Number of tokens of its prompt and of its answer so far."""
     arrival: float
-    """In seconds."""
+    """Time of arrival in seconds."""
 
 
 class RunningRequest(NamedTuple):
@@ -54,13 +54,13 @@ class QueueReport(NamedTuple):
     running: int
     free_rows: int
     first: tuple[WaitingRequest, ...]
-    """The first of those that wait."""
+    """The first of the waiting requests."""
     rows: tuple[RunningRequest, ...]
-    """Those that run."""
+    """The first of the running requests."""
 
 
 def report_queues(queues: Queues, most: int) -> QueueReport:
-    """The queues now, with at most so many requests of each kind."""
+    """The queues now, with at most `most` requests of each kind."""
     arriving = [waiting_request(entry, "copies under way") for entry in queues.swapping_in[:most]]
     waiting = islice(_reasons(queues), most)
     rows = [
@@ -72,7 +72,7 @@ def report_queues(queues: Queues, most: int) -> QueueReport:
 
 
 def waiting_request(entry: Entry, reason: str) -> WaitingRequest:
-    """What is reported of a waiting sequence."""
+    """The report on one waiting sequence."""
     sequence = entry.sequence
     return WaitingRequest(entry.id, reason, len(sequence.tokens), sequence.request.arrival)
 

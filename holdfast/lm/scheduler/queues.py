@@ -10,10 +10,10 @@ from holdfast.lm.types import BlockCopy
 
 
 class Queues:
-    """Where every sequence stands. It waits, is swapping in, or runs.
+    """Holds every sequence that has not ended. A sequence waits, is swapping in, or runs.
 
-    A running sequence has a row, and blocks for all that is planned. One that is swapping in has its row and its blocks
-    too; copies from the host fill the blocks while others run.
+    A running sequence has a row, and blocks for all its planned positions. A sequence that is swapping in has its row
+    and its blocks too. Copies from the host fill the blocks while others run.
     """
 
     def __init__(
@@ -21,19 +21,19 @@ class Queues:
     ) -> None:
         self.pool = pool
         self.hooks = hooks
-        """The parts that hear of each change."""
+        """The parts that are notified of each change."""
         self.order = order
         self.stages = stages
-        """Stages of the pipeline that a step passes; so many steps are computed at a time."""
+        """Number of pipeline stages that a step passes, and thus of steps that are computed at a time."""
         self.waiting = waiting = order.queue()
         self.contenders = waiting if order.displaces and isinstance(waiting, RankedQueue) else None
         """The waiting sequences, if the order lets them displace running ones."""
         self.held: dict[Entry, Part] = {}
-        """The sequences that wait for something of a part, each with the part. They are not in `waiting`."""
+        """The sequences that a part holds, each with the part. They are not in `waiting`."""
         self.running = RankedQueue()
         self.swapping_in: list[Entry] = []
         self.awaits = -1
-        """The next plan's segments wait for the copies from the host that plans up to this number began."""
+        """Number of a plan. The next plan's segments wait for the copies from the host up to this plan's. -1: none."""
         self.headroom = int(pool.num_blocks * headroom)
         """Blocks that admission leaves to running sequences."""
         self.free_rows = list(range(max_sequences - 1, -1, -1))
@@ -42,7 +42,7 @@ class Queues:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prefix_hits_on_host = 0
-        """Of `prefix_hits`, tokens that only the host had when their sequence started, however they came there."""
+        """Number of tokens among `prefix_hits` that only the host had when their sequence started."""
         self.recovered = 0
 
     @property
@@ -59,7 +59,7 @@ class Queues:
         self._ask(entry, None)
 
     def hold(self, entry: Entry, part: Part) -> None:
-        """Let a part hold an entry of the waiting queue. The other parts know it no longer."""
+        """Let a part hold an entry of the waiting queue. The other parts do not know it from then on."""
         self.waiting.remove(entry)
         self.held[entry] = part
         for other in self.hooks.left:
@@ -73,7 +73,7 @@ class Queues:
         self._ask(entry, part)
 
     def _ask(self, entry: Entry, holder: Part | None) -> None:
-        """Let an entry wait, or be held by the first part that wants it. `holder` has held it, and is not asked."""
+        """Add an entry to the waiting queue, or let the first part that wants it hold it. `holder` is not asked."""
         asked = [] if holder is None else [holder]
         for part in self.hooks.queued:
             if part is holder:
@@ -87,7 +87,7 @@ class Queues:
         self.waiting.add(entry)
 
     def is_held_back(self, entry: Entry, now: float) -> bool:
-        """Whether a part holds an entry of the waiting queue, which would start now, from here on."""
+        """Whether a part now holds this entry of the waiting queue, which could start otherwise."""
         for part in self.hooks.starting:
             if part.starting(entry, now):
                 self.hold(entry, part)
@@ -130,7 +130,7 @@ class Queues:
         return copies
 
     def join(self, entry: Entry) -> None:
-        """Move an entry from `swapping_in` to running; the next plan waits for its copies that are not complete."""
+        """Move an entry from `swapping_in` to running. The next plan waits for its copies that are not complete."""
         self.swapping_in.remove(entry)
         self.awaits = max(self.awaits, entry.swap_in_step)
         entry.swap_in_step = -1

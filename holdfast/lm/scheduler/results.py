@@ -1,4 +1,4 @@
-"""Results: applies what steps gave to their sequences, and makes the outputs of it."""
+"""Results: appends the tokens of steps to their sequences, and makes the outputs."""
 
 from __future__ import annotations
 
@@ -41,18 +41,20 @@ class Results:
         self._next_step = 0
         """Number of the next plan."""
         self._ended = 0
-        """Number of sequences that have ended."""
+        """Number of sequences that have ended so far."""
         self._known: dict[Entry, int] = {}
-        """Sequences for which plans in flight sample a token that is known already: the number of the first plan that
-        samples one that is not."""
+        """Sequences for which plans in flight sample a token that is already known.
+
+        The value is the number of the first plan that samples an unknown one.
+        """
 
     def submitted(self, step: int, sampling: list[Entry]) -> None:
-        """A plan of this number is in flight, and samples for these sequences, in plan order."""
+        """Note a plan in flight with this number. It samples for these sequences, in plan order."""
         self.in_flight.append(Submitted(step, sampling, self._ended))
         self._next_step = step + 1
 
     def ended(self, entry: Entry) -> None:
-        """A sequence has ended: it gets no further token."""
+        """Note that a sequence has ended: it gets no further token."""
         self._ended += 1
         self._known.pop(entry, None)
 
@@ -89,8 +91,8 @@ class Results:
     def extend(self, entry: Entry, tokens: Iterable[int]) -> tuple[int, ...]:
         """Append tokens that need no draw to a decoding sequence, up to its end. Returns those that were appended.
 
-        A later step computes them, as it does tokens of a prompt. Plans in flight sample the first of them, too; what
-        these give is known then.
+        A later step computes them, like tokens of a prompt. Plans in flight also sample the first of them; those
+        samples are dropped.
         """
         sequence = entry.sequence
         known, length = len(sequence.tokens), sequence.length
@@ -107,7 +109,7 @@ class Results:
         return added
 
     def _read(self, submitted: Submitted, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Apply a result with one token for each sampling segment."""
+        """Apply a result that has one token for each sampling segment."""
         step, sampling, ended = submitted
         self._queues.order.sampled(sampling)
         tokens: Sequence[int] = result.tokens
@@ -121,7 +123,7 @@ class Results:
         return StepOutputs(self, sampling, list(zip(tokens)), logprobs)
 
     def _read_ragged(self, submitted: Submitted, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Apply a result with no, one or several tokens for each sampling segment."""
+        """Apply a result that has no, one or several tokens for each sampling segment."""
         sampling = submitted.sampling
         rest, grown = iter(result.tokens), dict[Entry, int]()
         records, logprobs = iter(result.logprobs), dict[Entry, list[TokenLogprobs]]()
@@ -153,7 +155,7 @@ class Results:
         return not entry.sequence.ended and step >= self._known.get(entry, 0)
 
     def _append(self, entries: list[Entry], tokens: Sequence[int]) -> None:
-        """Append one token to each of these sequences, and end those it is the last token of."""
+        """Append one token to each of these sequences, and end each sequence whose last token it is."""
         for entry, token in zip(entries, tokens, strict=True):
             known = entry.sequence.tokens
             known.append(token)
@@ -178,7 +180,7 @@ class StepOutputs:
         tokens: list[tuple[int, ...]],
         logprobs: Sequence[tuple[TokenLogprobs, ...]] = (),
     ) -> None:
-        """The sequences that a step has given tokens, these tokens, and their log probabilities if any ask."""
+        """The sequences to which a step gave tokens, these tokens, and their log probabilities if any request asks."""
         self._results = results
         self._entries, self._tokens, self._logprobs = entries, tokens, logprobs
         self._columns: dict[str, Mapping[Entry, Any]] = {}
@@ -229,7 +231,7 @@ class StepOutputs:
 
 
 def is_ragged(plan: StepPlan, result: StepResult) -> bool:
-    """Whether a sampling segment may have given another number of tokens than one."""
+    """Whether any sampling segment may have given no token or several."""
     return plan.samples is not None or result.counts is not None
 
 
@@ -246,7 +248,7 @@ def most_counts(plan: StepPlan, sampling: Sequence[Entry]) -> Sequence[int]:
 def valid_counts(plan: StepPlan, result: StepResult, sampling: Sequence[Entry]) -> bool:
     """Whether a ragged result gives each sampling segment as many tokens as its plan allows.
 
-    Those of a sequence whose state was lost may give none.
+    Segments of a sequence whose state was lost may give none.
     """
     counts, most = given_counts(result, sampling), most_counts(plan, sampling)
     return (

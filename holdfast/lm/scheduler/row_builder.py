@@ -17,13 +17,13 @@ from holdfast.lm.scheduler.row_groups import group
 from holdfast.lm.types import Forward, RowMove, RowPlan, StepPlan
 
 WINDOW = 4
-"""Prompts are grouped among the first waiting ones: this many times as many as a group may have."""
+"""Prompts are grouped among the first waiting ones: this many times the size of the largest group."""
 SHORT_TAIL = 32
 """A fixed budget is exceeded by up to 1/32 for the end of a prompt, which would take a forward of its own."""
 
 
 class RowQueues(Queues):
-    """Where every sequence of padded rows stands. It waits, is prefilled ahead of a place in the batch, or runs."""
+    """Holds every sequence of padded rows. A sequence waits, is prefilled ahead of a place in the batch, or runs."""
 
     pool: RowPool
 
@@ -40,26 +40,26 @@ class RowQueues(Queues):
     ) -> None:
         """`prefill_ahead` is the most sequences that are prefilled and wait for a place.
 
-        `to_completion` leaves rows in the batch when their sequences have ended, until all of them have.
+        `to_completion` leaves the rows of ended sequences in the batch until all its sequences have ended.
         """
         super().__init__(pool, max_sequences + prefill_ahead, headroom, order, 1, hooks)
         self.max_sequences = max_sequences
         self.prefill_ahead = prefill_ahead
         self.to_completion = to_completion
         self._ended: dict[int, str] = {}
-        """By row, the id of a sequence whose row stays in the batch although it has ended."""
+        """By row, the id of an ended sequence whose row stays in the batch."""
         self.suspensions = 0
-        """Preemptions whose state went to the host."""
+        """Number of preemptions whose state went to the host."""
         self.prefilled = RankedQueue()
-        """Those that were prefilled ahead and wait for a place in the batch."""
+        """Sequences that were prefilled ahead and wait for a place in the batch."""
 
     @property
     def places(self) -> int:
-        """Rows that may still join the batch."""
+        """Number of rows that may still join the batch."""
         return self.max_sequences - self.pool.rows
 
     def start(self, entry: Entry, found: FoundRow, now: float) -> tuple[()]:  # type: ignore[override]
-        """As `Queues.start`; a suspended state is loaded into the row."""
+        """Do the same as `Queues.start`, and load a suspended state into the row."""
         super().start(entry, found, now)
         state_of(entry).occupy(entry.row)
         return ()
@@ -89,9 +89,9 @@ class RowQueues(Queues):
         self._vacate(entry)
 
     def end_row(self, entry: Entry, known: int | None = None) -> None:
-        """Nothing more of an entry is computed: its row leaves, or stays in the batch until the batch ends.
+        """End the computation of an entry: its row leaves the batch, or stays in it until the batch ends.
 
-        The state of a row that leaves may serve the next turn of a conversation. `known` as in `RowState.keep`.
+        The state of a row that leaves may serve the next turn of a conversation. `known` is passed to `RowState.keep`.
         """
         if self.to_completion and state_of(entry).place == "batch":
             state_of(entry).run_on()
@@ -105,7 +105,7 @@ class RowQueues(Queues):
         self._back(entry)
 
     def lose(self, entry: Entry) -> None:
-        """The device has lost the state of an entry: it waits, with nothing computed and no token in flight."""
+        """Let an entry whose state the device has lost wait, with nothing computed and no token in flight."""
         state_of(entry).lose()
         if entry.row != NO_ROW:
             self._back(entry)
@@ -113,13 +113,13 @@ class RowQueues(Queues):
         entry.next_step = 0
 
     def drop_ended(self, rows: Iterable[int]) -> None:
-        """Let rows leave the batch that stayed in it although their sequences have ended."""
+        """Remove these rows of ended sequences from the batch."""
         gone = list(rows)
         self.pool.drop_ended(gone)
         self.free_left(gone)
 
     def lose_ended(self, ids: Collection[str]) -> None:
-        """The device has lost the states of ended rows, where they are of these sequences."""
+        """Forget those ended rows of these sequences whose states the device has lost."""
         gone = [row for row, name in self._ended.items() if name in ids]
         for row in gone:
             del self.pool.ended[row]
@@ -154,24 +154,24 @@ class RowQueues(Queues):
 class RowBuilder(StepBuilder):
     """The verbs of `StepBuilder` over padded rows, and those of Baton.
 
-    A step consists of forwards. One of the batch decodes all of its rows, as none can be left out, whatever the budget.
-    Prompts are computed apart, in chunks of one prompt each or in groups of whole ones; or in the batch (`shape`). A
-    prompt that is complete joins the batch before the next decode.
+    A step consists of forwards. A forward of the batch decodes all rows, whatever the budget, because none can be left
+    out. Prompts are computed apart, in chunks of one prompt each or in groups of whole ones; or in the batch (`shape`).
+    A complete prompt joins the batch before the next decode.
     """
 
     def __init__(self, queues: RowQueues, number: int, now: float, longest: int) -> None:
         """`longest` is the most positions of a row."""
         super().__init__(queues, number, now)
         self.rows = queues
-        """The queues, to look at."""
+        """The queues; read only."""
         self._pool = queues.pool
         self._longest = longest
         self._forwards: list[Forward] = []
         self._moves: list[RowMove] = []
         self._whole: list[tuple[Entry, int]] = []
-        """Whole prompts that are planned, and their lengths; their forwards are not yet."""
+        """Planned whole prompts whose forwards are not planned yet, with their lengths."""
         self._prompts = 0
-        """Prompts that the step computes, or parts of them."""
+        """Number of prompts, or parts of prompts, that the step computes."""
         if not queues.running:
             queues.drop_ended(self._pool.ended)
 
@@ -196,7 +196,7 @@ class RowBuilder(StepBuilder):
             for victim in victims:
                 self._preempt(victim)
             if victims:
-                return  # one a step: what the others need is known once this one has started
+                return  # at most one entry a step: the room for the others is known once this one has started
 
     def decode(self, *, newcomers: bool = False) -> None:
         """Decode every row of the batch, and every prompt that an earlier step completed.
@@ -210,7 +210,7 @@ class RowBuilder(StepBuilder):
     def shape(self, allow: Callable[[Entry], bool] = anyone, *, most: int = NO_LIMIT) -> None:
         """Decode every row, and compute whole prompts of waiting sequences in the same forward (Baton §4.1).
 
-        At most `most` sequences start, in rank order, as budget, rows, memory and `allow` permit. Where nothing runs,
+        At most `most` sequences start, in rank order, as budget, rows, memory and `allow` permit. While nothing runs,
         this is a left-padded prefill. The first prompt of an empty batch may exceed the budget.
         """
         queues, newcomers = self.rows, list[Entry]()
@@ -254,7 +254,8 @@ class RowBuilder(StepBuilder):
     def prefill_ahead(self) -> None:
         """Compute one group of prompts of similar length, whose sequences then wait for a place in the batch.
 
-        The group is that of the first in rank. Nothing is started that would not find room below the headroom.
+        The group is the one of the first in rank. A sequence starts only if it fits in the memory outside of the
+        headroom.
         """
         queues, pool = self.rows, self._pool
         most = min(queues.prefill_ahead - len(queues.prefilled), queues.max_sequences)
@@ -275,10 +276,10 @@ class RowBuilder(StepBuilder):
             self.compute(entry, whole=True)
 
     def embed(self, key: Callable[[Entry], Any] | None = None, *, most: int | None = None) -> None:
-        """Let prefilled sequences join the batch, in rank order or in that of `key`, as places and memory permit.
+        """Let prefilled sequences join the batch, in rank order or ordered by `key`, as places and memory permit.
 
-        One of a higher class preempts the last in rank of a lower class if the order displaces (Baton §4.3). Where
-        nothing runs, prefilled ones that rank last give up their states until the first fits.
+        A sequence of a higher class preempts the last in rank of a lower class if the order displaces (Baton §4.3).
+        While nothing runs, the prefilled sequences that rank last give up their states until the first fits.
         """
         queues, pool = self.rows, self._pool
         for entry in sorted(queues.prefilled, key=key or (lambda entry: entry.rank))[:most]:
@@ -294,7 +295,7 @@ class RowBuilder(StepBuilder):
 
     def finish(self, in_flight: bool) -> StepPlan | None:
         self._plan_forwards()
-        if not self._ids and not in_flight:  # what was suspended has come back, and lacks its last token alone
+        if not self._ids and not in_flight:  # suspended sequences that came back lack only their last token
             if not self.running:
                 self.embed()
             self.decode()
@@ -307,7 +308,7 @@ class RowBuilder(StepBuilder):
         return replace(plan, samples=samples, parts=(*plan.parts, RowPlan(tuple(self._forwards), tuple(self._moves))))
 
     def _decoding(self, newcomers: bool = False) -> list[Entry]:
-        """The sequences that lack only their last token. Those that have sampled their last one leave the batch."""
+        """The sequences that lack only their last token. Sequences that have sampled their last one leave the batch."""
         number, chosen = self.number + newcomers, list[Entry]()
         for entry in self.running:
             if not entry.decoding or entry.next_step > number:
@@ -347,10 +348,10 @@ class RowBuilder(StepBuilder):
         self._pool.note_decode(newcomers=bool(newcomers))
 
     def _make_room(self, decoding: list[Entry]) -> None:
-        """Let rows leave until each of these can become one position longer; those that leave are not running then.
+        """Remove rows until each of these sequences can grow by one position. Sequences without a row stop running.
 
-        Rows that have ended go first, then what was prefilled ahead, then the longest of the last class. The first in
-        rank stays, and may use all the memory.
+        Rows of ended sequences go first, then prefilled ones, then the longest of the last class. The first in rank
+        stays, and may use all the memory.
         """
         queues, pool = self.rows, self._pool
         while not pool.can_decode(state_of(entry) for entry in decoding if entry.row != NO_ROW):
@@ -366,7 +367,7 @@ class RowBuilder(StepBuilder):
                 state_of(entry).claim(state_of(entry).planned + 1)
 
     def _longest_behind(self) -> Entry | None:
-        """The longest sequence of the last class, the first in rank aside."""
+        """The longest sequence of the last class, except the first in rank."""
         behind = [entry for entry in self.running if self._may_leave(entry)]
         if behind and behind[0] is self.running.first():
             del behind[0]
@@ -381,7 +382,7 @@ class RowBuilder(StepBuilder):
         return next((each for each in reversed(self.rows.prefilled) if each is not but and self._may_leave(each)), None)
 
     def _displaced_by(self, entry: Entry) -> Entry | None:
-        """The running sequence that a prefilled one may preempt: the last in rank of a lower class behind it."""
+        """The running sequence that a prefilled one may preempt: of a lower class, and the last in rank after it."""
         if self.rows.contenders is None:
             return None
         for other in reversed(self.running):
@@ -399,10 +400,11 @@ class RowBuilder(StepBuilder):
         self._preemption.preempted.append(victim.id)
 
     def compute(self, entry: Entry, *, whole: bool = False) -> None:
-        """Plan what a sequence lacks apart from the batch, as far as the budget lasts, and a short end beyond it.
+        """Plan the positions that a sequence lacks, apart from the batch, as far as the budget lasts.
 
-        A suspended sequence that lacks only its last token is decoded in the batch instead. A whole prompt waits for
-        others, to share a forward with those of similar length. `whole` looks at neither budget nor pace.
+        A short end of a prompt may exceed the budget. A suspended sequence that lacks only its last token is decoded in
+        the batch instead. A whole prompt waits for others, to share a forward with those of similar length. `whole`
+        ignores budget and pace.
         """
         sequence, state = entry.sequence, state_of(entry)
         start, length = state.planned, sequence.length

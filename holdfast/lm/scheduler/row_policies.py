@@ -1,4 +1,4 @@
-"""Policies of padded rows: Baton's two. Those of the systems that it is compared with are in `lab`."""
+"""Policies of padded rows: Baton's two. The policies of systems that it is compared with are in `lab`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RowPolicy(FixedBudget):
     """A policy that knows rows and their forwards."""
 
     to_completion = False
-    """Whether the rows of ended sequences stay in the batch until all of it have ended."""
+    """Whether the rows of ended sequences stay in the batch until all its sequences have ended."""
 
     def plan(self, step: StepBuilder) -> None:
         """Plan a step. Raises TypeError for a builder of packed steps."""
@@ -27,9 +27,9 @@ class RowPolicy(FixedBudget):
 
 
 class Shaping(RowPolicy):
-    """Baton without prefill apart (§4.1): a whole prompt joins the running batch in one forward with its decodes.
+    """Baton without separate prefill (§4.1): a whole prompt joins the running batch in one forward with its decodes.
 
-    One joins in each step, while a row is free. Where nothing runs, as many as rows and memory allow.
+    One prompt joins in each step, while a row is free. While nothing runs, as many join as rows and memory allow.
     """
 
     def plan_rows(self, step: RowBuilder) -> None:
@@ -40,7 +40,8 @@ class Shaping(RowPolicy):
 class Embedding(RowPolicy):
     """Baton-PD (§4.2): prompts are prefilled apart, in groups of similar length, ahead of a free row.
 
-    What is prefilled joins as soon as a row is free, and at once if it is of a higher class than a running request.
+    A prefilled sequence joins as soon as a row is free, and at once if its class is higher than that of a running
+    request.
     """
 
     def plan_rows(self, step: RowBuilder) -> None:

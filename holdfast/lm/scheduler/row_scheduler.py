@@ -23,7 +23,7 @@ TRIES = 3
 
 
 class RowScheduler(Scheduler):
-    """As `Scheduler`. Its plans consist of forwards and of moves of rows."""
+    """A `Scheduler` whose plans consist of forwards and of moves of rows."""
 
     _queues: RowQueues
 
@@ -45,7 +45,7 @@ class RowScheduler(Scheduler):
         prefill_ahead: int = 0,
         to_completion: bool = False,
     ) -> None:
-        """As `Scheduler`; `prefill_ahead` and `to_completion` as `RowQueues`."""
+        """Takes the arguments of `Scheduler`; `prefill_ahead` and `to_completion` go to `RowQueues`."""
 
         def make_queues(
             pool: RowPool, rows: int, headroom: float, order: Order, stages: int, hooks: Hooks
@@ -82,9 +82,10 @@ class RowScheduler(Scheduler):
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> Columns[SequenceOutput]:
-        """As `Scheduler.update`. Sequences whose state was lost wait, with nothing computed; memory is used less fully.
+        """Apply a result (`Scheduler.update`). Sequences whose state was lost wait, with nothing computed.
 
-        One that is lost again and again while it is alone ends there, with the reason `length`.
+        After a loss less memory is used. A sequence that is lost several times while it runs alone ends there, with the
+        reason `length`.
         """
         lost = self._mark_lost(result)
         names = result.part(RowResult).lost
@@ -107,7 +108,7 @@ class RowScheduler(Scheduler):
         return self._with_ends(outputs, ended) if ended else outputs
 
     def stats(self) -> SchedulerStats:
-        """As `Scheduler.stats`; blocks are positions."""
+        """Queues and memory now (`Scheduler.stats`), where blocks are positions."""
         queues, pool = self._queues, self._pool
         stats = super().stats()
         return replace(
@@ -125,7 +126,7 @@ class RowScheduler(Scheduler):
         )
 
     def _with_ends(self, outputs: Columns[SequenceOutput], ended: list[Entry]) -> Columns[SequenceOutput]:
-        """The outputs of a step, with the ends of these sequences, which it may have given a token."""
+        """The outputs of a step, with the ends of these sequences, to which it may have given a token."""
         given: list[str] = outputs.column("request_id")
         silent = [entry for entry in ended if entry.id not in given]
         more = StepOutputs(self._results, silent, [()] * len(silent)).columns(some_ended=True)
@@ -135,7 +136,7 @@ class RowScheduler(Scheduler):
         return Columns(SequenceOutput, **columns)
 
     def _mark_lost(self, result: StepResult) -> list[Entry]:
-        """Let plans in flight give no token for the lost sequences; those sequences.
+        """Let plans in flight give no token for the lost sequences. Returns these sequences.
 
         A sequence that a later plan has already started again is not lost.
         """

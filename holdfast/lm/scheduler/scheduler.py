@@ -53,17 +53,20 @@ class Scheduler:
         make_builder: Callable[[Any, int, float], StepBuilder] = StepBuilder,
     ) -> None:
         """`parts` are called in their order. `sharing` lets requests of one identity share the state of equal prefixes.
-        `served` names the model, adapter and dtype of the executor; `add` refuses any other, unless a part serves it.
+
+        `served` names the model, adapter and dtype of the executor. `add` refuses any other, unless a part serves it;
         None refuses nothing.
 
         `headroom` is the share of the blocks that admission leaves to running sequences. `order` ranks requests, by
-        default by priority class. `seed` makes seeds for requests that bring none. `stages` is the number of stages of
-        a pipeline: a sequence sampled in step k may be in step k + stages before the host knows its token, and in no
-        step between unless the host knows it. Each step takes its share of the decodes.
+        default by priority class. `seed` makes seeds for requests that name none.
+
+        `stages` is the number of stages of a pipeline. A sequence sampled in step k may be in step k + stages before
+        the host knows its token. It is in an earlier step only once the host knows its token. Each step takes its
+        share of the decodes.
 
         `make_state` makes the state of one sequence, given the pool and the root of its chain of digests
-        (`Identity.root`), or None where it shares nothing. `make_queues` and `make_builder` make the queues, and the
-        builder of each plan. The three go with the kind of pool.
+        (`Identity.root`), or None if it shares nothing. `make_queues` makes the queues, and `make_builder` the
+        builder of each plan. The three belong to the kind of pool.
         """
         hooks, order = Hooks(parts), order or Priority()
         limits = RequestLimits(max_model_len, vocab_size, pool.longest(max_model_len), served)
@@ -84,7 +87,7 @@ class Scheduler:
 
     @property
     def memory(self) -> AnyMemory:
-        """The memory behind the sequences, as it stands with the plans in flight."""
+        """The memory that holds the sequences' state, with plans in flight counted as done."""
         return self._queues.pool
 
     def add(self, request: Request) -> None:
@@ -107,14 +110,14 @@ class Scheduler:
         return self._queues.hooks.parts
 
     def part(self, kind: type[P]) -> P:
-        """The part of this class. Raises LookupError where there is none."""
+        """The part of this class. Raises LookupError if there is none."""
         for part in self._queues.hooks.parts:
             if isinstance(part, kind):
                 return part
         raise LookupError(f"this scheduler has no {kind.__name__}")
 
     def abort(self, request_id: str) -> None:
-        """End a request at once; tokens that steps in flight give for it are dropped. Ignores requests that ended."""
+        """End a request at once. Tokens that steps in flight give it are dropped. Ignores requests that have ended."""
         if request_id in self._entries:
             self._end(self._entries[request_id], FinishReason.ABORT)
 
@@ -165,16 +168,16 @@ class Scheduler:
 
     @property
     def queues(self) -> Queues:
-        """The waiting and the running sequences, to look at."""
+        """The waiting and the running sequences; read only."""
         return self._queues
 
     @property
     def entries(self) -> abc.Mapping[str, Entry]:
-        """The sequences that have not ended, by id, to look at."""
+        """The sequences that have not ended, by id; read only."""
         return self._entries
 
     def has_work(self) -> bool:
-        """Whether any request has not ended, a part has work without any, or others wait for copies."""
+        """Whether any request has not ended, a part has work of its own, or others wait for copies to the host tier."""
         return (
             bool(self._entries)
             or any(part.has_work for part in self._queues.hooks.has_work)

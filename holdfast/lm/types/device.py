@@ -19,41 +19,41 @@ from holdfast.loop.loop import Loop
 
 @dataclass(frozen=True, slots=True)
 class MemoryMeasurement:
-    """What the executor measured of its device, once the weights are loaded. Sizes in bytes."""
+    """Memory that the executor measured on its device, once the weights are loaded. Sizes in bytes."""
 
     device: str
     """The device in words, for people."""
     total: int
     weights: int
     activations: int
-    """Peak of one step at the token budget, measured, beside weights and cache."""
+    """Measured peak of one step at the token budget, without weights and cache."""
     cache: int
-    """What may be given to the KV cache."""
+    """Bytes available for the KV cache."""
     block: int
     """One block of the KV cache: keys and values of `block_size` tokens in all layers. On padded rows: one position, or
     one row where the state does not grow."""
     host_cache: int = 0
-    """What may be given to the host tier."""
+    """Bytes available for the host tier."""
     adapters: int = 0
-    """The slots of adapters."""
+    """Bytes of the slots of adapters."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the KV cache on the device."""
+        """Number of blocks of the KV cache on the device."""
         return self.cache // self.block
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of the host tier."""
+        """Number of blocks in the host tier."""
         return self.host_cache // self.block
 
     def with_blocks(self, num_blocks: int, num_host_blocks: int) -> MemoryMeasurement:
-        """The same, with this many blocks in the tiers."""
+        """This measurement, with this many blocks in the tiers."""
         return replace(self, cache=num_blocks * self.block, host_cache=num_host_blocks * self.block)
 
 
 COPIES_FOR_OTHERS_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
-"""Copied to the host beside a step for other engines to read: some milliseconds at most. On a CPU the step waits."""
+"""Bytes that a step copies to the host for other engines: some milliseconds at most. On a CPU the step waits."""
 
 
 COPIES_AHEAD_BYTES = 1 << 27
@@ -61,7 +61,7 @@ COPIES_AHEAD_BYTES = 1 << 27
 
 
 BUDGET_TILE = {"cuda": 64, "cpu": 16}
-"""By kind of device: a token budget is a multiple of this, as other sizes leave part of a matrix tile idle."""
+"""A token budget is a multiple of this, by kind of device. Other sizes leave part of a matrix tile idle."""
 
 
 DEFAULT_TOKEN_BUDGET = {"cuda": 2048, "cpu": 512}
@@ -76,45 +76,45 @@ def precision_of(dtype: str, quantization: QuantizationName, kv_cache_dtype: Cac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """The engine as allocated: all that planning needs to know of the model and the device. A value."""
+    """The engine as allocated: everything that planning needs to know of the model and the device. A value."""
 
     model: str
-    """The name under which it is served."""
+    """Name under which the model is served."""
     precision: str
     """The type of weights, activations and cache, for people and as part of the identity of cached state."""
     num_blocks: int
-    """Blocks of the KV cache on the device; positions of padded rows (`RowShape.positions`)."""
+    """Number of blocks of the KV cache on the device; positions for padded rows (`RowShape.positions`)."""
     num_host_blocks: int = 0
     """Number of blocks in the host tier."""
     host_blocks_ready: int | None = None
-    """Those that can be used from the start; None: all."""
+    """Number of host blocks that can be used from the start; None: all."""
     block_bytes: int = 0
-    """Bytes of a block; 0: unknown, and every block of the host is brought back."""
+    """Bytes of a block. 0: unknown, and every block that the host has is copied back."""
     lower: LowerShape | None = None
-    """The tiers behind the host tier."""
+    """The disk and the remote tier below the host tier; None if there are none."""
     copies_for_others: int | None = None
-    """Blocks that a step copies to the host for other engines to read; None: as many as in a pause."""
+    """Number of blocks that a step copies to the host for other engines; None: as many as in a pause."""
     copies_ahead: int | None = None
-    """Blocks that a step swaps out ahead of need without becoming slower. None: as many as one plan may copy."""
+    """Number of blocks that a step swaps out ahead of need without becoming slower. None: as many as a plan may."""
     token_budget: int
     """Tokens that a step is filled up to."""
     max_step_tokens: int
-    """Most tokens of one step. Above the budget where a policy computes prompts whole."""
+    """Most tokens of one step. Above the budget if a policy computes prompts whole."""
     max_model_len: int
-    """Longest sequence in tokens: what the model was made for, or what the cache holds if that is less."""
+    """Longest sequence in tokens: the model's limit, or the capacity of the cache if that is less."""
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     tile: int
     """A token budget is a multiple of this: other sizes leave part of a matrix tile idle."""
     attention_balance: int = 16384
-    """Position at which a token's attention costs as much as all its other work. Used where no cost was measured."""
+    """Position at which a token's attention costs as much as all its other work. Used if no cost was measured."""
     adapter_slots: int = 0
     """Number of adapters that the device holds at a time; 0 if none are served."""
     gives_hidden: bool = False
     """Whether the engine can give hidden states: for log probabilities of prompts, and for embeddings."""
     executor: ExecutorName = "paged"
     rows: RowShape | None = None
-    """Of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""
+    """Sizes of the padded executor; None for the paged one. Raises ValueError if it does not go with `executor`."""
 
     def __post_init__(self) -> None:
         if (self.rows is not None) != (self.executor == "padded"):
@@ -133,24 +133,24 @@ LanguageExecutor = Executor[StepPlan, StepResult]
 
 
 class DeviceExecutor(LanguageExecutor, Protocol):
-    """An executor of step plans as a device makes it."""
+    """An executor of step plans, as a device makes it."""
 
     def prepare(self) -> bool:
-        """Use a pause for a bit of what makes later steps faster; whether it did. Nothing may be in flight."""
+        """Use a pause for work that makes later steps faster. Returns whether it did. Nothing may be in flight."""
         ...
 
 
 class HostTier(Protocol):
-    """The memory of the host tier, which becomes usable bit by bit once `begin` was called."""
+    """The memory of the host tier, which becomes usable piece by piece after `begin` was called."""
 
     @property
     def ready(self) -> int:
-        """Blocks that can be used. Never falls."""
+        """Number of blocks that can be used. Never falls."""
         ...
 
     @property
     def blocks(self) -> int:
-        """Blocks that can be used once all is done."""
+        """Number of blocks that can be used once all are ready."""
         ...
 
     def begin(self) -> None:
@@ -159,7 +159,7 @@ class HostTier(Protocol):
 
 
 class LanguageDevice(Device[MemoryMeasurement, EngineShape], Protocol):
-    """A language model on its device, paged or padded: what the engine is built from."""
+    """A language model on its device, paged or padded. The engine is built from it."""
 
     @property
     def kind(self) -> str:
@@ -183,9 +183,9 @@ class LanguageDevice(Device[MemoryMeasurement, EngineShape], Protocol):
 
     @property
     def host(self) -> HostTier | None:
-        """The host tier, where it has to be made usable. Raises RuntimeError before `allocate`."""
+        """The host tier, if it has to be made usable. Raises RuntimeError before `allocate`."""
         ...
 
     def compile(self) -> None:
-        """Compile what captured steps need. Does nothing where steps are not captured."""
+        """Compile the kernels that captured steps need. Does nothing if steps are not captured."""
         ...

@@ -1,4 +1,4 @@
-"""What grammars add to a plan and to a result."""
+"""The values that grammars add to a plan and to a result."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from holdfast.lm.types.sampling import Sampling
 
 
 class Answer(NamedTuple):
-    """What a sequence with a grammar has answered so far."""
+    """The answer so far of a sequence with a grammar."""
 
     row: int
     start: int
-    """Tokens of its prompt."""
+    """Number of tokens of its prompt."""
     tokens: tuple[int, ...]
     tenant: str = ""
-    """Whose it is. The time that its grammar takes counts for this tenant."""
+    """Tenant of the sequence. The time that its grammar takes counts for this tenant."""
 
 
 class ConstrainedRow(NamedTuple):
     """A sampled row whose token a grammar restricts."""
 
     at: int
-    """Its index among the step's sampled rows, of which a segment with a draft has several."""
+    """Index among the step's sampled rows. A segment with a draft has several of them."""
     row: int
-    """Of the executor."""
+    """Row of the executor."""
     start: int
-    """The segment's, as are those below."""
+    """Start of the segment; the fields below are of the same segment."""
     stop: int
     tokens: tuple[int, ...]
     sampling: Sampling
     place: int
-    """Index of its segment among those that sample, in plan order."""
+    """Index of the segment among those that sample, in plan order."""
 
 
 class Forced(NamedTuple):
-    """Tokens that must follow a sampled one, as its sequence's grammar allows no other."""
+    """Tokens that must follow a sampled one, because its sequence's grammar allows no other."""
 
     at: int
     """Index of the sampling segment, in plan order."""
@@ -47,15 +47,15 @@ class Forced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GrammarPlan(PartPlan):
-    """What the device must know of answers that follow a grammar."""
+    """The part of a plan from which the device learns the answers that follow a grammar."""
 
     answers: tuple[Answer, ...] = ()
-    """Of sampling segments with a grammar: the first one of a sequence in its row has it."""
+    """Answers of sampling segments with a grammar. Only the first segment of a sequence in its row has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarResult(PartResult):
-    """What grammars say of the tokens that a step gave."""
+    """The tokens that grammars force after those that a step gave."""
 
     forced: tuple[Forced, ...] = ()
-    """What must follow some of the tokens. Left out where `Sampling.skips` is false."""
+    """Tokens that must follow some of the tokens. Left out if `Sampling.skips` is false."""

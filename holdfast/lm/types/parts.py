@@ -1,4 +1,4 @@
-"""The values of all parts, for those who carry them without knowing any part."""
+"""The values of all parts, for code that carries them without knowing any part."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ VALUES: tuple[type[PartPlan] | type[PartResult], ...] = (
     RowPlan,
     RowResult,
 )
-"""The classes of what parts add to plans and to results. No two have the same name."""
+"""The classes of the values that parts add to plans and to results. No two have the same name."""

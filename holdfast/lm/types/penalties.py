@@ -1,4 +1,4 @@
-"""What penalties add to a plan."""
+"""The values that penalties add to a plan."""
 
 from __future__ import annotations
 
@@ -13,5 +13,7 @@ class PenaltyPlan(PartPlan):
     """The tokens of sequences whose draws depend on them."""
 
     histories: tuple[History, ...] = ()
-    """Of sampling segments. On paged rows only the first one of a sequence in its row has it: the executor notes the
-    tokens of later ones."""
+    """Histories of sampling segments.
+
+    On paged rows only the first segment of a sequence in its row has one: the executor notes the tokens of later ones.
+    """

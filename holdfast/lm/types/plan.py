@@ -10,15 +10,15 @@ from holdfast.core.columns import Columns
 from holdfast.lm.types.sampling import Sampling
 
 PENDING = -1
-"""Stands for the last token that the row sampled, which the host may not know yet; the executor fills it in."""
+"""Stands for the last token that the row sampled, which the host may not know yet. The executor fills it in."""
 
 
 class Segment(NamedTuple):
     """Compute positions [start, stop) of one sequence.
 
-    A decode is a segment of length 1, and longer by the draft where drafted tokens are verified. A prefill chunk, or
-    the recomputation of a dropped range, is a segment too. A segment may be planned only when every earlier position of
-    its sequence is in the cache, or is swapped in or computed within the same step.
+    A decode is a segment of length 1, or longer if it verifies drafted tokens. A prefill chunk, or the recomputation of
+    a dropped range, is a segment too. A segment may be planned only when every earlier position of its sequence is in
+    the cache, or is swapped in or computed within the same step.
     """
 
     sequence_id: str
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
     tokens: tuple[int, ...]
     """Token ids at [start, stop). The first may be PENDING; known or drafted tokens follow."""
     sampling: Sampling | None
-    """How to sample after it; None when it ends before the sequence's last token. `StepPlan.samples` says how many."""
+    """How to sample after the segment; None if it ends before the last token. `StepPlan.samples` has the number."""
 
     @property
     def length(self) -> int:
@@ -63,26 +63,34 @@ class TierCopies(NamedTuple):
     """The copies between the device and the host that a plan begins, and those that it waits for."""
 
     swap_in: tuple[BlockCopy, ...] = ()
-    """Host to device, into blocks that nothing reads or writes before a plan that awaits it, or a result that says that
-    it is complete."""
+    """Copies from host to device.
+
+    Nothing reads or writes their target blocks before a plan that awaits the copies, or a result that reports them
+    complete.
+    """
     swap_out: tuple[BlockCopy, ...] = ()
-    """Device to host, of blocks that stay as they are until a result says that it is complete. Writes to the host only
-    after `swap_in` has read there. A plan without segments is complete when all copies are."""
+    """Copies from device to host.
+
+    The source blocks stay unchanged until a result reports the copies complete. They are written to the host only after
+    `swap_in` has read there. A plan without segments is complete when all its copies are.
+    """
     awaits: int = -1
-    """Number of the last plan whose `swap_in` the segments need, with those of all plans before it. If it is this very
-    plan, they need each layer when they come to it. What is not awaited comes in beside the segments."""
+    """Number of a plan: the segments need its `swap_in`, and those of all plans before it. -1: none.
+
+    If it is this very plan, each layer is awaited when the segments come to it. Other copies run during the segments.
+    """
 
 
 NO_COPIES = TierCopies()
 
 
 class Forecast(NamedTuple):
-    """What the policy expected of a step, for those who watch."""
+    """The policy's prediction of a step, for observers."""
 
     budget: int = 0
-    """Tokens that the policy would have let into the step; 0: not told."""
+    """Tokens that the policy would have let into the step; 0: not known."""
     predicted: float = 0.0
-    """Seconds that the policy expects the segments to take; 0: it predicts nothing."""
+    """Seconds that the policy expects the segments to take; 0: no prediction."""
 
 
 NO_FORECAST = Forecast()
@@ -90,11 +98,11 @@ NO_FORECAST = Forecast()
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """What a part adds to a plan. Every field has a default that stands for nothing."""
+    """The contribution of a part to a plan. Every field has a default that stands for nothing."""
 
     @property
     def computes(self) -> bool:
-        """Whether the device computes something for it besides the segments."""
+        """Whether the device computes anything for it besides the segments."""
         return False
 
 
@@ -102,7 +110,7 @@ P = TypeVar("P")
 
 
 _EMPTY: dict[type[Any], Any] = {}
-"""By class, its value that stands for nothing. Made once, because it is asked for at every step."""
+"""The value of each class that stands for nothing. Made once, because it is asked for at every step."""
 
 
 def nothing(kind: type[P]) -> P:
@@ -119,11 +127,11 @@ class StepPlan:
 
     step: int
     segments: abc.Sequence[Segment]
-    """What is computed; the scheduler gives them as Columns."""
+    """The work of the step. The scheduler gives the segments as Columns."""
     table_writes: tuple[TableWrite, ...] = ()
-    """Applied before the segments run, in order."""
+    """New entries of block tables, applied before the segments run, in order."""
     copies: TierCopies = NO_COPIES
-    """Between the device and the host."""
+    """Copies between the device and the host."""
 
     samples: tuple[int, ...] | None = None
     """Most tokens to sample after each sampling segment, in plan order; None: exactly one after each.
@@ -133,13 +141,13 @@ class StepPlan:
     """
 
     preempted: tuple[str, ...] = ()
-    """Sequences that lost their blocks to make room for this step; with a host tier what they held goes there."""
+    """Ids of sequences that lost their blocks to make room for this step. With a host tier their state goes there."""
     parts: tuple[PartPlan, ...] = ()
-    """What the parts add, in the order of the parts. A part that adds nothing is left out."""
+    """Contributions of the parts, in the order of the parts. A part that adds nothing is left out."""
     forecast: Forecast = NO_FORECAST
 
     def part(self, kind: type[P]) -> P:
-        """What the part with plans of this class adds; `kind()` where it adds nothing."""
+        """The contribution of the part with plans of this class; `kind()` if it adds nothing."""
         for part in self.parts:
             if isinstance(part, kind):
                 return part
@@ -157,7 +165,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of the step, which the token budget bounds."""
+        """Number of query tokens of the step, which the token budget bounds."""
         columns = self.columns
         starts: list[int] = columns.column("start")
         stops: list[int] = columns.column("stop")
@@ -174,5 +182,5 @@ class StepPlan:
 
     @property
     def num_sampled(self) -> int:
-        """Sampling segments: the length of StepResult.tokens where `samples` is None."""
+        """Number of sampling segments: the length of StepResult.tokens if `samples` is None."""
         return sum([sampling is not None for sampling in self.columns.column("sampling")])

@@ -1,4 +1,4 @@
-"""What log probabilities of prompts add to a plan and to a result."""
+"""The values that log probabilities of prompts add to a plan and to a result."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from holdfast.lm.types.result import PartResult
 
 
 class PromptReport(NamedTuple):
-    """Prompt tokens whose log probabilities a plan reports: those that follow tokens of one segment."""
+    """Prompt tokens whose log probabilities a plan reports. They follow tokens of one segment."""
 
     segment: int
-    """Its index in the plan."""
+    """Index of the segment in the plan."""
     first: int
     """Index, in the segment, of the first token whose following token is reported."""
     targets: tuple[int, ...]
     """The reported tokens, one after the other."""
     alternatives: int
-    """How many of the most probable tokens are reported with each."""
+    """Number of most probable tokens that are reported with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class PromptPlan(PartPlan):
     """The log probabilities of prompt tokens that a plan reports."""
 
     reports: tuple[PromptReport, ...] = ()
-    """In the order of their segments."""
+    """The reports of the plan, in the order of their segments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""StepResult: what one step gave."""
+"""StepResult: the tokens of one step, and how long it took."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from holdfast.lm.types.plan import nothing
 
 
 class CopyTime(NamedTuple):
-    """How long the copies took that one plan began in one direction."""
+    """Time of the copies that one plan began in one direction."""
 
     step: int
     inward: bool
-    """Host to device; otherwise device to host."""
+    """Whether they went from host to device; otherwise from device to host."""
     bytes: int
     seconds: float
 
 
 class TierCopied(NamedTuple):
-    """How far the copies between the device and the host have come."""
+    """Progress of the copies between the device and the host."""
 
     swapped_out: int = -1
     """Number of a plan: its copies to the host, and those of all plans before it, are complete."""
     swapped_in: int = -1
-    """The number of such a plan for copies to the device."""
+    """Number of a plan: its copies to the device, and those of all plans before it, are complete."""
     times: tuple[CopyTime, ...] = ()
-    """The copies that were seen to complete since the last result."""
+    """Times of the copies that were seen to complete since the last result."""
 
 
 NONE_COPIED = TierCopied()
@@ -36,7 +36,7 @@ NONE_COPIED = TierCopied()
 
 @dataclass(frozen=True, slots=True)
 class PartResult:
-    """What a part's work in a step gave. Every field has a default that stands for nothing."""
+    """The result of a part's work in a step. Every field has a default that stands for nothing."""
 
     def of_accepted(self, last: abc.Sequence[int]) -> Self:
         """This result of a step with drafts, where `last` are the places of the last accepted token of each draw."""
@@ -48,27 +48,30 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave: no, one or several tokens for each sampling segment of its plan."""
+    """The result of one step: no, one or several tokens for each sampling segment of its plan."""
 
     step: int
     tokens: tuple[int, ...]
     """The tokens of all sampling segments, in plan order."""
     seconds: float
-    """Time that the device spent on the step. In a pipeline, that of all stages and of what they send, without their
-    waits for each other: what the step takes alone in the pipeline."""
+    """Seconds that the device spent on the step.
+
+    In a pipeline, the time of all stages and of their messages, without their waits for each other: the time that the
+    step takes alone in the pipeline.
+    """
     counts: abc.Sequence[int] | None = None
-    """How many of `tokens` each sampling segment gave, in plan order; None: one each."""
+    """Number of `tokens` that each sampling segment gave, in plan order; None: one each."""
     copied: TierCopied = NONE_COPIED
-    """How far the copies between the tiers have come."""
+    """Progress of the copies between the tiers."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """Of each of the tokens; None for one whose request does not ask. Empty: no request of the step does."""
+    """Log probabilities of each token; None if its request does not ask. Empty: no request of the step asks."""
     stages: tuple[float, ...] = ()
-    """The time that each stage of a pipeline spent on the step; empty for one stage."""
+    """Seconds that each stage of a pipeline spent on the step; empty for one stage."""
     parts: tuple[PartResult, ...] = ()
-    """What the work of parts gave. A part without news is left out."""
+    """Results of the parts. A part without news is left out."""
 
     def part(self, kind: type[P]) -> P:
-        """What the part with results of this class gave; `kind()` where it gave nothing."""
+        """The result of the part with results of this class; `kind()` if it gave nothing."""
         for part in self.parts:
             if isinstance(part, kind):
                 return part
@@ -79,12 +82,12 @@ class StepResult:
         return replace(self, parts=(*self.parts, *parts)) if parts else self
 
     def verified(self, drafts: abc.Sequence[abc.Sequence[int]]) -> StepResult:
-        """This result, with a token drawn at every sampled position, cut to those that follow from right guesses.
+        """This result, with a token drawn at every sampled position, cut to the tokens that follow from right guesses.
 
-        Position by position the model draws what it would draw without a draft, with the noise of that position. A draw
-        is the sequence's next token if all guesses in front of it were right. So the tokens are those that it would
-        have had, one by one: also with a temperature, for the same seed. (Rejection sampling, as by Leviathan et al.
-        2023, would keep the distribution only.)
+        At each position the model draws the same token as it would without a draft, with the noise of that position. A
+        draw is the sequence's next token if all guesses before it were right. So the tokens are the same as one by one,
+        also with a temperature, for the same seed. (Rejection sampling, as by Leviathan et al. 2023, would keep the
+        distribution only.)
         """
         kept: list[int] = []
         last: list[int] = []

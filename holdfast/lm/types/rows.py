@@ -1,4 +1,4 @@
-"""Padded rows: what a plan and a result add for them, and what planning knows of them."""
+"""Padded rows: the values that they add to a plan and to a result, and their sizes for planning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Forward(NamedTuple):
     """One run of an unmodified model: some of a plan's segments, padded to the longest of them.
 
     A forward of the batch (not `apart`) computes the rows that are in the batch. If the row of a segment is not in it
-    yet, its whole prompt is computed in this forward and the row joins: by vector shaping beside rows that run (Baton
+    yet, its whole prompt is computed in this forward and the row joins: by vector shaping if other rows run (Baton
     §4.1), or left-padded if nothing runs. Each row of the batch has exactly one segment in it, or is in `ended`.
 
     A forward apart computes states that are not in the batch: one chunk of one prompt, or a group of whole prompts from
@@ -21,7 +21,7 @@ class Forward(NamedTuple):
     """
 
     stop: int
-    """Its segments are those of the plan from the `stop` of the forward before it, at first 0, up to this index."""
+    """Its segments end before this index of the plan. They begin at the `stop` of the previous forward, or at 0."""
     apart: bool = False
     ended: tuple[int, ...] = ()
     """Rows of the batch that are computed although their sequences have ended (run to completion)."""
@@ -31,7 +31,7 @@ RowMoveKind = Literal["embed", "drop", "keep", "store", "offload", "load", "forg
 
 
 class RowMove(NamedTuple):
-    """What happens to the state of one row, or of one slot, between the forwards of a plan.
+    """A move of the state of one row, or of one slot, between the forwards of a plan.
 
     A row's state is in the batch, or apart. A slot holds one state outside of both, on the device or on the host.
 
@@ -49,12 +49,12 @@ class RowMove(NamedTuple):
     """
 
     before: int
-    """Index of the forward that it happens before; the number of forwards: after the last."""
+    """Index of the forward that it happens before. The number of forwards: after the last one."""
     kind: RowMoveKind
     row: int = -1
-    """Of the executor's rows; -1 for offload and forget."""
+    """Row of the executor; -1 for offload and forget."""
     slot: int = -1
-    """-1 for embed and drop."""
+    """Slot; -1 for embed and drop."""
     length: int = 0
     """Positions of the state afterwards; 0 for drop and forget."""
 
@@ -64,9 +64,9 @@ class RowPlan(PartPlan):
     """How the segments of a plan are computed on padded rows."""
 
     forwards: tuple[Forward, ...] = ()
-    """The runs of the model that the segments make up, in order. Empty: a single one of packed tokens (paged)."""
+    """The runs of the model that compute the segments, in order. Empty: a single run of packed tokens (paged)."""
     moves: tuple[RowMove, ...] = ()
-    """Where states of rows go, in the order in which it happens."""
+    """Moves of the states of rows, in the order in which they happen."""
 
 
 def idle_tokens(plan: StepPlan) -> int:
@@ -88,11 +88,14 @@ def idle_tokens(plan: StepPlan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RowResult(PartResult):
-    """What became of the states of padded rows."""
+    """News of the states of padded rows."""
 
     lost: tuple[str, ...] = ()
-    """Sequences whose state is gone because the device ran out of memory: nothing of them is computed. Their sampling
-    segments in this plan and in those after it, up to the one that starts them again, give no token (`counts`)."""
+    """Ids of sequences whose state is gone because the device ran out of memory: none of their positions are computed.
+
+    Their sampling segments in this plan and in later ones, up to the plan that starts them again, give no token
+    (`counts`).
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class RowBytes:
     fixed: int = 0
     """Bytes that do not depend on the length: recurrent states."""
     growing: tuple[tuple[int, int | None], ...] = ()
-    """Of states that grow: bytes of a position, and the most positions that are kept (a window), or None for all."""
+    """Growing parts of a state: bytes of a position, and the most positions that are kept (a window); None for all."""
 
     def of(self, length: int) -> int:
         """Bytes of a state of this many positions."""
@@ -110,39 +113,39 @@ class RowBytes:
 
     @property
     def position(self) -> int:
-        """Bytes of one position in a short state; where nothing grows, of the whole row."""
+        """Bytes of one position in a short state; if nothing grows, of the whole row."""
         return sum(each for each, _ in self.growing) or self.fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """What an unmodified model gives the right logits for, as probes against each prompt alone have shown.
+    """The ways to compute rows that give the right logits, as probes against each prompt alone have shown.
 
-    What is False is not used. The last resort, one row at a time, is right for every model.
+    A way that is False is not used. The last resort, one row at a time, is right for every model.
     """
 
     chunks: bool
     """A prompt may be computed in several forwards."""
     left_padding: bool
-    """Prompts of unequal length may be computed in one forward, placeholders in front. If not: of equal length only."""
+    """Prompts of unequal length may be computed in one forward, placeholders in front. If not, only of equal length."""
     batched_decode: bool
     """Rows may be merged and decoded in one forward. If not, each forward has one row."""
     shaping: bool
-    """A prompt may be computed beside decodes, in one forward of the batch (Baton §4.1)."""
+    """A prompt may be computed with decodes in one forward of the batch (Baton §4.1)."""
     croppable: bool
     """A state may be cut to its first positions, so it can serve a prompt that has only these in common with it."""
     graphs: bool = False
     """A decode may be captured as a CUDA graph."""
     not_captured: str = ""
-    """Why not, where there is a GPU and graphs are wanted."""
+    """Why it may not, if there is a GPU and graphs are wanted."""
     continues: bool = True
-    """A state serves any longer prompt that begins with its tokens. Not where an encoder reads the prompt whole."""
+    """A state serves any longer prompt that begins with its tokens. False if an encoder reads the prompt whole."""
     keeps_state: bool = True
     """The model gives its state out. If not, a row is computed from its first token in every step, alone."""
 
     @property
     def sentence(self) -> str:
-        """What the executor will do, for the line at start: `prompts in chunks, rows decoded together`."""
+        """The way of computing rows, for the line at start: `prompts in chunks, rows decoded together`."""
         prompts = "prompts in chunks" if self.chunks else "whole prompts"
         if not self.keeps_state:
             return "each row computed again from its first token in every step"
@@ -155,7 +158,7 @@ class Abilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShape:
-    """What planning needs to know of padded rows."""
+    """The sizes of padded rows that planning needs."""
 
     memory: int
     """Bytes for the states of all rows: the batch, states apart, and those kept on the device."""
@@ -166,13 +169,13 @@ class RowShape:
     quantum: int = 256
     """The batch has room for a multiple of this many positions in each row."""
     settled: int = 0
-    """Positions of the memory in which captured decodes have the batch, beside `memory`. 0: there is none."""
+    """Positions of the memory for the batch in captured decodes, which `memory` does not include. 0: there is none."""
     longest: int = 1 << 24
     """Most positions of a row."""
 
     @property
     def positions(self) -> int:
-        """Positions that the memory holds, for stats; rows where a state does not grow."""
+        """Number of positions that the memory holds, for stats; rows if a state does not grow."""
         return self.memory // self.bytes.position
 
     def settles(self, rows: int, width: int) -> bool:

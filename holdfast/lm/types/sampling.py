@@ -1,4 +1,4 @@
-"""How tokens are drawn: the part of a request's parameters that reaches the device."""
+"""Sampling: the part of a request's parameters that reaches the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.core.types import Grammar, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """How a sequence's logits are changed before a token is drawn. The fields of these names are SamplingParams'."""
+    """How a sequence's logits are changed before a draw. Fields with names of SamplingParams have the same meaning."""
 
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -19,9 +19,9 @@ class Shaping:
     min_p: float = 0.0
     min_tokens: int = 0
     bias: tuple[tuple[int, float], ...] = ()
-    """Tokens, and what is added to their logits."""
+    """Tokens, and the number that is added to the logit of each."""
     prompt: int = 0
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     ends: tuple[int, ...] = ()
     """Tokens that may not be drawn before the answer has `min_tokens`."""
 
@@ -40,8 +40,8 @@ class Shaping:
 class Sampling:
     """How a sequence's tokens are drawn: the part of SamplingParams that reaches the device.
 
-    The fields of SAMPLING_COLUMNS are columns of every step's inputs there. What fewer requests ask for follows them,
-    and reaches the device only in the steps that need it.
+    The fields of SAMPLING_COLUMNS are columns of every step's inputs there. The other fields are used by fewer
+    requests, and reach the device only in the steps that need them.
     """
 
     temperature: float
@@ -49,19 +49,19 @@ class Sampling:
     top_p: float
     seed: int
     logprobs: int | None = None
-    """Alternatives to tell with the log probability of each token; None: tell nothing."""
+    """Number of alternatives to report with the log probability of each token; None: report nothing."""
     shaping: Shaping | None = None
-    """None: the logits are not changed."""
+    """Changes to the logits; None: none."""
     grammar: Grammar | None = None
-    """What the answer must match; None: anything."""
+    """Grammar that the answer must match; None: any answer."""
     embed: bool = False
-    """Give the hidden state that the logits come from."""
+    """Whether to give the hidden state that the logits come from."""
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int, *, prompt: int = 0, ends: abc.Collection[int] = ()) -> Sampling:
         """The record of one request, with its number of prompt tokens, and the tokens that end it.
 
-        `seed` is its own, or one drawn for it.
+        `seed` is the request's own, or one drawn for it.
         """
         shaping = Shaping(
             presence_penalty=params.presence_penalty,
@@ -90,7 +90,7 @@ class Sampling:
 
     @property
     def skips(self) -> bool:
-        """Whether tokens that its grammar forces may be taken over without a draw, as nothing else is told of them."""
+        """Whether tokens that its grammar forces may be appended without a draw: nothing else is reported of them."""
         return self.grammar is not None and self.logprobs is None and not self.counts
 
     @property

@@ -21,11 +21,11 @@ class Sequence:
     tokens: array[int] = field(init=False)
     """Prompt and generated tokens known to the host."""
     length: int = field(init=False)
-    """Number of its positions, including those whose token is still being sampled."""
+    """Number of positions, including those whose token is still being sampled."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
-    """Of `cached_tokens`, those from the host, from the disk and from the remote tier."""
+    """Numbers of `cached_tokens` from the host, from the disk and from the remote tier."""
     preemptions: int = 0
     scheduled_at: float | None = None
     finish_reason: FinishReason | None = None

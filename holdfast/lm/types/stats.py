@@ -1,4 +1,4 @@
-"""SchedulerStats: a look at queues and memory after a step."""
+"""SchedulerStats: numbers on queues and memory after a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A look at queues and memory after a step."""
+    """Numbers on queues and memory after a step."""
 
     waiting: int
     running: int
@@ -19,10 +19,10 @@ class SchedulerStats:
     prefix_queries: int
     """Prompt tokens of admitted requests."""
     prefix_hits: int
-    """Those that the prefix cache gave."""
+    """Number of these tokens that the prefix cache had."""
     tokens_computed: int
     tokens_recovered: int = 0
-    """Positions computed again before kept state of their sequence: they had been dropped."""
+    """Positions that were dropped and computed again although later ones were kept."""
     host_blocks_total: int = 0
     host_blocks_ready: int = 0
     """Blocks of the host tier that can be used; the others are still being locked."""
@@ -33,25 +33,25 @@ class SchedulerStats:
     blocks_swapped_in: int = 0
     blocks_swapped_out: int = 0
     prefix_hits_on_host: int = 0
-    """Of `prefix_hits`, those that came from the host tier."""
+    """Number of `prefix_hits` that came from the host tier."""
     suspensions: int = 0
-    """Of `preemptions`, those of sequences whose state went to the host tier."""
+    """Number of `preemptions` whose state went to the host tier."""
     tokens_dropped: int = 0
     """Tokens whose state was given up in every tier."""
     forwards: int = 0
-    """Of padded rows, as are all below: runs of the model so far."""
+    """Runs of the model so far. This field and the four below are for padded rows."""
     idle_tokens: int = 0
     """Tokens computed so far that belong to no request (`idle_tokens`)."""
     rows_wide: int = 0
-    """Positions that memory is counted for in each row of the batch, before it is rounded up."""
+    """Positions of each row of the batch for which memory is counted, before rounding up."""
     rows_prefilled: int = 0
-    """Of `running`, those that were prefilled ahead and wait for a place in the batch."""
+    """Number of `running` sequences that were prefilled ahead and wait for a place in the batch."""
     shrinks: int = 0
     """Steps in which the device ran out of memory. The batch was made smaller each time."""
     adapters_known: int = 0
     """Adapters that requests may ask for."""
     adapters_resident: int = 0
-    """Those in a slot on the device."""
+    """Number of these adapters in a slot on the device."""
     adapter_loads: int = 0
     """Copies of adapters to the device so far."""
     blocks_training: int = 0
@@ -61,37 +61,37 @@ class SchedulerStats:
     training_seconds: float = 0.0
     """Device time of their slices."""
     deferred_seconds: float = 0.0
-    """How long requests have waited by the deferral bound, summed."""
+    """Device time of the slices of training, in seconds."""
     tokens_drafted: int = 0
-    """Drafted tokens that were verified."""
+    """Seconds that requests have waited by the deferral bound, summed."""
     drafts_accepted: int = 0
-    """Those of them that were the model's own."""
+    """Number of these tokens that the model would have drawn itself."""
     prefix_hits_on_disk: int = 0
-    """Of `prefix_hits`, those that came from the disk for their request."""
+    """Number of `prefix_hits` that came from the disk for their request."""
     prefix_hits_on_remote: int = 0
-    """The same of the remote tier."""
+    """Number of `prefix_hits` that came from the remote tier for their request."""
     disk_blocks_total: int = 0
     disk_blocks_cached: int = 0
     disk_bytes_written: int = 0
     disk_bytes_read: int = 0
     disk_blocks_dropped: int = 0
-    """Given up for others of a higher value."""
+    """Blocks that the disk gave up for others of a higher value."""
     remote_down: int = 0
-    """1 while the remote tier does not work; over several engines, how many find that."""
+    """1 while the remote tier does not work; over several engines, the number of engines that find so."""
     remote_bytes_written: int = 0
     remote_bytes_read: int = 0
     blocks_corrupt: int = 0
-    """Blocks of the disk or the remote tier whose bytes were not what was written; they are computed again."""
+    """Blocks of the disk or the remote tier whose bytes were not those written; they are computed again."""
     tier_failures: int = 0
     """Blocks that could not be written to these tiers or read from them."""
     blocks_cheaper_computed: int = 0
-    """Blocks that these tiers had, and that were computed again as that is faster."""
+    """Blocks that these tiers had, and that were computed again because that is faster."""
     fetches_given_up: int = 0
-    """Requests that did not wait for their blocks any longer and computed them."""
+    """Requests that stopped waiting for their blocks and computed them."""
     chunk_bytes_in: int = 0
     """Bytes of KV blocks that have come from other engines."""
     chunk_bytes_out: int = 0
-    """Bytes that were sent to others."""
+    """Bytes of KV blocks that were sent to other engines."""
     chunk_rate: float = 0.0
     """Bytes per second of recent moves into this engine; 0 before the first."""
     chunk_failures: int = 0

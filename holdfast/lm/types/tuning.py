@@ -1,4 +1,4 @@
-"""What tuning adds to a plan and to a result."""
+"""The values that tuning adds to a plan and to a result."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class TrainingSlice(NamedTuple):
     step: int
     """Number of the optimizer step, from 0."""
     micro_batch: int
-    """Index within the step."""
+    """Id of the job. Empty: there is no work (`NO_SLICE`)."""
     action: TrainingAction
     first: int = 0
     stop: int = 0
     keep: bool = True
-    """Forward units keep the activations that backward needs; otherwise only the inputs of the halves."""
+    """Whether forward units keep the activations that backward needs; otherwise only the inputs of the halves."""
 
     def __bool__(self) -> bool:
         """Whether there is any work."""
@@ -46,14 +46,14 @@ NO_SLICE = TrainingSlice("", 0, 0, "run")
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan(PartPlan):
-    """What a plan does for training, and the memory that training has."""
+    """The training work of a plan, and the memory that training has."""
 
     slice: TrainingSlice = NO_SLICE
-    """Computed after the segments. A plan may have a slice and no segments."""
+    """Work computed after the segments. A plan may have a slice and no segments."""
     lent: int = 0
     """Number of the cache's last blocks that belong to training from this plan on."""
     moves: tuple[BlockMove, ...] = ()
-    """Applied before everything else of the plan; table writes name the new places."""
+    """Block moves, applied before everything else of the plan. Table writes name the new places."""
 
     @property
     def computes(self) -> bool:
@@ -62,7 +62,7 @@ class TrainingPlan(PartPlan):
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport(PartResult):
-    """What one slice took and gave."""
+    """The time and the results of one slice."""
 
     job: str = ""
     """The job's id. Empty: there was no slice."""
@@ -72,13 +72,13 @@ class TrainingReport(PartResult):
     first: int = 0
     stop: int = 0
     seconds: float = 0.0
-    """Time that the device spent on it. `StepResult.seconds` does not include it."""
+    """Seconds that the device spent on it. `StepResult.seconds` does not include it."""
     tokens: int = 0
-    """Of the micro-batch, where the slice ended it."""
+    """Tokens of the micro-batch, if the slice ended it."""
     loss: float | None = None
-    """Mean over the step's tokens, where the slice ended the step."""
+    """Mean loss over the step's tokens, if the slice ended the step."""
     launch_seconds: float = 0.0
-    """Time that the host spent to launch it; 0 where it does not run beside the device."""
+    """Seconds that the host spent to launch it; 0 if launching does not overlap the device's work."""
 
     def __bool__(self) -> bool:
         """Whether there was a slice."""

@@ -165,7 +165,7 @@ class History:
         self.finished = {}
         self.aborted = set()
         self.running = set()
-        """Who was planned and not preempted since, whatever became of it."""
+        """Sequences that were planned and not preempted since, whether or not they have ended."""
         self.steps = 0
         self.seen = Counter()
 
@@ -173,7 +173,7 @@ class History:
         check_scheduler(self.scheduler)
 
     def more_settings(self):
-        """Of the scheduler, for histories with more in them."""
+        """Settings of the scheduler, for histories with more in them."""
         return {}
 
     def more_parts(self):
@@ -211,7 +211,7 @@ class History:
         return make_policy(name, token_budget=threshold, capacity=self.budget)
 
     def draft(self, entry):
-        """Up to four guesses at the tokens behind the last one of a sequence; the first few are right."""
+        """Up to four guesses at the tokens after the last one of a sequence; the first few are right."""
         request, choose = self.requests[entry.id], self.random
         expected, _ = run_alone(request, max_model_len=MAX_MODEL_LEN)
         at = entry.sequence.length - 1 - len(request.prompt)
@@ -326,9 +326,9 @@ class History:
         assert not self.scheduler.has_work(), "work is left, nothing is in flight and nothing is planned"
 
     def judge(self, preempted):
-        """Each must make room for somebody who ranks ahead: who ran and wanted a block, or is of a higher class.
+        """Check that each victim made room for a sequence of earlier rank: a running one, or one of a higher class.
 
-        It need not be in the plan: what is idle now may have to be copied before it can be taken.
+        That sequence need not be in the plan: idle state may have to be copied before its blocks can be taken.
         """
         self.running.difference_update(preempted)
         alive = self.requests.keys() - self.finished.keys() - self.aborted - set(preempted)
@@ -338,7 +338,7 @@ class History:
             assert any(self.rank(other) < self.rank(name) for other in ahead), "it makes room for nobody"
 
     def training_left(self):
-        """Steps that training may take besides."""
+        """Number of steps that training may take in addition."""
         return 0
 
     def drain(self):
@@ -378,7 +378,7 @@ def play(seed, name="stall-free", order=None, stages=1):
 
 @cache
 def seen_in(seed, name, stages=1):
-    """What a history came to in which every request got the tokens that it gets alone."""
+    """The events of a history in which every request got the tokens that it gets alone."""
     history = play(seed, name, stages=stages)
     check(history)
     return history.seen + Counter(refused=history.device.refused)

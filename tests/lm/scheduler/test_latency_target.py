@@ -1,4 +1,4 @@
-"""LatencyTarget: each step holds as much prefill work as the target leaves beside its decodes."""
+"""LatencyTarget: each step holds as much prefill work as the target leaves after its decodes."""
 
 import random
 from dataclasses import replace
@@ -265,7 +265,7 @@ def test_invalid_targets_and_tiles_are_refused(target, tile, ceiling):
 
 
 def with_lines(policy, *, streams, lines):
-    """A scheduler in which so many streams and lines of batches decode, the lines behind the streams in rank."""
+    """A scheduler in which streams and lines of batches decode; the lines rank after the streams."""
     scheduler = create_scheduler(
         policy=policy, blocks=4096, block_size=4, max_model_len=2048, max_sequences=64, sharing=False
     )

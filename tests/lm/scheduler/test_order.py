@@ -1,4 +1,4 @@
-"""Orders: who goes first, who makes way, and that nobody waits beyond the bound that each order states."""
+"""Orders: who goes first, who is displaced, and that nobody waits beyond the bound that each order states."""
 
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +31,7 @@ def request(name, prompt=4, *, max_tokens=4, **options):
 
 
 def started(scheduler, now=0.0):
-    """Whose first positions a step computes."""
+    """The requests whose first positions a step computes."""
     plan = step(scheduler, now)
     return [name for name, start, _ in spans(plan) if start == 0] if plan else []
 

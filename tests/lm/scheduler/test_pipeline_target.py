@@ -46,7 +46,7 @@ class Passing:
         self.shares = shares
         self.free_at = [0.0] * len(shares)
         self.ends = []
-        """Of each step."""
+        """End of each step."""
 
     def copy(self):
         other = Passing(self.shares)
@@ -72,7 +72,7 @@ class Passing:
         return at
 
     def wait(self, now, seconds):
-        """The longest wait of a stream if this step and those after it take so long."""
+        """The longest wait of a stream if this step, and each later one, takes `seconds`."""
         ahead, first = self.copy(), len(self.ends)
         return max(ahead.run(now, seconds) - self.tokens_at(first + later, now) for later in range(len(self.shares)))
 
@@ -114,7 +114,7 @@ def test_the_prediction_is_corrected_by_the_time_of_all_stages_without_their_wai
 
 
 def decodes_of_steps(policy, *prompts, stages):
-    """The decodes of the next so many steps, of streams with these prompts."""
+    """Plans of the next `stages` steps, which decode streams with these prompts."""
     scheduler = scheduler_of(policy, *prompts, stages=stages)
     while any(segment.length > 1 for segment in step(scheduler).segments):
         pass

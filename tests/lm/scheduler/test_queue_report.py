@@ -1,4 +1,4 @@
-"""A look at the queues: each waiting request has the reason for which it waits."""
+"""A report on the queues: each waiting request has the reason for which it waits."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Ranked queues stay in order, whatever comes and goes, and what resumes begins anew."""
+"""Ranked queues stay in order under any changes, and resumed sequences begin anew."""
 
 import random
 from types import SimpleNamespace

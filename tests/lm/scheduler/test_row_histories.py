@@ -192,7 +192,7 @@ def play(seed, name, order=None, losing=False):
 
 @cache
 def seen_in(seed, name, losing=False):
-    """What a history came to in which every request got the tokens that it gets alone."""
+    """The events of a history in which every request got the tokens that it gets alone."""
     history = play(seed, name, losing=losing)
     check(history)
     return history.seen

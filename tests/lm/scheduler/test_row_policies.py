@@ -1,4 +1,4 @@
-"""What each policy of padded rows puts into its forwards, by hand."""
+"""The forwards of each policy of padded rows, by hand."""
 
 from dataclasses import replace
 
@@ -174,7 +174,7 @@ def test_a_second_token_after_the_end_of_a_newcomer_is_dropped():
 
 
 def test_simple_request_manager_admits_while_rows_times_longest_and_most_new_tokens_fit():
-    """Of prompts 3, 12 and 5 with 4 new tokens: 1 × 7 and 2 × 16 fit 40, and 3 × 16 does not."""
+    """Prompts 3, 12 and 5 with 4 new tokens: 1 × 7 and 2 × 16 fit 40, and 3 × 16 does not."""
     scheduler = start(PaddedBatches(300), 3, 12, 5, shape=shape_of_rows(40))
     plan = scheduler.schedule(0.0)
     assert {segment.sequence_id for segment in plan.segments} == {"0", "1"}

@@ -1,4 +1,4 @@
-"""The scheduler from outside: what it takes and refuses, how sequences end, what it reports."""
+"""The scheduler from outside: which requests it takes, how sequences end, and its reports."""
 
 from dataclasses import replace
 

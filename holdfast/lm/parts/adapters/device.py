@@ -1,4 +1,4 @@
-"""Adapters on a device: their slots, and their way there from disk over the host, where those used last stay."""
+"""Adapters on a device: their slots, and the way there from disk over the host, which keeps the ones used last."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("holdfast.engine")
 
 
 class ReadAdapter(NamedTuple):
-    """An adapter as it was read."""
+    """An adapter as read from its directory."""
 
     info: AdapterInfo
     directory: Path
@@ -38,18 +38,18 @@ class ReadAdapter(NamedTuple):
 
 
 class AdapterStore:
-    """The adapters that an engine knows: the directory of each, and those that were used last, packed on the host.
+    """The adapters that an engine knows: the directory of each, and the ones used last, packed on the host.
 
-    Methods may be called in any thread. One that is not on the host is read again when it is needed.
+    Methods may be called in any thread. An adapter that is not on the host is read again when it is needed.
     """
 
     def __init__(self, slots: AdapterSlots, base: DecoderSizes, *, host_bytes: int, pinned: bool) -> None:
         """Adapters of a model of these sizes. At most `host_bytes` of them are kept; `pinned`: in pinned memory."""
         self._slots, self._base, self._host_bytes, self._pinned = slots, base, host_bytes, pinned
         self._directories: dict[str, tuple[str, Path]] = {}
-        """By id, the name and where it was read."""
+        """Name and directory of each adapter, by id."""
         self._packed: OrderedDict[str, PackedAdapter] = OrderedDict()
-        """By id, the one used last at the end."""
+        """Packed adapters by id, the one used last at the end."""
         self._bytes = 0
         self._lock = threading.Lock()
         self.packing = threading.Lock()
@@ -84,21 +84,21 @@ class AdapterStore:
         return ReadAdapter(info, directory, packed)
 
     def register(self, read: ReadAdapter) -> AdapterInfo:
-        """Keep an adapter that was read: plans may load it from now on."""
+        """Keep an adapter that was read. Plans may load it from now on."""
         with self._lock:
             self._directories[read.info.id] = read.info.name, read.directory
             self._keep(read.info.id, read.packed)
         return read.info
 
     def forget(self, adapter: str) -> None:
-        """Give an adapter up."""
+        """Forget an adapter."""
         with self._lock:
             self._directories.pop(adapter, None)
             packed = self._packed.pop(adapter, None)
             self._bytes -= packed.nbytes if packed is not None else 0
 
     def kept(self, adapter: str) -> PackedAdapter | None:
-        """An adapter that is on the host, which counts as used now."""
+        """An adapter that is on the host; None if it is not. It counts as used now."""
         with self._lock:
             packed = self._packed.get(adapter)
             if packed is not None:
@@ -106,7 +106,7 @@ class AdapterStore:
             return packed
 
     def fetch(self, adapter: str) -> PackedAdapter:
-        """An adapter, from the host or from its directory. Raises UnsupportedAdapter if that holds it no more."""
+        """An adapter, from the host or from its directory. Raises UnsupportedAdapter if neither has it."""
         if (packed := self.kept(adapter)) is not None:
             return packed
         with self._lock:
@@ -121,7 +121,7 @@ class AdapterStore:
         return read.packed
 
     def _keep(self, adapter: str, packed: PackedAdapter) -> None:
-        """Keep an adapter as the one used last, and let go of those that were not used for longest."""
+        """Keep an adapter as the one used last, and drop those that were not used for longest."""
         if adapter not in self._directories:  # it was forgotten meanwhile
             return
         before = self._packed.pop(adapter, None)
@@ -134,7 +134,7 @@ class AdapterStore:
 
 @dataclass(slots=True)
 class Load:
-    """A copy of an adapter to a slot that was planned and is not known to be complete."""
+    """A planned copy of an adapter to a slot that is not known to be complete."""
 
     step: int
     slot: int
@@ -147,7 +147,7 @@ class Load:
 class AdapterExecutor(PartExecutor):
     """Begins the adapter loads of each plan, and reports which are complete.
 
-    A copy runs on a stream of its own, after the computation begun so far, which may still read what the slot held. If
+    A copy runs on its own stream, after the computation begun so far, which may still read the slot's old contents. If
     the adapter has to be read from disk, a thread does that, and the copy begins with a later plan.
     """
 
@@ -174,9 +174,9 @@ class AdapterExecutor(PartExecutor):
         self._begun = plan.step
 
     def completed(self, *, wait: bool) -> Sequence[PartResult]:
-        """How far the loads are. With `wait`, block until all that were begun so far are complete.
+        """Progress of the loads. With `wait`, block until all loads begun so far are complete.
 
-        Raises what reading an adapter raised, if that was not an UnsupportedAdapter.
+        Raises the error that reading an adapter raised, if that was not an UnsupportedAdapter.
         """
         begun = self._begun
         lost: list[str] = []
@@ -201,7 +201,7 @@ class AdapterExecutor(PartExecutor):
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _copy(self, *, wait: bool) -> None:
-        """Begin the copies of adapters that are on the host; with `wait`, of all, once they are there."""
+        """Begin the copies of adapters that are on the host. With `wait`, begin all, once the adapters are there."""
         for load in tuple(self._loads):
             if load.event is not None or not (wait or load.packed.done()) or load.packed.exception() is not None:
                 continue

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from holdfast.lm.kernels.lora.shrink_expand import TiledLora
 
 TOKENS, ROWS = "adapted", "adapted_rows"
-"""The beginning of the names of the fields: the tiles of a step's tokens by adapter, and those of its sampled rows."""
+"""First part of the names of the fields: the tiles by adapter of a step's tokens, and of its sampled rows."""
 TILE_FIELDS = ("slot", "start", "count")
 
 
@@ -87,7 +87,7 @@ class AdapterInputs(ModelInputs):
         return StepAdapters(self._layers, tokens, tokens if num_rows is None else self._tiles(fields, ROWS, num_rows))
 
     def _tiles(self, fields: Fields, name: str, count: int) -> TiledLora:
-        """The adapters of so many tokens or sampled rows, in the fields that begin with `name`."""
+        """The adapters of `count` tokens or sampled rows, in the fields that begin with `name`."""
         from holdfast.lm.kernels.launch import SideStream
         from holdfast.lm.kernels.lora.shrink_expand import TiledLora
 

@@ -15,15 +15,15 @@ from holdfast.lm.types.adapters import AdapterLoad, AdapterPlan, AdapterResult
 
 
 class AdapterPart(Part):
-    """The sequences that have an adapter. Those that wait start once their adapter is in a slot; until then it holds
-    them.
+    """Handles the sequences that have an adapter. It holds each of them until its adapter is in a slot.
 
-    A sequence that is held takes neither a row nor blocks, and those behind it start. In rank order their adapters are
-    loaded into empty slots, or in place of idle adapters that nothing ahead of them waits for.
+    A held sequence takes neither a row nor blocks, and sequences that rank after it start. Adapters are loaded in the
+    rank order of the held sequences: into empty slots, or in place of idle adapters that no sequence of an earlier rank
+    waits for.
 
-    If no such slot is left, the adapter of the first held sequence reserves one: of the adapter that fewest sequences
-    use, those that rank behind it do not start any more. Finitely many rank ahead of it, and all of them end, so it
-    gets the slot in the end.
+    If no such slot is left, the first held sequence reserves one: that of the adapter which the fewest sequences use.
+    Sequences that use this adapter and rank after the held one do not start from then on. Finitely many rank before it,
+    and all of them end, so it gets the slot in the end.
     """
 
     name = "adapters"
@@ -33,9 +33,9 @@ class AdapterPart(Part):
         self.pool = pool
         """The adapters that are known, and the slots of the device."""
         self.retired: deque[str] = deque()
-        """Adapters that are not known any more. Whoever reads them takes them out."""
+        """Adapters that were forgotten. The reader takes them out."""
         self.refused: deque[tuple[str, str]] = deque()
-        """Requests that ended as their adapter could not be loaded, each with the adapter; to be taken out, too."""
+        """Requests that ended because their adapter could not be loaded, each with it. The reader takes them out."""
         self._queues: PartQueues
         self._slots: dict[Entry, int] = {}
         """The slot of each running sequence that has an adapter."""
@@ -119,7 +119,7 @@ class AdapterPart(Part):
         return self.pool.loading
 
     def apply(self, plan: StepPlan, result: StepResult, now: float) -> Iterable[Entry]:
-        """Note which loads are complete, and end the sequences that wait for an adapter that is lost."""
+        """Note which loads are complete, and end the sequences that wait for a lost adapter."""
         done = result.part(AdapterResult)
         failed = self._finish_loads(done.loaded, done.lost)
         self.refused += [(entry.id, adapter_of(entry)) for entry in failed]
@@ -145,7 +145,7 @@ class AdapterPart(Part):
         return tuple(begun)
 
     def _finish_loads(self, step: int, lost: tuple[str, ...]) -> list[Entry]:
-        """Note that the loads up to this plan's are complete, but for those of adapters that are lost.
+        """Note that the loads up to this plan's are complete, except for those of lost adapters.
 
         Returns the sequences that wait for a lost adapter: they can never run.
         """
@@ -164,7 +164,7 @@ class AdapterPart(Part):
         return adapter != self._reserved or entry.rank < self._reserved_at
 
     def _first_held(self) -> Entry | None:
-        """The first in rank of the sequences that no load was begun for."""
+        """The first in rank of the held sequences whose adapter is not being loaded."""
         firsts = [
             queue.first()
             for adapter, queue in self._by_adapter.items()
@@ -173,13 +173,13 @@ class AdapterPart(Part):
         return min((entry for entry in firsts if entry is not None), key=lambda entry: entry.rank, default=None)
 
     def _is_wanted(self, adapter: str, rank: Rank) -> bool:
-        """Whether a sequence ahead of this rank waits for an adapter."""
+        """Whether a sequence before this rank waits for an adapter."""
         queue = self._by_adapter.get(adapter)
         first = queue.first() if queue is not None else None
         return first is not None and first.rank < rank
 
     def _reserve(self, entry: Entry | None) -> None:
-        """Reserve a slot for this held sequence, instead of another; None reserves none."""
+        """Reserve a slot for this held sequence, in place of an earlier reservation; None reserves none."""
         before, pinned = (self._reserved, self._reserved_at), self.pool.pinned
         if entry is None:
             self._reserved, self._reserved_at = None, ()
@@ -193,7 +193,7 @@ class AdapterPart(Part):
                     self._settle(adapter)
 
     def _settle(self, adapter: str) -> None:
-        """Put the sequences of an adapter into the waiting queue, or hold them, as it stands with its slot now."""
+        """Let the sequences of an adapter wait, or hold them, by the present state of its slot."""
         for entry in self._by_adapter.get(adapter, ()):
             if self._may_start(entry):
                 if entry in self._held:
@@ -204,7 +204,7 @@ class AdapterPart(Part):
                 self._queues.hold(entry, self)
 
     def _retire(self, adapter: str) -> None:
-        """Forget an adapter that is to be forgotten, if no request names it any more."""
+        """Forget an adapter that is to be forgotten, if no request names it now."""
         if adapter in self._retiring and not self.pool.users[adapter]:
             self._retiring.discard(adapter)
             if adapter in self.pool:

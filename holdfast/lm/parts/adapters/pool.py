@@ -1,4 +1,4 @@
-"""AdapterPool: which LoRA adapters are known, which stand in a slot on the device, and who uses them."""
+"""AdapterPool: which LoRA adapters are known, which are in a slot on the device, and who uses them."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ class AdapterPool:
             raise ValueError(f"a pool of {slots} slots for adapters; it needs at least 1")
         self.num_slots = slots
         self.users: Counter[str] = Counter()
-        """Requests of each known adapter that have not ended."""
+        """Number of requests of each known adapter that have not ended."""
         self.loads = 0
-        """Loads so far."""
+        """Number of loads so far."""
         self._slots: dict[str, int] = {}
         """The slot of each adapter that has one, also while it is being loaded."""
         self._empty = list(range(slots - 1, -1, -1))
         self._loading: dict[str, int] = {}
-        """By adapter, the number of the plan that loads it."""
+        """Number of the plan that loads each adapter."""
         self._pins: Counter[str] = Counter()
         self._idle: OrderedDict[str, None] = OrderedDict()
-        """Those in a slot that nothing uses, the one used longest ago first."""
+        """Adapters in a slot that no sequence uses, the one used longest ago first."""
 
     def __contains__(self, adapter: object) -> bool:
         """Whether an adapter is known."""
         return adapter in self.users
 
     def __len__(self) -> int:
-        """Adapters that are known."""
+        """Number of known adapters."""
         return len(self.users)
 
     @property
     def resident(self) -> int:
-        """Adapters in a slot, complete."""
+        """Number of adapters in a slot, complete."""
         return len(self._slots) - len(self._loading)
 
     @property
     def loading(self) -> bool:
-        """Whether a load is not complete."""
+        """Whether any load is not complete."""
         return bool(self._loading)
 
     @property
@@ -60,7 +60,7 @@ class AdapterPool:
         return self._pins
 
     def add(self, adapter: str) -> None:
-        """Make an adapter known. Does nothing if it is."""
+        """Make an adapter known. Does nothing for a known one."""
         self.users.setdefault(adapter, 0)
 
     def remove(self, adapter: str) -> None:
@@ -80,7 +80,7 @@ class AdapterPool:
         return adapter in self._loading
 
     def pin(self, adapter: str) -> int:
-        """Keep an adapter in its slot for one more sequence; the slot."""
+        """Keep an adapter in its slot for one more sequence. Returns the slot."""
         slot = self.slot(adapter)
         if slot is None:
             raise RuntimeError(f"adapter {adapter} is not in a slot")
@@ -100,9 +100,9 @@ class AdapterPool:
     def load(
         self, adapter: str, step: int, spared: Callable[[str], bool] = lambda adapter: False
     ) -> tuple[AdapterLoad, str | None] | None:
-        """Begin to load an adapter with the plan of this number; also the adapter that loses its slot for it, if any.
+        """Begin to load an adapter with the plan of this number. Returns the load, and the adapter that loses its slot.
 
-        None if no slot is empty or idle, but for those of `spared` adapters.
+        None if no slot is empty or idle, apart from those of `spared` adapters.
         """
         if adapter in self._slots:
             raise RuntimeError(f"adapter {adapter} has a slot")
@@ -118,7 +118,7 @@ class AdapterPool:
         return AdapterLoad(slot, adapter), loser
 
     def finish_loads(self, step: int) -> Iterator[str]:
-        """Count the loads of all plans up to this number as complete; the adapters that are in their slots now."""
+        """Count the loads of all plans up to this number as complete. Yields the adapters now in their slots."""
         for adapter in [adapter for adapter, begun in self._loading.items() if begun <= step]:
             del self._loading[adapter]
             self._rest(adapter)
@@ -131,7 +131,7 @@ class AdapterPool:
         self._empty.append(self._slots.pop(adapter))
 
     def _rest(self, adapter: str) -> None:
-        """Count an adapter in a slot as idle and just used; empty the slot if it is not known any more."""
+        """Count an adapter in a slot as idle and just used; empty the slot if the adapter was removed."""
         self._idle[adapter] = None
         if adapter not in self.users:
             self._drop(adapter)

@@ -18,7 +18,7 @@ from holdfast.lm.types.grammars import Answer, ConstrainedRow, GrammarPlan, Gram
 
 
 class MaskBuffers:
-    """Where masks are written, and copied to a GPU while it computes the step that they are for."""
+    """Buffers for masks, which are copied to a GPU while it computes the step that they are for."""
 
     def __init__(self, rows: int, words: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -27,7 +27,7 @@ class MaskBuffers:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def host(self, rows: int) -> torch.Tensor:
-        """Room for the masks of so many rows [rows, words]. The draw by the last masks must have ended."""
+        """Room for the masks of `rows` rows [rows, words]. The draw by the last masks must have ended."""
         return self._host[:rows]
 
     def upload(self, rows: int) -> torch.Tensor:
@@ -41,12 +41,12 @@ class MaskBuffers:
 
 
 class GrammarRules(DrawRules):
-    """What the rows of one step may draw by their grammars."""
+    """The restrictions on the draws of one step's rows by their grammars."""
 
     restricts = reads = True
 
     def __init__(self, executor: GrammarExecutor, rows: Sequence[ConstrainedRow], answers: Sequence[Answer]) -> None:
-        """`rows` follow a grammar; `answers` are those of rows that have a new sequence."""
+        """`rows` follow a grammar; `answers` belong to rows that have a new sequence."""
         self._executor, self.rows, self._answers = executor, rows, answers
 
     @property
@@ -70,14 +70,13 @@ class GrammarRules(DrawRules):
 class GrammarExecutor(PartExecutor):
     """Follows the answers of rows with grammars, on the first of the devices that draw.
 
-    The masks of a step follow from the tokens of all steps before it. Those that were drawn and are not read yet are
-    read first.
+    The masks of a step follow from the tokens of all earlier steps. Drawn tokens that are not read yet are read first.
     """
 
     plans = (GrammarPlan,)
 
     def __init__(self, matchers: Matchers, rows: int, device: torch.device) -> None:
-        """A step has at most so many `rows`."""
+        """A step has at most `rows` sampled rows."""
         self.matchers = matchers
         self._most_rows, self._device = rows, device
         self._unread: deque[tuple[GrammarRules, DrawnStep]] = deque()
@@ -99,7 +98,7 @@ class GrammarExecutor(PartExecutor):
         return self._buffers.upload(len(rows))
 
     def drawn(self, rules: GrammarRules, step: DrawnStep) -> None:
-        """The draw of the step with these rules was launched."""
+        """Note that the draw of the step with these rules was launched."""
         self._unread.append((rules, step))
 
     def read(self, rules: GrammarRules) -> None:
@@ -135,7 +134,7 @@ class GivenGrammarExecutor(PartExecutor):
     plans = (GrammarPlan,)
 
     def __init__(self, words: int, device: torch.device) -> None:
-        """A mask has so many 32-bit `words`."""
+        """`words` is the number of 32-bit words of a mask."""
         self._words, self._device = words, device
 
     def rules(self, staged: StagedStep) -> GivenMasks:

@@ -1,4 +1,4 @@
-"""GrammarPart: which steps bring the device answers that follow a grammar, and what becomes of forced tokens."""
+"""GrammarPart: gives the device the answers that follow a grammar, and appends forced tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from holdfast.lm.types import PartPlan, StepPlan, StepResult
 from holdfast.lm.types.grammars import Answer, GrammarPlan, GrammarResult
 
 LEAST_FORCED = 2
-"""Fewer tokens that a grammar forces are sampled one by one: a step of decodes alone is faster."""
+"""Least number of forced tokens that are appended. Fewer are sampled one by one: a step of decodes alone is faster."""
 
 
 class GrammarPart(Part):
-    """Where a grammar allows only one token, this and what it forces next are appended without a draw.
+    """If a grammar allows only one token, this and the tokens that it forces next are appended without a draw.
 
-    The next steps compute such tokens with the decodes, as tokens of a prompt.
+    The next steps compute these tokens with the decodes, like tokens of a prompt.
     """
 
     name = "grammars"
@@ -44,7 +44,7 @@ class GrammarPart(Part):
         """Plan forced tokens, as far as the budget lasts."""
         self._forced = {entry for entry in self._forced if not entry.decoding}
         for entry in sorted(self._forced, key=RANK):
-            # One of them may be preempted for another.
+            # An earlier one of them may have preempted this one.
             if entry in self._forced and entry.next_step <= step.number and step.budget > 0:
                 step.compute(entry)
 

@@ -1,1 +1,1 @@
-"""Moves: KV blocks go from the host tier of one engine to that of another."""
+"""Moves of KV blocks from the host tier of one engine to that of another."""

@@ -1,4 +1,4 @@
-"""MovePart: says when no plan in flight reads the host tier any more, so that others may write there."""
+"""MovePart: reports when no plan in flight reads the host tier any longer, so that moves may write there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from holdfast.lm.types import StepPlan, StepResult
 
 
 class MovePart(Part):
-    """Marks in the sequence of plans, for those who fill reserved blocks of the host tier from another engine.
+    """Marks in the sequence of plans, for moves that fill reserved blocks of the host tier from another engine.
 
-    While somebody waits for a mark to be passed, plans are made even if they have nothing to do, since only a result
+    While a move waits for a mark to be passed, plans are made even if they have nothing to do, because only a result
     says which copies are complete. The host tier must be able to swap in.
     """
 
@@ -22,17 +22,17 @@ class MovePart(Part):
         self._planned = -1
         """Number of the last plan."""
         self._settled = -1
-        """Number of the last plan whose copies from the host are known to be complete, with those of all before."""
+        """Number of a plan: its copies from the host, and those of all plans before it, are known to be complete."""
         self._barrier = -1
         """The latest mark."""
 
     def barrier(self) -> int:
-        """A mark of what is planned so far, for `passed`."""
+        """Set a mark after the plans made so far, for `passed`."""
         self._barrier = self._planned
         return self._barrier
 
     def passed(self, barrier: int) -> bool:
-        """Whether no plan that was made before this mark reads the host any more."""
+        """Whether no plan made before this mark can still read the host."""
         return self._settled >= barrier
 
     def planned(self, plan: StepPlan) -> None:

@@ -1,1 +1,1 @@
-"""Penalties on tokens that a sequence has already."""
+"""Penalties on the tokens that a sequence already has."""

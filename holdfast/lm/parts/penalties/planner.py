@@ -1,4 +1,4 @@
-"""PenaltyPart: which steps bring the device the tokens that penalties count."""
+"""PenaltyPart: gives the device the tokens that penalties count, in the steps that need them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.lm.types.penalties import PenaltyPlan
 
 
 class PenaltyPart(Part):
-    """The device counts the tokens of a row itself, once it has those that its sequence brings into the row."""
+    """The device counts a row's new tokens itself, once it has the tokens with which the sequence entered the row."""
 
     name = "penalties"
 

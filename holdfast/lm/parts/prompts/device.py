@@ -27,7 +27,7 @@ class FoundLogprobs:
 
     reports: Sequence[PromptReport]
     logprobs: Logprobs
-    """Of the targets of all `reports`, in a row."""
+    """Log probabilities of the targets of all `reports`, one after the other."""
 
     def on_host(self) -> FoundLogprobs:
         return FoundLogprobs(self.reports, self.logprobs.on_host())

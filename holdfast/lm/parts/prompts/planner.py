@@ -14,7 +14,7 @@ from holdfast.lm.types.prompts import PromptPlan, PromptReport, PromptResult
 class PromptPart(Part):
     """Each token of a prompt but the first is reported once, by the first segment that gives its log probability.
 
-    Such a prompt is computed from its first token on, whatever is kept of it.
+    The prompt is computed from its first token on, even if memory keeps state of it.
     """
 
     name = "prompts"
@@ -22,7 +22,7 @@ class PromptPart(Part):
     def __init__(self) -> None:
         self.awake = False
         self._reported: dict[Entry, int] = {}
-        """The position that plans made so far report a prompt up to, for each sequence that asks."""
+        """For each sequence that asks, the position up to which plans made so far report its prompt."""
         self._in_flight: dict[int, list[Entry]] = {}
         """By the number of a plan in flight, the sequence of each of its reports."""
 
@@ -58,7 +58,7 @@ class PromptPart(Part):
             outputs.add("prompt_logprobs", dict(zip(entries, logprobs, strict=True)))
 
     def _report(self, entry: Entry, index: int, start: int, stop: int) -> PromptReport:
-        """What this segment, [start, stop), gives of the prompt and no plan before has reported."""
+        """The report of this segment, [start, stop): the tokens of the prompt that no earlier plan has reported."""
         request = entry.sequence.request
         first = max(start, self._reported[entry])
         targets = tuple(request.prompt[first + 1 : stop + 1])

@@ -16,23 +16,23 @@ from collections.abc import Iterable, Sequence
 from holdfast.core.types import Identity
 
 NGRAM = 3
-"""Tokens that a match has at least."""
+"""Least number of tokens of a match."""
 LONGEST = 32
-"""Tokens that are compared at most. A longer match counts as one of this length."""
+"""Most tokens that are compared. A longer match counts as one of this length."""
 CANDIDATES = 8
-"""Earlier places that are looked at, the latest first."""
+"""Number of earlier places that are compared, the latest first."""
 OWN_TOKENS = 1 << 15
-"""Most tokens of a sequence that are kept, its last ones. Each takes 20 bytes."""
+"""Most tokens of a sequence that are kept: its last ones. Each takes 20 bytes."""
 PAST_TOKENS = 1 << 15
-"""Tokens of earlier answers that are kept for each identity, the latest ones."""
+"""Number of tokens of earlier answers that are kept for each identity: the latest ones."""
 IDENTITIES = 16
-"""Identities whose answers are kept, those used last."""
+"""Number of identities whose answers are kept: those used last."""
 PENDING_TOKENS = 1 << 15
-"""Tokens of answers that wait to be added, at most. Further ones are left out."""
+"""Most tokens of answers that wait to be added. Further answers are left out."""
 SEPARATOR = 0xFFFFFFFF
-"""Between two answers. No token has this number."""
+"""Stands between two answers. No token has this number."""
 SHIFT, KEY_BITS = 11, 33
-"""A key of three tokens: each is shifted so far by each later one, and a fourth is shifted out."""
+"""Bits by which a key shifts for each token, and bits of a key. A key covers three tokens: a fourth shifts out."""
 KEY_MASK = (1 << KEY_BITS) - 1
 FACTOR = 0x9E3779B1
 """Knuth's multiplicative hash."""
@@ -54,7 +54,7 @@ class Matcher:
         """By hash of a run, where it occurred last. Runs with the same hash share a chain."""
         self._key = 0
         self.length = 0
-        """Tokens so far, with those that are not kept any more."""
+        """Number of tokens so far, with those that are no longer kept."""
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens at the end."""
@@ -95,9 +95,9 @@ class Matcher:
         return best, found
 
     def follow(self, position: int, count: int) -> tuple[int, ...]:
-        """The next `count` tokens behind a position, or fewer: up to a separator.
+        """The next `count` tokens after a position, or fewer: up to a separator.
 
-        What follows the end of the stream is what follows the position, over and over: text that repeats goes on so.
+        At the end of the stream, the tokens after the position repeat: text that repeats usually goes on like this.
         """
         start = position + 1
         guesses = self._slice(start, min(self.length, start + count))
@@ -128,18 +128,18 @@ class Drafter(ABC):
     """Guesses the next tokens of sequences. Pure."""
 
     def begin(self, limit: int) -> Matcher:
-        """What is noted of a sequence of at most `limit` tokens. Whoever asks for guesses adds its tokens."""
+        """An empty matcher for a sequence of at most `limit` tokens. The caller adds the tokens before it asks."""
         return Matcher(min(limit, OWN_TOKENS))
 
     @abstractmethod
     def propose(self, own: Matcher, identity: Identity, most: int) -> tuple[int, ...]:
-        """At most so many guesses at the tokens that follow; empty without a match."""
+        """At most `most` guesses at the next tokens; empty without a match."""
 
     def end(self, identity: Identity, answer: Sequence[int]) -> None:  # noqa: B027  most learn nothing from it
         """Note the answer of a sequence that has ended."""
 
     def index(self, budget: int) -> int:
-        """Add up to so many tokens of noted answers to what is searched. Returns how many it added."""
+        """Add up to `budget` tokens of noted answers to the searched text. Returns the number of added tokens."""
         return 0
 
 
@@ -154,8 +154,8 @@ class NgramDrafter(Drafter):
 class SuffixDrafter(Drafter):
     """Guesses what followed the longest suffix of the sequence, in the sequence or in earlier answers.
 
-    Of two equally long matches the sequence's own counts. Answers are searched only for sequences of the same identity,
-    as nobody may learn from the pace of an answer what others were told.
+    If two matches are equally long, the sequence's own counts. Answers are searched only for sequences of the same
+    identity, because the pace of an answer must not reveal the answers of others.
     """
 
     def __init__(self, *, sharing: bool = True) -> None:
@@ -165,7 +165,7 @@ class SuffixDrafter(Drafter):
         self._noted: deque[tuple[Identity, array[int]]] = deque()
         """Answers that are still to be added."""
         self._waiting = 0
-        """Their tokens."""
+        """Number of tokens in `_noted`."""
 
     def propose(self, own: Matcher, identity: Identity, most: int) -> tuple[int, ...]:
         length, at = own.find(own, longest=True)

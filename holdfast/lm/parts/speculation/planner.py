@@ -1,4 +1,4 @@
-"""Speculation: whether and how far the decodes of a step verify drafted tokens, by what the cost model says of it."""
+"""Speculation: how many drafted tokens the decodes of a step verify, by the predictions of the cost model."""
 
 from __future__ import annotations
 
@@ -15,52 +15,56 @@ from holdfast.lm.scheduler.part import PartStep
 from holdfast.lm.types import PartPlan, StepPlan, StepResult
 
 GAIN = 0.2
-"""Weight of one token in the running rate of hits, and of one search in that of matches."""
+"""Weight of one token in the running rate of hits, and of one search in the running rate of matches."""
 MOST_RATE = 0.98
-"""The rate of hits counts as at most this."""
+"""Upper limit of the rate of hits."""
 COLD = 0.1
-"""Below this rate, of matches times hits, no tokens are drafted for a sequence; now and then a guess shows whether it
-has risen."""
+"""Rate of matches times hits below which no tokens are drafted for a sequence.
+
+Now and then a test guess, which is not put into a step, shows whether the rate has risen.
+"""
 LONGEST_PAUSE = 8
-"""Tokens between two such guesses, at most. It doubles while they fail."""
+"""Most tokens between two test guesses. The pause doubles while they fail."""
 GUESSED = 4
-"""Tokens of such a guess."""
+"""Number of tokens of a test guess."""
 MARGIN = 1.1
-"""Drafts must give this many times the tokens a second that steps without them give, as predictions err."""
+"""Drafts must give this many times the tokens per second of steps without them, because predictions err."""
 NOTED = 1024
-"""Tokens that are noted in one step, at most, so that the host keeps up: about half a millisecond."""
+"""Most tokens that are noted in one step, so that the host keeps up: about half a millisecond."""
 GAP, GAP_OF_ROW = 7e-4, 3e-5
-"""Seconds that the device is taken to wait for the host where a step is not planned ahead, before that was measured;
-what each decode adds."""
+"""Seconds that the device waits for the host before a step that is not planned ahead, and seconds added by each decode.
+
+Used until the wait was measured.
+"""
 PATIENCE = 512
-"""Steps without drafts after which disappointment with them is forgotten by two thirds."""
+"""Number of steps without drafts after which disappointment with drafts has faded by two thirds."""
 PRIOR = 10
-"""Steps that predictions of a new batch size are trusted as much as what comes."""
+"""Number of steps for which predictions of a new batch size weigh as much as measurements."""
 WEIGHT = 0.1
 """Weight of one step in the running means of gaps and of measured over predicted times."""
 MOST_GAP, MOST_RATIO = 0.02, 4.0
-"""Limits of a single measurement."""
+"""Upper limits of a single measurement."""
 
 
 @dataclass(slots=True)
 class Row:
-    """What speculation knows of one sequence."""
+    """Speculation's record of one sequence."""
 
     own: Matcher
     hits: float = 0.0
-    """Running share of guesses that were right, of those whose predecessors were."""
+    """Running share of right guesses, among guesses whose predecessors were right."""
     matches: float = 0.5
     """Running share of searches that gave a guess."""
     guess: tuple[int, ...] = ()
-    """A guess that was not put into a step, only to see whether it comes true."""
+    """A test guess: it is not put into a step, only compared with the tokens that come."""
     guess_at: int = 0
-    """Position of its first token."""
+    """Position of the first token of `guess`."""
     next_guess: int = 0
-    """The next such guess is due when so many tokens are known."""
+    """Number of known tokens at which the next test guess is due."""
     pause: int = 1
 
     def count(self, hits: int, missed: bool) -> None:
-        """Learn that so many guesses in a row were right, and whether the one behind them was wrong."""
+        """Learn that `hits` guesses in a row were right, and whether the next one was wrong."""
         self.hits = 1 - (1 - self.hits) * (1 - GAIN) ** hits
         if missed:
             self.hits *= 1 - GAIN
@@ -71,7 +75,7 @@ class Row:
 
     @property
     def chance(self) -> float:
-        """The chance of a guess to be right, if those in front of it are; 0 for a cold sequence."""
+        """Chance that a guess is right if the earlier ones are; 0 for a cold sequence."""
         return min(self.hits, MOST_RATE) if self.hits * self.matches >= COLD else 0.0
 
 
@@ -80,53 +84,53 @@ class Planned(NamedTuple):
 
     number: int
     at: float
-    """When."""
+    """Time of planning in seconds."""
     waited: bool
-    """Nothing was in flight then."""
+    """Whether nothing was in flight then."""
     rows: int = 0
-    """Sequences that it samples for."""
+    """Number of sequences that it samples for."""
     promise: float = 0.0
-    """Predicted tokens a second, if it waited for tokens to be drafted behind."""
+    """Predicted tokens per second, if the step waited so that tokens could be drafted; else 0."""
 
 
 @dataclass(slots=True)
 class Account:
-    """How steps with drafts have done, for batches of a size."""
+    """Results of steps with drafts, for batches of one size."""
 
     gap: float
-    """Seconds that the device waits for the host before such a step."""
+    """Seconds that the device waits for the host before a step with drafts."""
     given: float = 0.0
-    """Tokens that they gave, the latest counting most."""
+    """Number of tokens that these steps gave, weighted towards the latest."""
     promised: float = 0.0
-    """Tokens that they were predicted to give in the time that they took."""
+    """Number of tokens that these steps were predicted to give in the time that they took."""
 
     @property
     def trust(self) -> float:
-        """The share of the predicted tokens a second that comes; at most 1."""
+        """The measured share of the predicted tokens per second; at most 1."""
         return min(1.0, self.given / self.promised) if self.promised else 1.0
 
     def settle(self, given: float, promised: float) -> None:
-        """Note what one step gave, and what was promised."""
+        """Note the tokens that one step gave, and the predicted number."""
         if not self.promised:
             self.given = self.promised = PRIOR * promised
         self.given += given - self.given / PRIOR / 2
         self.promised += promised - self.promised / PRIOR / 2
 
     def forget(self) -> None:
-        """Trust a little more in predictions, as a step went by without drafts."""
+        """Trust predictions a little more, because a step passed without drafts."""
         self.given += (self.promised - self.given) / PATIENCE
 
 
 class SpeculationPart(Verification):
-    """Lets decodes verify drafted tokens where that gives more tokens a second.
+    """Lets decodes verify drafted tokens if that gives more tokens per second.
 
-    A draft needs the last token of its sequence, so such a step can be planned only when the results of all steps
-    before it are known. The device then waits for the host in between. So either all decodes wait for each other's
-    tokens, or no draft is made and steps are planned ahead as ever; the better of the two is chosen for each step.
+    A draft needs the last token of its sequence, so a step with drafts can be planned only when the results of all
+    earlier steps are known. The device then waits for the host in between. So either all decodes wait for each other's
+    tokens, or no draft is made and steps are planned ahead as usual. The better of the two is chosen for each step.
 
-    The tokens a second of a step are its decodes, and for each guess the chance that it and those in front of it are
-    right, over the predicted time of the step and of the wait. Chances come from how often guesses came true, for each
-    sequence; while none are drafted, a guess is made now and then only to be compared with what comes.
+    The tokens per second of a step are its expected tokens over the predicted time of the step and of the wait.
+    Expected tokens are the decodes, and for each guess the chance that it and all earlier ones are right. Chances come
+    from how often guesses came true, for each sequence. While none are drafted, test guesses are made now and then.
     """
 
     name = "speculation"
@@ -140,13 +144,13 @@ class SpeculationPart(Verification):
         rows: int,
         target: float = inf,
     ) -> None:
-        """`most` guesses for each sequence; `rows` is how many tokens a step can sample in all.
+        """`most` guesses for each sequence; `rows` is the number of tokens that a step can sample in all.
 
         A step with drafts is predicted to end within the `target`, in seconds.
         """
         super().__init__()
         self.tokens_drafted = self.drafts_accepted = 0
-        """Drafted tokens that steps have verified so far, and those of them that were right."""
+        """Number of drafted tokens that steps have verified so far, and number of right ones among them."""
         self._drafter = drafter
         self._most, self._sampled, self._target = most, rows, target
         self._predictor = cost.predictor()
@@ -154,23 +158,23 @@ class SpeculationPart(Verification):
         self._noted = 0
         """Tokens noted in the step under construction."""
         self._ratio = self._drafts_ratio = 1.0
-        """Measured over predicted time of steps of decodes alone: without drafts, and how that of drafts differs."""
+        """Measured over predicted time of steps of decodes without drafts; the further ratio of those with drafts."""
         self._accounts: dict[int, Account] = {}
-        """By the power of two that the number of decodes is below."""
+        """Account of each batch size, by the power of two that the number of decodes is below."""
         self._idle = 0.0
         """Seconds that the device waits for the host before a step that was planned ahead."""
         self._promise = 0.0
-        """Predicted tokens a second of the step that waits so that drafts can be made; 0: no step waits."""
+        """Predicted tokens per second of the step that waits so that drafts can be made; 0: no step waits."""
         self._promised = 0.0
         """`_promise` as it stood when the step under construction began."""
         self._planned: dict[int, tuple[Sequence[Entry], dict[Entry, tuple[int, ...]], float]] = {}
-        """Of each step in flight: who samples, who drafts what, and its predicted seconds if it has decodes alone."""
+        """For each step in flight: the sampling sequences, the drafts, and the predicted seconds if it only decodes."""
         self._last = Planned(-1, 0.0, waited=False)
         self._seconds, self._given = inf, 0
-        """What the last step took of which the result is known, and the tokens that it gave."""
+        """Seconds of the last step whose result is known, and the number of tokens that it gave."""
 
     def account(self, rows: int) -> Account:
-        """How steps with drafts have done with about so many decodes."""
+        """The account of steps with drafts that have about this many decodes."""
         size = rows.bit_length()
         if size not in self._accounts:
             self._accounts[size] = Account(GAP + GAP_OF_ROW * rows)
@@ -253,7 +257,7 @@ class SpeculationPart(Verification):
             account.settle(self._given, last.promise * cycle)
 
     def _pays(self, decoding: Sequence[Entry]) -> bool:
-        """Whether it is expected to pay to wait for the tokens of these decodes."""
+        """Whether waiting for the tokens of these decodes is expected to pay."""
         rows = len(decoding)
         chances, each = [], self._each(rows)
         for entry in decoding:
@@ -271,9 +275,9 @@ class SpeculationPart(Verification):
         return self._promise > 0
 
     def _too_few(self, decoding: Sequence[Entry], number: int) -> bool:
-        """Whether so few of these decodes can be planned before drafts in flight are verified that all better wait.
+        """Whether all decodes had better wait, because drafts in flight leave too few that can be planned now.
 
-        A step of them alone takes nearly as long as one of all, which would be planned behind it.
+        A step of these few alone takes nearly as long as a step of all, which would be planned after it.
         """
         rows, free = len(decoding), sum(entry.next_step <= number for entry in decoding)
         if free == rows:  # there are no such drafts
@@ -284,9 +288,9 @@ class SpeculationPart(Verification):
         return rows / (whole + self.account(rows).gap) > (rows + free) / (whole + alone + self._idle)
 
     def draft(self, step: PartStep) -> Mapping[Entry, Sequence[int]]:
-        """The drafts for those decodes of the step whose tokens are known, as far as it pays.
+        """The drafts for those decodes of the step whose tokens are known, as far as they pay.
 
-        Where the device has waited for these tokens, it did so whether or not there are drafts now. Where it waits only
+        If the device has waited for these tokens, it did so whether or not there are drafts now. If it waits only
         because too few decodes were free, drafts must beat steps that are planned ahead.
         """
         found: list[tuple[Entry, tuple[int, ...]]] = []
@@ -314,12 +318,12 @@ class SpeculationPart(Verification):
     def _shares(
         self, chances: Sequence[tuple[float, int, float]], contexts: list[int], room: int, *, waited: bool = False
     ) -> tuple[list[int], float]:
-        """How many guesses of each sequence to verify, and predicted tokens a second; none and 0 if it does not pay.
+        """How many guesses of each sequence to verify, and predicted tokens per second; none and 0 if it does not pay.
 
-        Of each sequence: the chance of a guess, their number, and how likely there are any. `contexts` are those of all
-        decodes of the step. At most `room` guesses in all. The guesses with the highest chance to be of use come first:
-        that of the n-th of a sequence is the n-th power of its chance. What they must beat is a step that was planned
-        ahead, or where the device has `waited` anyway, one that was not.
+        `chances` has for each sequence the chance of a guess, the number of guesses, and the chance that there are any.
+        `contexts` are those of all decodes of the step. There are at most `room` guesses in all. The guesses with the
+        highest chance of use come first: the chance of a sequence's n-th guess is the n-th power of its chance. They
+        must beat a step that was planned ahead; or, if the device has `waited` anyway, one that was not.
         """
         rows = len(contexts)
         attention = self._predictor.decodes(contexts)
@@ -351,7 +355,7 @@ class SpeculationPart(Verification):
         return shares, best
 
     def _each(self, rows: int) -> int:
-        """Most guesses that are looked for each of so many sequences: twice what all could have."""
+        """Most guesses to look for in each of `rows` sequences: twice the number for which there is room in all."""
         return min(self._most, max(1, 2 * (self._sampled - rows) // max(1, rows)))
 
     def _room(self, entry: Entry, most: int) -> int:
@@ -359,7 +363,7 @@ class SpeculationPart(Verification):
         return max(0, min(most, entry.limit - len(entry.sequence.tokens) - 1))
 
     def _watched(self, entry: Entry) -> Row:
-        """What is known of a sequence. Compares its last guess with what came, and guesses anew where that is due."""
+        """The record of a sequence. Compares its last test guess with the new tokens, and makes a new one when due."""
         tokens, row = entry.sequence.tokens, self._rows.get(entry)
         known = len(tokens)
         if row is None:
@@ -387,12 +391,12 @@ class SpeculationPart(Verification):
 
     @staticmethod
     def _pause(row: Row, known: int) -> None:
-        """Make no guess for a while."""
+        """Make no test guess for a while."""
         row.next_guess = known + row.pause
         row.pause = min(2 * row.pause, LONGEST_PAUSE)
 
     def _catch_up(self, entry: Entry, row: Row) -> bool:
-        """Note the tokens of a sequence that are new. Whether all are noted: a step takes note of so many only."""
+        """Note the new tokens of a sequence, as far as the step's limit allows. Returns whether all are noted."""
         own, tokens = row.own, entry.sequence.tokens
         if own.length < len(tokens):
             some = tokens[own.length : own.length + NOTED - self._noted]

@@ -11,10 +11,11 @@ from holdfast.lm.types import PartPlan, StepPlan, StepResult
 
 
 class Verification(Part):
-    """A part that extends decodes by drafts; whoever derives from it says which.
+    """A part that extends decodes by drafts. Its subclasses choose the drafts.
 
     A decode with a draft of n tokens gives between 0 and n + 1 tokens, and its sequence sits out every step until they
-    are known. Its row has drawn others after them, so the host gives the next decode its token.
+    are known. Its row may have drawn further tokens after the accepted ones, so the host gives the next decode its
+    token.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Verification(Part):
 
     @abstractmethod
     def draft(self, step: PartStep) -> Mapping[Entry, Sequence[int]]:
-        """The tokens that are guessed to follow the last one of some decodes planned so far."""
+        """The guessed next tokens of some of the decodes planned so far."""
 
     def begin(self, step: PartStep) -> None:
         self._drafts = {}

@@ -1,1 +1,1 @@
-"""Tiers: state that a local disk, or a service that engines share, keeps behind the host tier."""
+"""Tiers below the host tier: a local disk, and a service that engines share."""

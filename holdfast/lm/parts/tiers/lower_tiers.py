@@ -1,4 +1,4 @@
-"""LowerTiers: the books of the tiers behind the host tier, a local disk and a service that engines share."""
+"""LowerTiers: keeps account of the tiers below the host tier: a local disk and a service that engines share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from holdfast.lm.memory.retention import MIN_AGE, Use
 from holdfast.lm.tiers import NO_SLOT, JobKind, LowerShape, TierBlock, TierDone, TierJob, TierName
 
 JOB_BYTES = 4 << 20
-"""Bytes of a job, roughly: a disk reads large pieces fastest, and handing jobs over takes time, too."""
+"""Approximate bytes of a job: a disk reads large pieces fastest, and handing over a job takes time."""
 READ_BYTES = 2 << 20
-"""The same of a read from the disk, which somebody waits for: threads read the parts of a conversation together, and
-the first are noted while others are still read."""
+"""Approximate bytes of a read from the disk. Smaller, because a sequence waits for it.
+
+Threads read the parts of a conversation together, and the first are noted while others are still read.
+"""
 WRITE_BYTES = 64 << 20
-"""Bytes that are written to one tier at a time. Their blocks cannot be evicted meanwhile."""
+"""Most bytes that are being written to one tier at a time. Their blocks cannot be evicted meanwhile."""
 SLOT = attrgetter("slot")
 REMOTE_KNOWN = 1 << 17
-"""Digests remembered that the remote tier was seen to have: nothing is written there twice in a row."""
+"""Number of remembered digests that the remote tier was seen to have: no block is written there twice in a row."""
 SHORTEST_WAIT, LONGEST_WAIT = 0.25, 10.0
-"""Seconds that a sequence waits for its blocks at least, and at most."""
+"""Least and most seconds that a sequence waits for its blocks."""
 UNKNOWN_WAIT = 5.0
-"""The same where nobody knows what computing them again would take."""
+"""Most seconds that a sequence waits if the cost of computing its blocks again is unknown."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,27 +38,27 @@ class Fetch:
 
     began: float
     deadline: float
-    """From then on the sequence does not wait any longer."""
+    """Time from which the sequence does not wait any longer, in seconds."""
     pending: set[bytes] = field(default_factory=set)
-    """Those still to arrive."""
+    """Digests of the blocks still to arrive."""
     probing: bool = False
     """Whether the remote tier is being asked what it has."""
     queued: int = 0
-    """Requests of it that wait for room on the host."""
+    """Number of its requests that wait for room on the host."""
     held: list[int] = field(default_factory=list)
     """Blocks of the host tier that have arrived. They are held until the sequence has started."""
     came: dict[TierName, int] = field(default_factory=lambda: {"disk": 0, "remote": 0})
-    """How many, by the tier that gave them."""
+    """Number of blocks that came, by the tier that gave them."""
     size: dict[TierName, int] = field(default_factory=dict)
-    """Bytes asked of each tier, with those that were asked for before and had not arrived."""
+    """Bytes asked of each tier, including blocks that were asked for before and had not arrived."""
     open: bool = True
     """Whether its sequence has neither started nor ended."""
     over: bool = False
-    """Whether nobody waits for it any more."""
+    """Whether the sequence has stopped waiting for it."""
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more will arrive."""
+        """Whether nothing is left to arrive."""
         return not (self.pending or self.probing or self.queued)
 
 
@@ -67,7 +69,7 @@ class Arrival:
     hosts: dict[bytes, int]
     """By digest, the block of the host that is filled."""
     fetches: list[Fetch]
-    """Those that wait for some of them."""
+    """Fetches that wait for some of them."""
 
 
 @dataclass(slots=True)
@@ -76,29 +78,29 @@ class JobBook:
 
     job: TierJob
     fetch: Fetch | None = None
-    """Of a probe."""
+    """Fetch of a probe."""
     after: int | None = None
-    """The plan whose copies to the device must have ended before the job may write to the host; None: not known yet."""
+    """Plan whose copies to the device must end before the job may write to the host; None: not known yet."""
     started: bool = False
 
 
 class LowerTiers:
-    """What goes from the host tier to the disk and to the remote tier, and what comes back.
+    """Decides which blocks go from the host tier to the disk and the remote tier, and which come back.
 
-    The disk is a `HostPool` of its own: the same states, the same value. Blocks go down ahead of need: each block that
-    the host gets is written to every tier behind it, as fast as they take it, so a block that the host evicts is
-    mostly there already. A block comes back when a waiting sequence needs it and `Prices` say that computing it again
-    would take longer.
+    The disk is a `HostPool` of its own, with the same states and the same value. Blocks go down ahead of need: each
+    block that the host gets is written to every lower tier, as fast as the tier takes it. So a block that the host
+    evicts is mostly there already. A block comes back when a waiting sequence needs it and `Prices` say that computing
+    it again would take longer.
 
-    The jobs are decided here (`jobs`), done by others, and their ends are told at the next boundary of a step (`done`).
-    A block of the host that is written from is held. A block that is filled is reserved, and only filled once no plan
-    can read what it held before (`HostPool.reserve`).
+    The jobs are decided here (`jobs`) and done by others. Their ends are reported at the next boundary of a step
+    (`done`). A block of the host is held while it is written to a tier. A block that is to be filled is reserved, and
+    filled only once no plan can read its old contents (`HostPool.reserve`).
 
     In each tier free + cached + reserved = total. The remote tier bounds itself, by lifetime and eviction.
     """
 
     def __init__(self, pool: BlockPool, shape: LowerShape, prices: Prices, now: float) -> None:
-        """The tiers behind `pool`, which must have a host tier. `now` is when what the disk holds was looked at.
+        """The tiers below `pool`, which must have a host tier. `now` is the time when the disk's contents were listed.
 
         Raises ValueError without a host tier.
         """
@@ -113,12 +115,12 @@ class LowerTiers:
         self._host.take_uses()
         self._remote = shape.remote
         self._remote_down = shape.remote_down
-        """Whether the remote tier has failed, and no check has found since that it works."""
+        """Whether the remote tier has failed, and no check since then has found that it works."""
         self._checking = False
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._tiers: list[TierName] = []
         self._dirty: dict[TierName, OrderedDict[bytes, None]] = {}
-        """By tier, blocks of the host that it may lack, the first to be written first."""
+        """Blocks of the host that each tier may lack, in the order in which to write them."""
         self._writing: dict[TierName, set[bytes]] = {}
         for name, there in (("disk", shape.disk_blocks > 0), ("remote", shape.remote)):
             if there:
@@ -129,9 +131,9 @@ class LowerTiers:
         self.disk = HostPool(shape.disk_blocks, pool.rule) if shape.disk_blocks else None
         self._arriving: dict[bytes, Arrival] = {}
         self._held = 0
-        """Blocks of the host that fetches hold."""
+        """Number of blocks of the host that fetches hold."""
         self._queue: deque[tuple[Fetch, TierName, dict[int, bytes]]] = deque()
-        """What is to be brought once the host has room: at most half of it is for waiting sequences."""
+        """Reads to begin once the host has room: at most half of the host is for waiting sequences."""
         self._books: dict[int, JobBook] = {}
         self._numbers = 0
         self._uses = 0
@@ -146,7 +148,7 @@ class LowerTiers:
         self._load(shape, now)
 
     def _load(self, shape: LowerShape, now: float) -> None:
-        """Take over what the disk holds. Of two blocks with one digest the later one stays."""
+        """Take over the contents of the disk. If two blocks have one digest, the later one stays."""
         disk = self.disk
         if disk is None:
             return
@@ -159,16 +161,16 @@ class LowerTiers:
 
     @property
     def backlog(self) -> bool:
-        """Whether so much is still to be written that the host should not be given more."""
+        """Whether too much is still to be written for the host to get more."""
         return max(map(len, self._dirty.values())) + self._host.unread_uses >= max(1, self._host.ready // 4)
 
     @property
     def can_flush(self) -> bool:
-        """Whether idle blocks of the device could be copied to the host now, and from there to the tiers behind it."""
+        """Whether idle blocks of the device could be copied to the host now, and from there to the lower tiers."""
         return self._pool.can_swap_out and self._host.ready > 0 and not self.backlog
 
     def flush(self, idle: bool) -> None:
-        """Let the next plan copy idle blocks down if there is nothing else to do, `idle`, and these tiers take them."""
+        """Let the next plan copy idle blocks down if there is nothing else to do (`idle`) and these tiers take them."""
         self._pool.flush(idle and self.can_flush)
 
     def has(self, digest: bytes) -> bool:
@@ -180,7 +182,7 @@ class LowerTiers:
         return self.disk is not None and self.disk.find(digest) is not None
 
     def tiers(self, digests: Iterable[bytes]) -> str:
-        """Where the state of each digest lies behind the host: letters of `block_map.TIERS_BELOW`, or - for nowhere."""
+        """The lower tiers that have the state of each digest: letters of `block_map.TIERS_BELOW`, or - for none."""
         arriving, remote = self._arriving, self._known
         on_disk: Mapping[bytes, int] = {} if self.disk is None else self.disk.by_digest
         return "".join(
@@ -191,11 +193,11 @@ class LowerTiers:
         )
 
     def begin_swap_in(self, step: int) -> None:
-        """Plan `step` copies blocks of the host to the device."""
+        """Note that plan `step` copies blocks of the host to the device."""
         self._copying_in = step
 
     def finish_swap_in(self, step: int) -> None:
-        """The copies to the device of plan `step` and of those before it have ended."""
+        """Note that the copies to the device have ended, of plan `step` and of all plans before it."""
         self._copied_in = max(self._copied_in, step)
 
     def jobs(self, now: float) -> list[TierJob]:
@@ -222,7 +224,7 @@ class LowerTiers:
         return begun
 
     def _note(self) -> None:
-        """Look at what the host tells of blocks that it got, or that have been used again."""
+        """Read the host's news of blocks that it got, or that have been used again."""
         disk, used = self.disk, dict[Use, list[bytes]]()
         for digest, use in self._host.take_uses():
             if disk is not None:
@@ -239,7 +241,7 @@ class LowerTiers:
     def _write(self, tier: TierName, now: float) -> None:
         """Begin to write blocks to a tier, as many as may be under way.
 
-        Those of one conversation come one after the other, so that they lie together on the disk.
+        Blocks of one conversation are written one after the other, so that they lie together on the disk.
         """
         dirty, writing, host, disk = self._dirty[tier], self._writing[tier], self._host, self.disk
         if tier == "remote" and self._remote_down:
@@ -273,7 +275,7 @@ class LowerTiers:
         return rule.class_cost(rule.cost_class(index)) / max(now - last, MIN_AGE)
 
     def fetch(self, missing: Mapping[int, bytes], now: float) -> Fetch | None:
-        """Begin to bring back what a sequence lacks: digests by their places. None if nothing is to be brought."""
+        """Begin to bring back the blocks that a sequence lacks: digests by place. None if there is nothing to bring."""
         seconds = self.prices.computing([*missing])
         wait = UNKNOWN_WAIT if seconds is None else min(max(2 * seconds, SHORTEST_WAIT), LONGEST_WAIT)
         fetch = Fetch(now, now + wait)
@@ -288,7 +290,7 @@ class LowerTiers:
         return None if fetch.complete else fetch
 
     def _ask(self, tier: TierName, there: Mapping[int, bytes], fetch: Fetch, now: float) -> None:
-        """Let a fetch have these blocks of a tier: those that others wait for, too, and those still to be brought."""
+        """Let a fetch have these blocks of a tier, also if other fetches wait for them or they are still to be read."""
         lacking = {}
         for index, digest in there.items():
             if (arrival := self._arriving.get(digest)) is not None:
@@ -301,9 +303,9 @@ class LowerTiers:
             self._bring(tier, lacking, fetch, now)
 
     def _bring(self, tier: TierName, there: Mapping[int, bytes], fetch: Fetch, now: float) -> None:
-        """Begin to read those of these blocks that are cheaper to bring than to compute, or queue that for room.
+        """Begin to read those of these blocks that are cheaper to bring than to compute, or queue the read for room.
 
-        If half of the host has no room for them all, it is the last ones: they cost most to compute.
+        If half of the host has no room for them all, the last ones are read: they cost most to compute.
         """
         host, disk, size = self._host, self.disk, self.prices.block_bytes
         ahead = size * (len(self._arriving) + sum([len(blocks) for _, _, blocks in self._queue]))
@@ -332,12 +334,12 @@ class LowerTiers:
         self._begin(tier, "read", blocks)
 
     def _room(self, blocks: Collection[int]) -> bool:
-        """Whether the host has room for these blocks, or for as many as it may ever have for one sequence."""
+        """Whether the host has room for these blocks, or for the most blocks that it may have for one sequence."""
         most = self._host.ready // 2
         return min(len(blocks), most) <= most - self._held - len(self._arriving)
 
     def close(self, fetch: Fetch) -> None:
-        """The sequence of a fetch has started, or has ended: nothing is held for it any more."""
+        """Note that the sequence of a fetch has started or ended: nothing is held for it from now on."""
         if not fetch.open:
             return
         fetch.open, fetch.over = False, True
@@ -417,7 +419,7 @@ class LowerTiers:
             self._arrive(fetch, tier, digests, (now, self._pool.uses))
 
     def _arrive(self, fetch: Fetch, tier: TierName, ended: list[bytes], use: Use) -> None:
-        """Tell a fetch of those of its blocks that have come, as used at `use`, and of those that will not."""
+        """Report to a fetch which of its blocks have come, as used at `use`, and which will not."""
         pending = fetch.pending
         awaited = [digest for digest in ended if digest in pending]
         if fetch.over or not awaited:
@@ -451,7 +453,7 @@ class LowerTiers:
         self._remote_down = False
         if ended.outcomes == ("missing",):
             self._known.clear()
-        # What the host has got or used meanwhile was not written.
+        # Blocks that the host got or used meanwhile were not written.
         self._dirty["remote"].update((digest, None) for digest in self._host.by_digest if digest not in self._known)
 
     def _know(self, digest: bytes) -> None:
@@ -461,7 +463,7 @@ class LowerTiers:
             self._known.popitem(last=False)
 
     def _begin(self, tier: TierName, kind: JobKind, blocks: Sequence[TierBlock], fetch: Fetch | None = None) -> None:
-        """Queue a job for these blocks, or several where they are many. A probe or a check is always one."""
+        """Queue a job for these blocks, or several jobs for many blocks. A probe or a check is always one job."""
         step = self._read_batch if kind == "read" and tier == "disk" else self._batch
         if kind in ("probe", "check"):
             step = max(1, len(blocks))
@@ -471,7 +473,7 @@ class LowerTiers:
             self._numbers += 1
 
     def stats(self) -> dict[str, int]:
-        """These tiers so far and now: fields of `SchedulerStats`."""
+        """Counters and present sizes of these tiers: fields of `SchedulerStats`."""
         disk, size = self.disk, self.prices.block_bytes
         return {
             "disk_blocks_total": disk.num_blocks if disk is not None else 0,

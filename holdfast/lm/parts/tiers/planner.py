@@ -1,4 +1,4 @@
-"""TierPart: the planner's side of the tiers behind the host, with the sequences that wait for blocks of theirs."""
+"""TierPart: the planner's side of the tiers below the host, with the sequences that wait for blocks from them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NOTHING: Mapping[TierName, int] = {"disk": 0, "remote": 0}
 class TierPart(Part):
     """Sequences whose kept blocks come from the disk or the remote tier wait for them before they start.
 
-    A sequence waits until all that it asked for has come or failed, and no longer than its deadline. It then waits as
-    any other does, and finds what has come on the host. That is held for it until it starts.
+    A sequence waits until all blocks that it asked for have come or failed, and no longer than its deadline. It then
+    waits like any other, and finds its blocks on the host. They are held for it until it starts.
 
-    What is moved, others do: `jobs` says what is to begin, and `done` is told what has ended.
+    Others move the bytes: `jobs` says which jobs are to begin, and `done` takes their ends.
     """
 
     name = "tiers"
@@ -28,18 +28,18 @@ class TierPart(Part):
 
     def __init__(self, lower: LowerTiers) -> None:
         self.lower = lower
-        """What these tiers hold, and what is on its way."""
+        """The contents of these tiers, and the blocks on their way."""
         self._queues: PartQueues
         self._waiting: dict[Entry, Fetch] = {}
         """The sequences that wait for their blocks. This part holds them."""
         self._arrived: dict[Entry, Fetch] = {}
-        """Those whose wait is over and that have not started."""
+        """The sequences whose wait is over and that have not started."""
         self._asked: set[Entry] = set()
         """The sequences whose blocks were asked for since they last began to wait."""
         self._alive = 0
-        """Sequences that have not ended."""
+        """Number of sequences that have not ended."""
         self._hits: dict[TierName, int] = {"disk": 0, "remote": 0}
-        """Tokens that came from each tier for a sequence that had not started before."""
+        """Number of tokens that came from each tier for a sequence that had not started before."""
 
     def jobs(self, now: float) -> Sequence[TierJob]:
         """The jobs that are to begin now."""
@@ -61,7 +61,7 @@ class TierPart(Part):
         self._alive += 1
 
     def starting(self, entry: Entry, now: float) -> bool:
-        """Ask for what the tiers have of a waiting sequence, once. Returns whether it has to wait for that."""
+        """Ask these tiers for the blocks of a waiting sequence, once. Returns whether it has to wait for them."""
         sequence = entry.sequence
         if entry in self._asked or sequence.in_flight or not entry.uses_kept:
             return False
@@ -92,7 +92,7 @@ class TierPart(Part):
         self._settle(entry)
 
     def advance(self, now: float) -> None:
-        """Let those wait for a row whose wait for blocks is over, and copy idle state down in a pause."""
+        """Let sequences wait for a row once their wait for blocks is over, and copy idle state down in a pause."""
         if self._waiting:
             over = [entry for entry, fetch in self._waiting.items() if fetch.complete or now >= fetch.deadline]
             for entry in over:
@@ -113,7 +113,7 @@ class TierPart(Part):
 
     @property
     def has_work(self) -> bool:
-        """Whether nothing is left to do but to copy idle state down, and these tiers take it."""
+        """Whether the only work left is to copy idle state down, and these tiers take it."""
         return not self._alive and self.lower.can_flush
 
     def stats(self) -> Mapping[str, float]:
@@ -124,7 +124,7 @@ class TierPart(Part):
         }
 
     def _settle(self, entry: Entry) -> Mapping[TierName, int]:
-        """A sequence starts or ends: hold nothing for it any more. Returns the blocks that came for it, by tier."""
+        """Let go of the blocks of a sequence that starts or ends. Returns the number that came for it, by tier."""
         fetch = self._waiting.pop(entry, None) or self._arrived.pop(entry, None)
         if fetch is None:
             return NOTHING

@@ -1,4 +1,4 @@
-"""Which tuner and which policy a configuration with tuning means."""
+"""The tuner and the policy that a configuration with tuning asks for."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def with_training(
     deferral_bound: float | None,
     progress: bool,
 ) -> Policy:
-    """A policy of inference with training beside it.
+    """A policy of inference, extended by training.
 
-    Training runs in slices beside streams if there is a target between tokens, else by the deferral rule with
-    `deferral_bound` seconds (None: DEFAULT_BOUND). With `progress`, slices go on however full the steps are. Raises
-    ValueError for padded rows, in a pipeline, under a scheduler that is not stall-free, and for a bound with a target.
+    Training runs in slices if there is a target between tokens, else by the deferral rule with `deferral_bound` seconds
+    (None: DEFAULT_BOUND). With `progress`, slices go on however full the steps are. Raises ValueError for padded rows,
+    in a pipeline, under a scheduler that is not stall-free, and for a bound with a target.
     """
     if shape.rows is not None:
         raise ValueError("tuning needs a paged cache, and the model runs on padded rows")

@@ -7,16 +7,16 @@ from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.types import StepPlan, StepResult
 
 DEFAULT_BOUND = 1.0
-"""Seconds."""
+"""Default deferral bound in seconds."""
 
 
 class Deferred(Policy):
-    """FineInfer's deferral rule around a policy of inference.
+    """FineInfer's deferral rule, which wraps a policy of inference.
 
-    A waiting request starts iff waited + T_ft > bound, T_ft being the upper estimate of one iteration of training
-    (`Tuner.iteration_seconds`). While nothing runs, whole iterations run; while anything runs, none begins, and no more
-    than the vectors of a job that has to go are copied to the host. A bound of
-    0 is inference first, and infinity is training to its end. Without a job that can run nothing is deferred.
+    A waiting request starts iff waited + T_ft > bound. T_ft is the upper estimate of one iteration of training
+    (`Tuner.iteration_seconds`). While nothing runs, whole iterations run. While anything runs, none begins, and only
+    the vectors of a job that has to leave are copied to the host. A bound of 0 is inference first, and infinity is
+    training to its end. If no job can run, nothing is deferred.
 
     Nobody waits longer than max(bound, T_ft) and one step of inference, as far as rows and memory have room.
     """
@@ -32,7 +32,7 @@ class Deferred(Policy):
     def plan(self, step: StepBuilder) -> None:
         tuner = self.part.tuner
         if tuner.in_flight and not step.running:
-            return  # what starts now would start behind the iteration, and have waited longer than it looks
+            return  # a request that starts now would run after the iteration, so it would wait longer
         self._count(step)
         self.part.lend(step)
         if tuner.runs:
@@ -41,7 +41,7 @@ class Deferred(Policy):
             step.due = lambda entry: entry.sequence.scheduled_at is not None or entry.sequence.request.arrival < latest
         self.inner.plan(step)
         if step.due is not None:
-            step.admit(beyond_budget=True)  # the rule asks for rows and memory, not for a place in this very step
+            step.admit(beyond_budget=True)  # the rule lets it start even if this step's budget is full
         if tuner.leaves or not (step.running or step.swapping_in or step.in_flight):
             self.part.train()
 

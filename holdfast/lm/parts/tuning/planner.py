@@ -1,4 +1,4 @@
-"""TuningPart: the planner's side of tuning, which is a slice of training in a plan, and the blocks lent to it."""
+"""TuningPart: the planner's side of tuning: a slice of training in a plan, and the blocks lent to training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 class TuningPart(Part):
     """The jobs of training, and the memory that they have.
 
-    A policy says when there is a slice: it calls `lend` before the verbs of the step, and `train` after them
+    A policy says when there is a slice. It calls `lend` before the verbs of the step, and `train` after them
     (`deferral.Deferred`, `slices.TrainingSlices`).
     """
 
@@ -38,9 +38,9 @@ class TuningPart(Part):
         self._slabs = Slabs(queues.pool, self.tuner, queues.headroom)
 
     def lend(self, step: PartStep) -> None:
-        """Bring the memory of training nearer to what it needs. To be called before all verbs of the step.
+        """Bring the memory of training closer to its needs. To be called before all verbs of the step.
 
-        What training has of it goes back, without this call too, when a sequence needs it.
+        When a sequence needs memory of training, it is taken back without this call too.
         """
         assert not step.begun
         self._moves, writes = self._slabs.lend(step.resident, busy=step.busy, now=step.now)
@@ -49,8 +49,8 @@ class TuningPart(Part):
     def train(self, seconds: float = inf, *, at_least_one: bool = False) -> bool:
         """Plan a slice of training that is predicted to take at most `seconds`. To be called after all other verbs.
 
-        `inf`: what is left of a micro-batch; `at_least_one` unit may take longer. Returns whether there is one. The
-        plan has another already if training gives up memory in it.
+        `inf` plans the rest of a micro-batch. With `at_least_one`, one unit may take longer. Returns whether a slice
+        was added: none is if training already has one in this plan, to give up memory.
         """
         return self._slabs.train(seconds, at_least_one=at_least_one)
 

@@ -12,23 +12,23 @@ from holdfast.lm.types import BlockMove, TableWrite
 from holdfast.lm.types.tuning import NO_SLICE, TrainingAction, TrainingSlice
 
 QUIET_SECONDS = 1.0
-"""After training gave blocks up, it gets none for so long, unless nothing runs or waits."""
+"""Seconds for which training gets no blocks after it gave some up, unless nothing runs or waits."""
 PIECES = 64
-"""Blocks are lent and taken back in pieces of this share of the cache, and a plan moves one piece at most."""
+"""Blocks are lent and taken back in pieces of 1/64 of the cache. A plan moves one piece at most."""
 SPARE = 16
-"""Beside running sequences, this share of the cache stays available behind the headroom when blocks are lent."""
+"""While sequences run, 1/16 of the cache stays available in addition to the headroom when blocks are lent."""
 YIELDS: tuple[TrainingAction, ...] = ("release", "drop", "offload")
-"""What training gives up, the cheapest first: kept activations, the micro-batch, its place on the device."""
+"""Actions that free memory, the cheapest first: give up kept activations, the micro-batch, the place on the device."""
 
 
 class Slabs:
     """Lends the cache's highest blocks to training, and takes them back.
 
-    Training gets what its job's next step takes, while as much is available beside the headroom of running sequences.
-    Before a request would wait for blocks, and before any would be preempted, training yields: first blocks that it
-    does not use, then kept activations, then the micro-batch under way. These are free in the same plan, because what
-    was computed there came before it on the device. At last the job's vectors go to the host; their blocks are free in
-    the next plan.
+    Training gets the blocks for its job's next step, while as many are available apart from the headroom of running
+    sequences. Before a request would wait for blocks, and before any would be preempted, training yields. It first
+    gives up unused blocks, then kept activations, then the micro-batch under way. These are free in the same plan,
+    because the device computed their contents earlier. In the end the job's vectors go to the host; their blocks are
+    free in the next plan.
     """
 
     def __init__(self, pool: BlockPool, tuner: Tuner, headroom: int) -> None:
@@ -37,27 +37,27 @@ class Slabs:
         self._piece = max(1, pool.num_blocks // PIECES)
         self._quiet_until = 0.0
         self.slice: TrainingSlice = NO_SLICE
-        """Of the plan under construction."""
+        """Slice of the plan under construction."""
         self.waits = False
-        """Training lacks blocks because copies between the tiers are under way."""
+        """Whether training lacks blocks because copies between the tiers are under way."""
 
     @property
     def lent(self) -> int:
-        """Blocks that training has."""
+        """Number of blocks that training has."""
         return self._pool.lent
 
     def begin(self) -> None:
-        """A plan is made from now on."""
+        """Begin a plan."""
         self.slice, self.waits = NO_SLICE, False
         self._tuner.begin()
 
     def lend(
         self, entries: Iterable[Entry], *, busy: bool, now: float
     ) -> tuple[tuple[BlockMove, ...], list[TableWrite]]:
-        """Bring what is lent nearer to what training needs: the moves, and the new places in block tables.
+        """Bring the number of lent blocks closer to the needs of training.
 
         To be called before anything else of the plan. `entries` are the sequences that have blocks; `busy`: any runs or
-        waits.
+        waits. Returns the block moves, and the new places for block tables.
         """
         pool, wanted = self._pool, self._wanted(busy, now)
         if wanted + self._piece < pool.lent or (pool.lent and not wanted):
@@ -79,7 +79,7 @@ class Slabs:
     def yield_for(self, short: int, now: float) -> bool:
         """Make `short` more blocks available, if training can give up as many now. Returns whether it did.
 
-        If it can only by leaving the device, it does, and the blocks are free in the next plan.
+        If training can do so only by leaving the device, it does, and the blocks are free in the next plan.
         """
         pool, tuner = self._pool, self._tuner
         if short <= 0 or not pool.lent:
@@ -103,7 +103,7 @@ class Slabs:
         return bool(self.slice)
 
     def _wanted(self, busy: bool, now: float) -> int:
-        """Blocks that training should have."""
+        """Number of blocks that training should have."""
         pool, held = self._pool, self._tuner.held
         needs = self._tuner.needs
         if not needs.least:
@@ -124,7 +124,7 @@ class Slabs:
             self._tuner.lent = self._pool.lent
 
     def _write(self, entries: Iterable[Entry], places: dict[int, int]) -> list[TableWrite]:
-        """Let block tables name the new places."""
+        """The writes that put the new places into block tables."""
         writes = []
         for entry in entries:
             cache = entry.cache

@@ -1,4 +1,4 @@
-"""Slices of training beside streams: each step is filled up to the target between tokens."""
+"""Slices of training in steps with streams: each step is filled up to the target between tokens."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from holdfast.lm.scheduler.correction import Correction
 from holdfast.lm.types import StepPlan, StepResult
 
 RESERVE = 0.08
-"""This share of the target is left over, as the times of a step and of its slice err together, and as tokens take time
-to reach their stream."""
+"""Share of the target that is left over. The times of a step and of its slice err together, and tokens take time to
+reach their stream.
+"""
 LAUNCH_SHARE = 0.75
-"""The host spends at most this share of the target on launching a slice; what is left, it needs for the step."""
+"""Largest share of the target that the host spends on launching a slice. It needs the rest for the step."""
 IDLE_SECONDS = 0.010
-"""While nothing runs, a slice takes at most so long."""
+"""Most seconds of a slice while nothing runs."""
 BUSY_SECONDS = 1.0
-"""While most rows are taken, nothing is trained for so long after a stream's request had to wait."""
+"""Seconds without training after a stream's request had to wait, while most rows are taken."""
 WATCHED = 8
-"""While there is no training, one in so many steps is measured, so that a job finds the price of a step known."""
+"""While there is no training, one step in this many is measured, so that the price of a step is known to new jobs."""
 PROGRESS_SECONDS = 2.0
-"""Where training may not stand still, it has a unit at least so often."""
+"""Most seconds between two units if training may not stand still."""
 
 
 class TrainingSlices(Policy):
     """Adds to each step of a policy as many units of training as are predicted to end within the target.
 
-    Chat goes before batch and batch before training: a step has a slice only if no request of a stream's class waits
-    or lacks a part of its prompt, and the slice gets what is left. While nothing runs, a step holds a slice of at most
-    IDLE_SECONDS, and nothing is planned past it, so that a prompt that comes waits for one slice only.
+    Chat goes before batch and batch before training: a step has a slice only if no request of a stream's class waits or
+    lacks a part of its prompt, and the slice gets the time that is left. While nothing runs, a step holds a slice of at
+    most IDLE_SECONDS, and nothing is planned past it, so that a new prompt waits for one slice only.
     """
 
     def __init__(
@@ -40,18 +41,18 @@ class TrainingSlices(Policy):
         """`target` in seconds between tokens, above 0; else ValueError.
 
         With `progress` a unit runs every PROGRESS_SECONDS, whatever waits and however full the steps are. In any case a
-        job that has to go waits no longer than that.
+        job that has to leave waits no longer than that.
         """
         if not target > 0:
             raise ValueError(f"target is {target} s; it must be above 0")
         self.inner, self.part, self.target, self.progress = inner, part, target, progress
         self._predictor = cost.predictor()
         self._corrections = {prompts: Correction(cost.deviation) for prompts in (False, True)}
-        """Of steps of decodes alone, and of steps with prompts."""
+        """Corrections of steps of decodes alone (False) and of steps with prompts (True)."""
         self._predicted: dict[int, tuple[bool, float]] = {}
-        """Of each step in flight with segments: whether it has prompts, and its predicted seconds."""
+        """For each step in flight with segments: whether it has prompts, and its predicted seconds."""
         self._waited_at = self._trained_at = -inf
-        """When a stream's request was last seen to wait, and when a slice was last planned."""
+        """Times when a stream's request was last seen to wait, and when a slice was last planned."""
 
     def plan(self, step: StepBuilder) -> None:
         tuner = self.part.tuner

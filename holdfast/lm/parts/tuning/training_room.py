@@ -1,16 +1,18 @@
-"""TrainingRoom: what a full step of streams leaves of the target between tokens for training."""
+"""TrainingRoom: the time that a full step of streams leaves of the target between tokens for training."""
 
 from __future__ import annotations
 
 from holdfast.lm.scheduler.correction import Correction
 
 LEAST_STEPS = 32
-"""Measured steps after which the price of a step is known. Before, it is what was measured at the start, when the
-machine may have been busy."""
+"""Number of measured steps after which the price of a step is known.
+
+Before, the price is the measurement at the start, when the machine may have been busy.
+"""
 
 
 class TrainingRoom:
-    """The seconds that are left for one unit of training beside a full step of decodes.
+    """The seconds that are left for one unit of training after a full step of decodes.
 
     The step's price comes from the cost model, and is corrected by steps that are measured in service.
     """
@@ -20,7 +22,7 @@ class TrainingRoom:
     ) -> None:
         """Steps and slices take at most `share` of `target` seconds together.
 
-        A full step has so many `decodes` and is predicted to take `seconds`. `exact`: predictions are right by
+        A full step has `decodes` decodes and is predicted to take `seconds`. `exact`: predictions are right by
         definition, as in a simulation.
         """
         self.target, self.share, self.decodes, self._seconds = target, share, decodes, seconds
@@ -38,12 +40,12 @@ class TrainingRoom:
 
     @property
     def seconds(self) -> float:
-        """What is left for a unit; 0 or less if there is nothing."""
+        """Seconds that are left for a unit; 0 or less if there are none."""
         return self.target * self.share - self.step_seconds
 
     @property
     def known(self) -> bool:
-        """Whether the price rests on enough measured steps for a job to be refused by it."""
+        """Whether the price rests on enough measured steps to refuse a job."""
         return self._exact or self._steps >= LEAST_STEPS
 
     def observe(self, ratio: float) -> None:
@@ -52,9 +54,9 @@ class TrainingRoom:
         self._steps += 1
 
     def refusal(self, unit_seconds: float, tokens: int) -> str:
-        """Why no unit of `unit_seconds` runs beside a full step; empty if it does.
+        """Why a unit of `unit_seconds` does not fit after a full step; empty if it fits.
 
-        `tokens` are those of its micro-batch.
+        `tokens` is the number of tokens of its micro-batch.
         """
         price = f"a step of {self.decodes} decodes takes {1e3 * self.step_seconds:.1f} ms"
         if self.seconds <= 0:

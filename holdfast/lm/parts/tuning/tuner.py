@@ -26,22 +26,22 @@ from holdfast.lm.types.tuning import TrainingAction, TrainingReport, TrainingSli
 JobStatus = Literal["queued", "running", "paused", "ending"]
 
 DEVIATION = 0.1
-"""How far units are believed to be from their predicted time, as a share of it, before any was measured."""
+"""Assumed mean deviation of units from their predicted time, as a share of it, before any was measured."""
 LAUNCH_SECONDS = 0.0005
-"""Host time to launch a unit, about; it is corrected by measured times."""
+"""Host time to launch a unit, approximately; it is corrected by measured times."""
 TURN_SECONDS = 30.0
-"""Device time that one tenant's jobs get before another's, where several have any."""
+"""Device time that one tenant's jobs get before another's, if several tenants have jobs."""
 
 
 class WorkUnit(Protocol):
-    """The least work that a slice can hold (`holdfast.training.jobs.Unit`)."""
+    """The smallest piece of work that a slice can hold (`holdfast.training.jobs.Unit`)."""
 
     @property
     def kind(self) -> UnitKind: ...
 
     @property
     def number(self) -> int:
-        """Of the layer, for half a layer."""
+        """Number of the layer, for half a layer."""
         ...
 
 
@@ -50,7 +50,7 @@ class WorkBatch(Protocol):
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each of its examples."""
+        """Number of tokens of each of its examples."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class WorkBatch(Protocol):
 
     @property
     def validation(self) -> bool:
-        """It has no backward."""
+        """Whether it is for validation, and so has no backward."""
         ...
 
 
@@ -67,34 +67,37 @@ class JobOutline(Protocol):
 
     @property
     def count(self) -> int:
-        """Optimizer steps of the whole job."""
+        """Number of optimizer steps of the whole job."""
         ...
 
     @property
     def most_tokens(self) -> int:
-        """No micro-batch has more tokens."""
+        """Most tokens of any micro-batch."""
         ...
 
     def micro_batches(self, step: int) -> Sequence[WorkBatch]:
-        """Those of a step, in order. The same at every call."""
+        """The micro-batches of a step, in order. Equal at every call."""
         ...
 
 
 Half = tuple[str, int]
-"""attention or mlp, and the number of the layer."""
+"""Kind (attention or mlp) and number of the layer."""
 
 BlocksOf = Callable[[int, bool], int]
-"""Blocks at the end of the cache that a resident job takes with a micro-batch of so many tokens (0: none is open), and
-whether activations are kept. `lambda tokens, keep: trainer.blocks(job, tokens, keep=keep)`."""
+"""Number of blocks at the end of the cache that a resident job takes.
+
+Arguments: the tokens of its micro-batch (0: none is open), and whether activations are kept. For example
+`lambda tokens, keep: trainer.blocks(job, tokens, keep=keep)`.
+"""
 
 
 class Needs(NamedTuple):
-    """Blocks that a job's step takes on the device."""
+    """Numbers of blocks that a job's step takes on the device."""
 
     least: int
     """With the inputs of halves only; the backward computes the rest again."""
     most: int
-    """With all that the backward needs."""
+    """With all activations that the backward needs."""
 
 
 @dataclass(eq=False)
@@ -115,11 +118,11 @@ class _Job:
     kept: set[Half] = field(default_factory=set)
     """The halves whose activations are kept."""
     batches: Sequence[WorkBatch] = ()
-    """Of the step."""
+    """Micro-batches of the step."""
     sizes: dict[tuple[int, bool], int] = field(default_factory=dict)
-    """What `blocks` has said."""
+    """Cached results of `blocks`."""
     base: dict[tuple[UnitKind, bool], float] = field(default_factory=dict)
-    """Of the micro-batch: predicted seconds of a unit, by its kind and by whether it computes a forward again."""
+    """Predicted seconds of a unit of the micro-batch, by its kind and by whether it computes a forward again."""
 
     @property
     def complete(self) -> bool:
@@ -127,7 +130,7 @@ class _Job:
 
     @property
     def runs(self) -> bool:
-        """Whether there is anything to plan."""
+        """Whether the job has anything to plan."""
         return not (self.paused or self.removed or self.complete)
 
     @property
@@ -143,14 +146,14 @@ class _Job:
         return self.batches[self.micro_batch]
 
     def size(self, tokens: int = 0, *, keep: bool = False) -> int:
-        """Blocks of its vectors, and of a micro-batch of so many tokens."""
+        """Number of blocks of its vectors and of a micro-batch of `tokens` tokens."""
         if (tokens, keep) not in self.sizes:
             self.sizes[tokens, keep] = self.blocks(tokens, keep)
         return self.sizes[tokens, keep]
 
     @property
     def needs(self) -> Needs:
-        """Of the step that is planned next. The job must not be complete."""
+        """Needs of the step that is planned next. The job must not be complete."""
         self.batch  # noqa: B018  knows the batches then
         tokens = [(sum(batch.lengths), not batch.validation) for batch in self.batches]
         least = max(self.size(count) for count, _ in tokens)
@@ -158,7 +161,7 @@ class _Job:
 
     @property
     def held(self) -> int:
-        """Blocks that its vectors and the micro-batch under way take while it is resident."""
+        """Number of blocks that its vectors and the micro-batch under way take while it is resident."""
         return self.size(sum(self.batch.lengths), keep=bool(self.kept)) if self.unit else self.size()
 
     def restart(self) -> None:
@@ -167,7 +170,7 @@ class _Job:
         self.kept.clear()
 
     def advance(self, stop: int) -> None:
-        """Units up to `stop` are planned."""
+        """Note that units up to `stop` are planned."""
         self.unit = stop
         if stop < len(self.batch.units):
             return
@@ -181,7 +184,8 @@ class _Job:
 class Tuner:
     """Decides which job's work comes next. One job is resident at a time; the others wait in order of arrival.
 
-    Jobs of several tenants take turns: after a step, if a turn of TURN_SECONDS is over and another tenant's job waits.
+    Jobs of several tenants take turns: the turn passes after a step, if it has taken TURN_SECONDS and another tenant's
+    job waits.
 
     All methods are called in the scheduler's thread, between its calls.
     """
@@ -196,50 +200,54 @@ class Tuner:
     ) -> None:
         """`max_blocks` is the most blocks of the cache that are lent to training.
 
-        A job is refused if one of its units takes longer than the `room` beside a full step of streams; None: no unit
-        is too long.
+        A job is refused if one of its units takes longer than the `room` that a full step of streams leaves; None: no
+        unit is too long.
         """
         self.cost, self.max_blocks = cost, max_blocks
         self.max_launch_seconds = max_launch_seconds
         """A slice has no more units than the host is predicted to launch within this time."""
         self.refused: deque[tuple[str, str]] = deque()
-        """Jobs that were taken before the price of a step was known, and that have no room by the price as measured,
-        each with the reason. Whoever reads them takes them out, and removes them."""
+        """Jobs that were accepted before the price of a step was known, and do not fit by the measured price.
+
+        Each has the reason. The reader takes them out, and removes the jobs.
+        """
         self.ended: deque[str] = deque()
-        """Jobs that are complete, or were removed, and that are off the device: no slice of theirs is planned or in
-        flight, and the copies of their vectors come before whatever uses their blocks next. They are not known any
-        more. Whoever reads them takes them out, and may close or discard them."""
+        """Jobs that are complete, or were removed, and that are off the device.
+
+        No slice of theirs is planned or in flight, and the copies of their vectors come before any new use of their
+        blocks. The tuner has forgotten them. The reader takes them out, and may close or discard them.
+        """
         self.lent = 0
-        """Blocks that are lent to training now."""
+        """Number of blocks that are lent to training now."""
         self._jobs: dict[str, _Job] = {}
-        """In order of arrival."""
+        """The jobs in order of arrival."""
         self._current: _Job | None = None
-        """The one whose turn it is."""
+        """The job whose turn it is."""
         self._resident: _Job | None = None
-        """The one whose vectors are on the device once all that is planned is done."""
+        """The job whose vectors are on the device once all planned work is done."""
         self._leaving = 0
-        """Blocks of a job that the plan under construction moves to the host."""
+        """Number of blocks of a job that the plan under construction moves to the host."""
         self._turn = 0.0
         """Predicted seconds of the current turn so far."""
         self._turns: dict[str, int] = {}
-        """By tenant, the number of its last turn."""
+        """Number of each tenant's last turn."""
         deviation = max(DEVIATION, cost.cost.deviation)
         self._corrections = {kind: Correction(deviation) for kind in KINDS}
         self._measured: set[UnitKind] = set()
         """Kinds of units of which a slice was measured."""
         self._room = room
         self._on_trial: list[_Job] = []
-        """Jobs with a unit that is too long by a price that is not known yet."""
+        """Jobs with a unit that is too long by a price that is not known well enough to refuse them."""
         self._launch: Correction | None = None
-        """Of LAUNCH_SECONDS; None before any launch was measured."""
+        """Correction of LAUNCH_SECONDS; None before any launch was measured."""
         self._expected: deque[tuple[_Job, float, tuple[UnitKind, ...]]] = deque()
-        """Of each slice in flight: its job, its expected seconds, and the kinds of its units."""
+        """For each slice in flight: its job, its expected seconds, and the kinds of its units."""
 
-    # What the engine calls
+    # For the engine
 
     @property
     def max_unit_seconds(self) -> float:
-        """Longest unit that has room next to a full step: 0 or less if none has, infinite without a target."""
+        """Longest unit that fits after a full step: 0 or less if none does, infinite without a target."""
         return inf if self._room is None else self._room.seconds
 
     def largest_unit(self, tokens: int) -> float:
@@ -256,14 +264,16 @@ class Tuner:
         tenant: str = "",
         keeps_up: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Queue a job, from its optimizer step `step` on, its first micro-batch.
+        """Queue a job that begins with the first micro-batch of its optimizer step `step`.
 
-        A step is begun only while `keeps_up` is true: what stores the job may be behind.
-        A job with all steps done goes to `ended` at once. Raises ValueError with both numbers if the id is taken, if
-        the job has fewer steps, if `max_blocks` do not hold its vectors and its largest micro-batch without kept
-        activations, or if a unit takes longer than `max_unit_seconds`. The last is no reason for a job that has begun.
-        Before enough steps were measured it is none either: then the job runs where it has room, and comes to `refused`
-        if it has none by the measured price and has not ended a step by then.
+        A step begins only while `keeps_up` is true, so that the storage of its results can catch up. A job with all
+        steps done goes to `ended` at once.
+
+        Raises ValueError with both numbers if the id is taken, if the job has fewer steps, if `max_blocks` do not hold
+        its vectors and its largest micro-batch without kept activations, or if a unit takes longer than
+        `max_unit_seconds`. A job that has begun is not refused for a long unit. Before enough steps were measured no
+        job is: it runs if it fits, and goes to `refused` if it does not fit by the measured price and has not ended a
+        step by then.
         """
         if job in self._jobs:
             raise ValueError(f"job {job} is in the queue already")
@@ -277,7 +287,7 @@ class Tuner:
         self._jobs[job] = added
 
     def _check(self, job: _Job) -> None:
-        """Raise ValueError if the job's micro-batches are too large, or if there is known to be no time for them."""
+        """Raise ValueError if the job's micro-batches are too large, or if they are known to take too long."""
         tokens = job.steps.most_tokens
         if (blocks := job.size(tokens)) > self.max_blocks:
             raise ValueError(
@@ -291,7 +301,7 @@ class Tuner:
         self._on_trial.append(job)
 
     def _no_room(self, job: _Job, room: TrainingRoom) -> str:
-        """Why a unit of the job's step is too long, by the prices as they are now; empty if none is."""
+        """Why a unit of the job's step is too long, by the present prices; empty if none is."""
         units = [
             (self.cost.unit(kind, batch.lengths) * self._corrections[kind].mean, sum(batch.lengths))
             for batch in job.steps.micro_batches(job.step)
@@ -302,7 +312,7 @@ class Tuner:
     def observe_step(self, ratio: float) -> None:
         """Learn that a step of decodes took `ratio` times its predicted time.
 
-        What was never measured of training is believed to be off by as much: it has its price from the same
+        Kinds of units that were never measured are corrected by the same ratio, because their prices come from the same
         measurement.
         """
         if self._room is None:
@@ -320,16 +330,16 @@ class Tuner:
     def pause(self, job: str) -> None:
         """Plan nothing more of a job. Its vectors go to the host with the next plan that has room for the copy.
 
-        `status` is then "paused". Raises KeyError for a job that is not known. A paused job may be paused again.
+        `status` is then "paused". Raises KeyError for an unknown job. A paused job may be paused again.
         """
         self._jobs[job].paused = True
 
     def resume(self, job: str) -> None:
-        """Let a paused job wait for its turn again, where it stood; the micro-batch under way begins again."""
+        """Let a paused job wait for its turn again. It goes on where it was; the micro-batch under way begins again."""
         self._jobs[job].paused = False
 
     def remove(self, job: str) -> None:
-        """Plan nothing more of a job, and forget it once it is off the device; `ended` says when. Ignores others."""
+        """Plan nothing more of a job; forget it once it is off the device (`ended` says when). Ignores unknown ones."""
         if job in self._jobs:
             self._jobs[job].removed = True
             self._forget(self._jobs[job])
@@ -343,10 +353,10 @@ class Tuner:
         return "paused" if known.paused else "running" if known is self._choose() else "queued"
 
     def step_of(self, job: str) -> tuple[int, int]:
-        """The optimizer step of a job that is planned next, and how many it has. Raises KeyError."""
+        """Number of the optimizer step that is planned next, and of all steps. Raises KeyError for an unknown job."""
         return self._jobs[job].step, self._jobs[job].steps.count
 
-    # What the scheduler asks
+    # For the scheduler
 
     @property
     def runs(self) -> bool:
@@ -355,7 +365,7 @@ class Tuner:
 
     @property
     def leaves(self) -> bool:
-        """Whether the job on the device has to go: it is complete, paused or removed, or its turn is over."""
+        """Whether the job on the device has to leave: it is complete, paused or removed, or its turn is over."""
         return self._resident is not None and self._resident is not self._choose()
 
     @property
@@ -372,13 +382,13 @@ class Tuner:
 
     @property
     def held(self) -> int:
-        """Blocks that training uses in the plan under construction, and cannot give back without an action."""
+        """Number of blocks that training uses in the plan under construction, and can give back only by an action."""
         return max(self._leaving, self._resident.held if self._resident is not None else 0)
 
     def held_after(self, action: TrainingAction) -> int | None:
-        """Blocks that stay in use in the plan that has this action; None if there is nothing to act on.
+        """Number of blocks that stay in use in the plan that has this action; None if there is nothing to act on.
 
-        What `offload` leaves is free in the next plan.
+        The blocks that `offload` leaves are free in the next plan.
         """
         job = self._resident
         if job is None or (action == "release" and not job.kept) or (action == "drop" and not job.unit):
@@ -386,14 +396,14 @@ class Tuner:
         return job.size(sum(job.batch.lengths)) if action == "release" else job.size()
 
     def begin(self) -> None:
-        """A plan is made from now on."""
+        """Begin a plan."""
         self._leaving = 0
 
     def iteration_seconds(self) -> float:
         """T_ft of FineInfer §2.4: an upper estimate of the time of the next iteration, which is one micro-batch.
 
-        The predicted time times the correction by measured ones; first the copies that bring the job to the device. 0
-        if no job can run.
+        It is the predicted time, corrected by measured ones, with the copies that bring the job to the device. 0 if no
+        job can run.
         """
         job, resident = self._choose(), self._resident
         if job is None:
@@ -407,10 +417,11 @@ class Tuner:
         )
 
     def next_slice(self, seconds: float, *, at_least_one: bool = False) -> TrainingSlice | None:
-        """The next work that is predicted to take at most `seconds` in the blocks that are lent. It counts as planned.
+        """The next work that is predicted to take at most `seconds` in the lent blocks. It counts as planned.
 
-        `inf` for a whole micro-batch; `at_least_one` unit may take longer. None if there is none. A copy of a job's
-        vectors to or from the device that takes longer than `max_unit_seconds` waits for that much room only.
+        `inf` asks for a whole micro-batch. With `at_least_one`, one unit may take longer. None if there is no work. A
+        copy of a job's vectors to or from the device that takes longer than `max_unit_seconds` waits for that much room
+        only.
         """
         job, resident = self._choose(), self._resident
         if resident is None and (job is None or job.needs.least > self.lent):
@@ -447,7 +458,7 @@ class Tuner:
             self._launch = self._launch or Correction(DEVIATION)
             self._launch.update(result.launch_seconds / (units * LAUNCH_SECONDS))
         if expected:
-            for kind in kinds:  # one ratio is all that is known of a slice: each kind takes its share of the error
+            for kind in kinds:  # a slice is measured as a whole: each kind takes its share of the error
                 correction = self._corrections[kind]
                 self._measured.add(kind)
                 correction.update(correction.mean * result.seconds / expected)
@@ -456,11 +467,11 @@ class Tuner:
 
     @property
     def in_flight(self) -> int:
-        """Slices that are planned and whose result is not known."""
+        """Number of slices that are planned and whose result is not known."""
         return len(self._expected)
 
     def _run(self, job: _Job, seconds: float, at_least_one: bool) -> TrainingSlice | None:
-        """Units of the resident job from where it stands, as many as fit."""
+        """The next units of the resident job, as many as fit."""
         batch, first = job.batch, job.unit
         keep = not batch.validation and job.size(sum(batch.lengths), keep=True) <= self.lent
         stop, upper, expected, kinds = first, 0.0, 0.0, set[UnitKind]()
@@ -488,13 +499,13 @@ class Tuner:
 
     @property
     def _most_units(self) -> int:
-        """Units that the host can launch in time. A step that it launches late comes late."""
+        """Most units that the host can launch in time. A late launch delays the step."""
         if self._launch is None or self.max_launch_seconds == inf:
             return sys.maxsize
         return max(1, int(self.max_launch_seconds / (LAUNCH_SECONDS * self._launch.factor)))
 
     def _note(self, job: _Job, expected: float, kinds: tuple[UnitKind, ...]) -> None:
-        """A slice is planned."""
+        """Note a planned slice."""
         job.in_flight += 1
         self._expected.append((job, expected, kinds))
 

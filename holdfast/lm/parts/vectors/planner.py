@@ -1,4 +1,4 @@
-"""VectorPart: hands out the embeddings that steps give."""
+"""VectorPart: passes the embeddings that steps give to the outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy tokens with an adapter are those of the model that the adapter is merged into, whatever else runs beside."""
+"""Greedy tokens with an adapter are those of the model that the adapter is merged into, whatever else runs."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ END = 1
 
 
 class Event:
-    """What an event of CUDA does where the device has always done its work. Notes the waits."""
+    """A CUDA event of a device that has always done its work. Notes the waits."""
 
     waits: list[int]
 
@@ -101,7 +101,7 @@ def decode(step: int, *rows: tuple[int, Sampling]) -> StepPlan:
 
 
 def run(executor: PagedExecutor, depth: int, count: int, *rows: tuple[int, Sampling]) -> list[StepResult]:
-    """The results of a prompt and of `count` decodes, with so many steps in flight."""
+    """The results of a prompt and of `count` decodes, with `depth` steps in flight."""
     plans = [prefill(0, *rows), *(decode(step, *rows) for step in range(1, count + 1))]
     results, in_flight = [], 0
     for plan in plans:
@@ -116,7 +116,7 @@ def run(executor: PagedExecutor, depth: int, count: int, *rows: tuple[int, Sampl
 def run_in_two_threads(
     executor: PagedExecutor, depth: int, count: int, *rows: tuple[int, Sampling]
 ) -> list[StepResult]:
-    """As `run`, where one thread submits the steps and another collects them, as a rank does."""
+    """The results of `run`, if one thread submits the steps and another collects them, like a rank."""
     submitted, room = SimpleQueue[None](), Semaphore(depth)
 
     def collect() -> Iterator[StepResult]:

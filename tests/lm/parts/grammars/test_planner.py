@@ -16,10 +16,10 @@ MOST_FORCED = 9
 
 
 class ForcingDevice(FakeDevice):
-    """A device whose results tell, at times, which tokens must follow. They are those that it would sample.
+    """A device whose results at times report which tokens must follow: those that it would sample.
 
-    It keeps what matchers keep: the answer in each row, from the answers of plans, the tokens of segments that sample,
-    and results.
+    It keeps the same as matchers: the answer in each row, from the answers of plans, the tokens of segments that
+    sample, and results.
     """
 
     def __init__(self, *args):

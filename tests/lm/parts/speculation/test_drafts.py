@@ -47,7 +47,7 @@ def matches(text: list[int], end: list[int], *, own: bool) -> list[tuple[int, in
 
 
 def repeated(text: list[int], at: int, most: int) -> tuple[int, ...]:
-    """What follows a place, and behind the end of the text what follows it again."""
+    """The tokens after a place; at the end of the text they repeat."""
     text = list(text)
     for step in range(most):
         text.append(text[at + 1 + step])

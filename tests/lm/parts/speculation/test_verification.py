@@ -1,4 +1,4 @@
-"""Verification: what becomes of a decode that has a draft."""
+"""Verification: the results of decodes that have a draft."""
 
 import pytest
 

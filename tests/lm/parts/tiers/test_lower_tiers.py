@@ -1,4 +1,4 @@
-"""What goes down to the disk and the remote tier, what comes back, and whom that holds up."""
+"""LowerTiers: which blocks go down to the disk and the remote tier, which come back, and whom that holds up."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def digest(number):
 
 
 def tiers_of(disk_blocks=8, host_blocks=8, remote=False, stored=(), block_bytes=1 << 22, remote_down=False):
-    """Tiers behind a pool of blocks of one token, whose bytes fill a job each if nothing else is said."""
+    """Tiers below a pool of blocks of one token. By default the bytes of each block fill a job."""
     rule = RetentionRule(cost=float, chunk_blocks=1, block_size=1)
     pool = BlockPool(8, 1, rule=rule, host_blocks=host_blocks)
     shape = LowerShape(block_bytes, disk_blocks, stored, remote, remote_down)

@@ -1,4 +1,4 @@
-"""TierPart at the scheduler's hooks: who waits for blocks of the disk, for how long, and what that leaves behind."""
+"""TierPart at the scheduler's hooks: who waits for blocks of the disk, for how long, and that nothing is left held."""
 
 from dataclasses import replace
 

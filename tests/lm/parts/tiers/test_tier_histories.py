@@ -1,4 +1,4 @@
-"""Long random histories with a disk and a remote tier behind the host tier, against the sequential oracle.
+"""Long random histories with a disk and a remote tier below the host tier, against the sequential oracle.
 
 The tiers are late, lose blocks, hold corrupt ones and fail. Their jobs read and write what the fake device has on the
 host: a block that is written from must not change meanwhile, and one that is filled holds nothing until it is there.

@@ -62,7 +62,7 @@ def test_a_tuner_gets_its_share_of_the_cache_and_what_32_decodes_leave_of_the_ta
 
 
 def test_a_target_that_decodes_alone_exceed_refuses_every_job_by_what_to_change():
-    seconds = COST.step([(1, 32)] * 32)  # as long as the cache holds so many
+    seconds = COST.step([(1, 32)] * 32)  # the cache holds this many contexts
     tuner = make_tuner(EngineConfig(tbt_target=1e3 * seconds), SHAPE, COST, SIZES, exact=True)
     with pytest.raises(ValueError) as refusal:
         tuner.add("job", make_steps([16]), blocks_of(1))

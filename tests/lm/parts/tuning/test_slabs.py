@@ -1,4 +1,4 @@
-"""What training has of the cache, and how it gives memory back before anybody waits or is preempted."""
+"""Slabs: the blocks that training has, and how it gives memory back before anybody waits or is preempted."""
 
 import pytest
 

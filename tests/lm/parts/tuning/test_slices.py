@@ -1,4 +1,4 @@
-"""Slices of training beside streams: what gets one, how large it is, and what goes before it."""
+"""Slices of training in steps with streams: which steps get one, how large it is, and what goes before it."""
 
 import random
 from itertools import pairwise

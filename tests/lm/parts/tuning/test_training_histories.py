@@ -1,11 +1,11 @@
-"""Random histories with jobs of training beside the requests, in memory that the cache lends and takes back.
+"""Random histories with requests and jobs of training, in memory that the cache lends and takes back.
 
 As in `test_histories`, each request gets the tokens that it gets alone, nothing is lost or owned twice, and nobody
 starves. Besides: free + cached + used + lent = total at every step; the trainer is given its slices in order and
 with room for them, nobody writes to a block that it uses, and it reads nothing that inference wrote; jobs come, pause,
 go on and are removed; and every job that is left has computed each of its micro-batches once.
 
-    python -m tests.lm.parts.tuning.test_training_histories 10000   # at least so many random steps
+    python -m tests.lm.parts.tuning.test_training_histories 10000   # least number of random steps
 """
 
 import random
@@ -167,7 +167,7 @@ def play(seed, name="stall-free"):
 
 @cache
 def seen_in(seed, name):
-    """What a history came to in which every request and every job got what it gets alone."""
+    """The events of a history in which every request and every job got the results that it gets alone."""
     return play(seed, name).seen
 
 

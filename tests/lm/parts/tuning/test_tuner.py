@@ -8,7 +8,7 @@ from holdfast.lm.types.tuning import TrainingReport
 from tests.training_plans import blocks_of, cost_model, make_steps, make_tuner, room_of
 
 UNITS = 10
-"""Of a micro-batch with the optimizer's: two layers, and one chunk of the head."""
+"""Units of a micro-batch that ends with the optimizer's: two layers, and one chunk of the head."""
 
 
 def a_tuner(jobs=1, *, lent=100, lengths=(16,) * 4, vectors=2, tenants=("",), **options):

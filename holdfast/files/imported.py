@@ -8,9 +8,9 @@ from typing import Any
 
 
 def imported(kind: str, name: str) -> Any:
-    """The object of this name; `kind` is what it is used as. Modules are also looked for in the current folder.
+    """The object of this name; `kind` says how it is used. Modules are also looked for in the current folder.
 
-    Raises ValueError that says what is missing or wrong.
+    Raises ValueError that names the missing or wrong part.
     """
     module, _, path = name.partition(":")
     if module.startswith(".") or not all(part.isidentifier() for part in module.split(".")):

@@ -1,4 +1,4 @@
-"""Schedulers of other systems on padded rows: those that Baton is compared with, and FineInfer's SimpleReqManager."""
+"""Schedulers of other systems on padded rows: Baton's baselines, and FineInfer's SimpleReqManager."""
 
 from __future__ import annotations
 

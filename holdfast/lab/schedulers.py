@@ -69,7 +69,7 @@ class Unified(FixedBudget):
 
     @classmethod
     def sized(cls, token_budget: int, capacity: int) -> Unified:
-        """As `FixedBudget.sized`, with the token budget as the threshold."""
+        """The policy as `FixedBudget.sized` makes it, with the token budget as the threshold."""
         return cls(token_budget, capacity)
 
     def plan(self, step: StepBuilder) -> None:

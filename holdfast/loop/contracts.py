@@ -39,7 +39,7 @@ class Planner(Protocol[Request, Plan, ResultIn, Outputs, Stats]):
         ...
 
     def update(self, plan: Plan, result: ResultIn, now: float) -> Outputs:
-        """Apply the result of the oldest plan in flight; what it gave."""
+        """Apply the result of the oldest plan in flight. Returns its outputs."""
         ...
 
     def has_work(self) -> bool:
@@ -79,17 +79,17 @@ class Observer(Protocol[PlanIn, ResultIn]):
         ...
 
     def close(self) -> None:
-        """The loop is closed: nothing comes any more."""
+        """The loop is closed: no further calls come."""
         ...
 
 
 class Device(Protocol[Sizes, Shape]):
-    """What is measured and allocated before the first step."""
+    """Memory that is measured and allocated before the first step."""
 
     def measure(self) -> Sizes:
-        """Measure what memory there is, and what a step takes of it. Raises MemoryError if nothing would fit."""
+        """Measure the memory, and how much of it a step takes. Raises MemoryError if nothing would fit."""
         ...
 
     def allocate(self, sizes: Sizes) -> Shape:
-        """Allocate state of these sizes, once; the engine that it makes, as a value. Raises MemoryError."""
+        """Allocate state of these sizes, once. Returns the engine's shape. Raises MemoryError."""
         ...

@@ -33,9 +33,10 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         prepare: Callable[[], bool] = lambda: False,
         observers: Iterable[Observer[Plan, Result]] = (),
     ) -> None:
-        """`refresh` is called before the planner plans or gives its stats, to tell it what has changed.
+        """`refresh` is called before the planner plans or gives its stats, to pass it the latest changes.
 
         `on_close` is called when the loop is closed, before the executor is released. `Loop.prepare` calls `prepare`.
+
         `observers` see every step, in this order; `observe` adds one to them.
         """
         if steps_in_flight < 1:
@@ -49,11 +50,11 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         self._plans: deque[Plan] = deque()
 
     def observe(self, observer: Observer[Plan, Result]) -> None:
-        """Let this one see the plans and results to come, too. Results of steps in flight are among them."""
+        """Let this observer see the plans and results to come. Results of steps in flight are among them."""
         self._observers.append(observer)
 
     def ignore(self, observer: Observer[Plan, Result]) -> None:
-        """Let this one see no more. Whoever added it closes it."""
+        """Let this observer see nothing from now on. The caller that added it closes it."""
         self._observers.remove(observer)
 
     def add(self, request: Request) -> None:
@@ -65,9 +66,9 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         self.planner.abort(request_id)
 
     def step(self) -> Outputs | None:
-        """Submit plans until enough are in flight, then wait for the oldest step; what it gave.
+        """Submit plans until enough are in flight, then wait for the oldest step. Returns its outputs.
 
-        None, at once, if nothing is in flight.
+        Returns None, at once, if nothing is in flight.
         """
         self._refresh()
         while len(self._plans) < self._steps_in_flight:
@@ -90,7 +91,7 @@ class Loop(Generic[Request, Plan, Result, Outputs, Stats]):
         return bool(self._plans) or self.planner.has_work()
 
     def prepare(self) -> bool:
-        """Use a pause, in which there is no work, for a bit of what makes later steps faster. False if none is left."""
+        """Use a pause without work to prepare something that makes later steps faster. False if nothing is left."""
         return self._prepare()
 
     def stats(self) -> Stats:

@@ -7,7 +7,7 @@ from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 
 def steps(policy, *prompts, joins=(), max_tokens=3, **options):
-    """What each step computes until all is done; `joins` are prompts that arrive after the first step."""
+    """Segments of each step until all requests are done; `joins` are prompts that arrive after the first step."""
     scheduler = create_scheduler(policy=policy, **options)
     requests = create_requests(*prompts, *joins, max_tokens=max_tokens)
     for request in requests[: len(prompts)]:
@@ -61,7 +61,7 @@ def test_request_level_forms_its_batch_of_as_many_requests_as_there_are_rows():
 
 @pytest.mark.parametrize("policy", [HybridOnly, PrefillFirst])
 def test_a_whole_prompt_takes_only_what_the_cache_lacks_of_the_budget(policy):
-    """Of the last prompt's 20 tokens 16 are cached: with the 16 of the one before it, it fits a budget of 24."""
+    """The last prompt has 20 tokens, 16 of them cached. With the 16 of the one before, it fits a budget of 24."""
     first = tuple(range(1, 21))
     scheduler = create_scheduler(policy=policy(24), block_size=4)
     earlier, other, again = create_requests(first, tuple(range(40, 56)), first, max_tokens=1)

@@ -1,4 +1,4 @@
-"""The loop: how deep it plans ahead, in what order it collects, and that depth does not change what comes out."""
+"""The loop: how deep it plans ahead, in what order it collects, and that outputs do not depend on the depth."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_
 
 
 class Recorder(FakeDevice):
-    """Notes what the loop asks of it."""
+    """An executor that notes the loop's calls."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -113,7 +113,7 @@ def test_the_planner_is_told_what_changed_before_it_plans_and_before_it_is_asked
 
 
 class Closing(Recorder):
-    """Notes when it is released."""
+    """An executor that notes when it is released."""
 
     def close(self):
         self.calls.append(("close", None))

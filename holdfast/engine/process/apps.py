@@ -30,13 +30,13 @@ from holdfast.engine.process.app_profiles import Found, find_profile, measure_pr
 from holdfast.engine.process.tensors import pack, unpack
 
 MESSAGE_MARGIN = 1 << 20
-"""Bytes of a message that are left for what is not outputs."""
+"""Bytes of a message that are left for everything besides outputs."""
 
 log = logging.getLogger("holdfast.engine")
 
 
 class WorkerFailed(RuntimeError):
-    """A worker has failed, so nothing runs any more; the message says why."""
+    """A worker has failed, so nothing runs any longer; the message says why."""
 
 
 def find(app: str) -> Application:
@@ -97,7 +97,7 @@ class AppEngine:
         )
 
     def info(self, stages: Stages) -> messages.AppInfo:
-        """What clients are told of the application."""
+        """The facts about the application that clients get."""
         application = self._application
         return messages.AppInfo(
             name=application.name,
@@ -113,7 +113,7 @@ class AppEngine:
         )
 
     def serve(self) -> None:
-        """Handle messages and send results until told to end. Raises WorkerFailed."""
+        """Handle messages and send results until a message asks the engine to end. Raises WorkerFailed."""
         while True:
             self._parent.wait()
             for message in self._parent.waiting():
@@ -155,7 +155,7 @@ class AppEngine:
                 self._blame("unfold", message.request_id)
 
     def _result(self, output: CellOutput) -> list[messages.AppResult]:
-        """What a client gets of a request that has ended; empty if the application fails on it, which is sent."""
+        """A client's results of a request that has ended. Empty if the application fails on it; the failure is sent."""
         try:
             given = self._application.finish(output.results)
             outputs = {field.name: pack(as_declared(field, given)) for field in self._application.outputs}
@@ -168,7 +168,7 @@ class AppEngine:
             return []
 
     def _blame(self, method: str, request_id: str) -> None:
-        """Log the error of the application's own code, and tell the client that its request has failed."""
+        """Log the error of the application's own code, and report to the client that its request has failed."""
         log.error("%s of the application %s failed: %s", method, self._application.name, traceback.format_exc())
         self._parent.send(messages.Failed(request_id))
 
@@ -217,7 +217,7 @@ class AppEngine:
 
 
 def field_of(field: Field) -> messages.TensorField:
-    """A field as it is told to clients."""
+    """A field as clients see it."""
     return messages.TensorField(field.name, field.dtype, tuple(field.shape), field.limit, field.help)
 
 

@@ -1,7 +1,7 @@
-"""Moves: what moves of KV blocks between engines do to this engine's memory, between two steps of its loop.
+"""Moves: the changes that moves of KV blocks between engines make to this engine's memory, between two steps.
 
-Sockets and bytes are the business of threads (`chunk_service.py`). They ask here for blocks to read and to fill. All
-that changes the books happens in the thread of the loop, in `answers`, and takes no longer than looking blocks up.
+Threads handle sockets and bytes (`chunk_service.py`). They ask here for blocks to read and to fill. All changes of the
+memory's bookkeeping happen in the thread of the loop, in `answers`, and take no longer than looking blocks up.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from holdfast.loop.contracts import Clock
 T = TypeVar("T")
 
 FILL_SHARE = 0.5
-"""Of the host tier, the most that moves into this engine hold at a time."""
+"""Largest share of the host tier that moves into this engine hold at a time."""
 LOAN_SHARE = 0.125
-"""Of the host tier, the most that one loan holds. A reader has two."""
+"""Largest share of the host tier that one loan holds. A reader has two loans."""
 
 
 class Job(Protocol):
@@ -66,7 +66,7 @@ class Moves:
         return not self._calls.empty() or any(job.ready() for job in self._jobs)
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Do this between two steps. For any thread. Whoever gives the answer up cancels it, before its time."""
+        """Do this between two steps. For any thread. A caller that gives the answer up cancels it, before its time."""
         answer: Future[T] = Future()
         self._calls.put((work, answer))
         self._call()
@@ -90,7 +90,7 @@ class Moves:
         self._jobs.append(job)
 
     def answers(self) -> Iterator[messages.FromEngine]:
-        """Do what others have asked for; then what has come of it."""
+        """Do the work that other threads have asked for. Then give its results."""
         while not self._calls.empty():
             work, answer = self._calls.get()
             if answer.set_running_or_notify_cancel():
@@ -103,11 +103,11 @@ class Moves:
             yield self._reports.get()
 
     def close(self) -> None:
-        """Nothing calls `wake` any more."""
+        """From now on, nothing calls `wake`."""
         self._closed = True
 
     def give_way(self, digests: Sequence[bytes]) -> None:
-        """As `BlockPool.give_way`: these have come to another engine."""
+        """Evict these blocks before others: another engine has them. See `BlockPool.give_way`."""
         self.pool.give_way(digests)
 
     def which(self, digests: Sequence[bytes]) -> bytes:
@@ -116,7 +116,7 @@ class Moves:
 
     @property
     def most_lent(self) -> int:
-        """Blocks of one loan at most: through a small host tier, a long sequence moves bit by bit. For any thread."""
+        """Most blocks of one loan: through a small host tier, a long sequence moves bit by bit. For any thread."""
         return max(1, int(self.host.ready * LOAN_SHARE))
 
     def room(self) -> int:
@@ -124,15 +124,15 @@ class Moves:
         return max(0, int(self.host.ready * FILL_SHARE) - self._filling)
 
     def note_filling(self, change: int) -> None:
-        """So many more blocks are reserved or held by moves into this engine."""
+        """Note that moves into this engine reserve or hold this many more blocks."""
         self._filling += change
 
     def barrier(self) -> int:
-        """As `MovePart.barrier`."""
+        """A mark of the plans so far, for `passed`. See `MovePart.barrier`."""
         return self._part.barrier()
 
     def passed(self, barrier: int) -> bool:
-        """As `MovePart.passed`."""
+        """Whether all plans before this mark have ended their reads of the host. See `MovePart.passed`."""
         return self._part.passed(barrier)
 
     def now(self) -> float:
@@ -149,7 +149,7 @@ def two_tiers(scheduler: Scheduler) -> tuple[BlockPool, HostPool]:
 
 
 class Loan:
-    """Blocks of the host tier that another engine reads. What is only on the device is copied there first."""
+    """Blocks of the host tier that another engine reads. Blocks that are only on the device are copied there first."""
 
     def __init__(self, moves: Moves, digests: Sequence[bytes]) -> None:
         """Begin with `Moves.begin`; `end` must follow in any case."""
@@ -180,7 +180,7 @@ class Loan:
         return not left
 
     def end(self) -> None:
-        """Release all, and wait for no more. In the loop's thread, once nothing is read any more."""
+        """Release all blocks, and wait for none. In the loop's thread, once nothing is read any longer."""
         self.given.cancel()
         blocks, self._blocks, self._waiting = self._blocks, [], []
         self._host.release([block for block in blocks if block is not None])
@@ -192,9 +192,9 @@ class Room:
     def __init__(self, moves: Moves, pairs: Sequence[tuple[int, bytes]]) -> None:
         """For these blocks of a sequence, each its index and digest. Begin with `Moves.begin`; `end` must follow."""
         self.given: Future[dict[int, tuple[int, bytes]]] = Future()
-        """By reserved block, the index and digest of what is to fill it, in order. Nothing reads these blocks any more.
+        """Index and digest of the block that is to fill each reserved block, in order. Nothing reads these blocks.
 
-        Less than was asked for if what is here is worth more, or if too much comes in already.
+        There are fewer than was asked for if the host tier's own blocks are worth more, or if too many come in already.
         """
         self._moves, self._pool, self._host, self._pairs = moves, moves.pool, moves.host, pairs
         self._places: dict[int, tuple[int, bytes]] = {}
@@ -233,7 +233,7 @@ class Room:
         return count
 
     def end(self) -> None:
-        """Free what was not filled, and release the rest. In the loop's thread, once nothing is written any more."""
+        """Free the blocks that were not filled, and release the rest. In the loop's thread, once nothing is written."""
         self.given.cancel()
         self._moves.note_filling(-len(self._places) - len(self._held))
         for block in self._places:

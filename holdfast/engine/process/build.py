@@ -82,7 +82,7 @@ class Engine(NamedTuple):
     loop: LanguageLoop
     info: EngineInfo
     handlers: tuple[Handler, ...]
-    """Answer the client's messages. To be stopped before the loop is closed, and closed after it."""
+    """Answer the client's messages. They are stopped before the loop is closed, and closed after it."""
     ranks: AnyRanks
     """The other processes of the engine. Closing the loop ends them."""
 
@@ -107,7 +107,7 @@ def build(
     measure: bool = False,
     on_progress: Callable[[str], None] = lambda stage: None,
 ) -> tuple[LanguageLoop, EngineInfo]:
-    """`build_engine` for those who run the loop themselves and load no adapters meanwhile: the loop, and its sizes."""
+    """`build_engine` for callers that run the loop themselves and load no adapters: the loop, and its sizes."""
     engine = build_engine(config, stages=stages, measure=measure, on_progress=on_progress)
     return engine.loop, engine.info
 
@@ -151,7 +151,7 @@ def load(config: EngineConfig, checkpoint: Checkpoint, ranks: AnyRanks, order: O
 
 
 def device_parts(config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]) -> Sequence[DevicePart]:
-    """What the wanted parts have on a device beside the `parts` of every rank, in the order of PARTS."""
+    """The wanted parts' state on a device in addition to the `parts` of every rank, in the order of PARTS."""
     wanted = [part for part in PARTS if part.wanted(config)]
     return [each for part in wanted for each in part.device_parts(config, order, model, parts)]
 
@@ -185,7 +185,7 @@ def compose(site: Site) -> Engine:
 
 
 def allocate(site: Site, builders: Sequence[PartBuilder]) -> tuple[MemoryMeasurement, EngineShape]:
-    """Measure what a step takes, and allocate the cache of both tiers and the graphs of steps in what is left."""
+    """Measure the memory of a step. In the rest, allocate the cache of both tiers and the graphs of steps."""
     device, order = site.device, site.order
     if device.captures:
         order.on_progress("compiling kernels")
@@ -268,7 +268,7 @@ def describe(
 
 
 def on_rows(config: EngineConfig, device: PaddedDevice) -> str:
-    """What padded rows do with the model, in words, and what they cannot do of what might be expected."""
+    """How padded rows run the model, in words, and which expected features they lack."""
     said = [device.abilities.sentence]
     if config.tbt_target is not None and not device.abilities.chunks:
         said.append("the TBT target does not bind prompts, which the model cannot compute in chunks")
@@ -434,7 +434,7 @@ def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_ful
 
 
 def make_padded_profile(device: PaddedDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
-    """The same of padded rows, which are as they were afterwards: none has a state."""
+    """`make_profile` for padded rows. The rows are empty afterwards, as before."""
     config, executor = device.config, device.executor
     measure = measure_padded_cost if in_full else estimate_padded_cost
     cost: CostModel = measure(executor, shape, max_sequences=config.max_sequences, device=device.description)
@@ -455,7 +455,7 @@ def make_padded_profile(device: PaddedDevice, shape: EngineShape, *, in_full: bo
 
 
 def as_in_service(cost: CostModel, config: EngineConfig, shape: EngineShape, executor: LanguageExecutor) -> CostModel:
-    """The cost as steps in service correct it. The states that these steps leave have no owner."""
+    """The cost model, corrected by steps in service. The states that these steps leave have no owner."""
 
     scheduler = make_scheduler(config, shape, None, policy=StallFree(shape.max_step_tokens), stages=config.pp)
     loop: LanguageLoop = Loop(scheduler, executor, steps_in_flight(config, config.pp), clock)

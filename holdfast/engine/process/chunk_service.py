@@ -1,12 +1,12 @@
 """ChunkService: the threads that move KV blocks between this engine's host tier and those of others, over sockets.
 
 One thread listens, and each connection has a thread that answers it. Each fetch from another engine has a thread, of
-which a few run at a time. Bytes go between the socket and the host tier's memory directly. The threads change no books:
-`Moves` does so between two steps.
+which a few run at a time. Bytes go between the socket and the host tier's memory directly. The threads do not change
+the memory's bookkeeping: `Moves` does so between two steps.
 
-A fetch asks the other engine what it has, then goes on in batches: host blocks are reserved for the next one while
-the last one comes in. A block counts once its checksum is right and requests can find it. If the other engine ends,
-what has come stays.
+A fetch asks the other engine which blocks it has, then goes on in batches: host blocks are reserved for the next batch
+while the last one comes in. A block counts once its checksum is right and requests can find it. If the other engine
+ends, the blocks that have come stay.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from holdfast.lm.tiers import Pieces
 T = TypeVar("T")
 
 BATCH_BYTES = 128 << 20
-"""What a fetch asks for at a time. Host blocks are reserved for two of these."""
+"""Bytes that a fetch asks for at a time. Host blocks are reserved for two of these batches."""
 LOAN_BYTES = 32 << 20
-"""What is held at a time for a reader, twice: the next blocks are looked up while the last ones are sent."""
+"""Bytes of one loan to a reader. It has two: the next blocks are looked up while the last ones are sent."""
 MOST_BLOCKS = 512
-"""Of a batch or a loan at most, however small they are: the loop looks at each between two steps."""
+"""Most blocks of a batch or a loan, however small they are: the loop looks at each block between two steps."""
 MAX_CONNECTIONS = 16
-"""Readers at a time. More are turned away."""
+"""Most readers at a time. More are turned away."""
 MAX_FETCHES = 4
-"""Fetches that run at a time."""
+"""Most fetches that run at a time."""
 MAX_QUEUED = 64
-"""Fetches that wait. More are refused."""
+"""Most fetches that wait. More are refused."""
 IDLE_SECONDS = 60.0
-"""A reader that asks for nothing for so long is given up."""
+"""Seconds after which a reader that asks for nothing is given up."""
 LOOP_SECONDS = 10.0
 """Time for the loop to come to the end of a step."""
 RATE_WEIGHT = 0.3
-"""Of the last batch, in the moving average of the rate."""
+"""Weight of the last batch in the moving average of the rate."""
 LEAST_TIMED = 1 << 16
-"""Bytes of a batch that says anything of the rate."""
+"""Fewest bytes of a batch that counts for the rate."""
 
 log = logging.getLogger("holdfast.engine")
 
@@ -88,7 +88,7 @@ class ChunkService:
         """Connections to other engines."""
         self._closing = False
         self._fetches: dict[int, threading.Event] = {}
-        """By number, what stops it."""
+        """The event that stops each fetch, by number."""
         self._bytes_in = self._bytes_out = self._failed = 0
         self._rate = 0.0
         self._pool = ThreadPoolExecutor(MAX_FETCHES, "holdfast-fetch")
@@ -123,7 +123,7 @@ class ChunkService:
         }
 
     def close(self) -> None:
-        """End all connections. Nothing is waited for: the process ends."""
+        """End all connections without waiting: the process ends."""
         with self._lock:
             self._closing = True
             for connection in self._readers:
@@ -152,7 +152,7 @@ class ChunkService:
             threading.Thread(target=self._serve, args=(connection,), name="holdfast-chunk-reader", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer one reader until it has nothing more to ask."""
+        """Answer one reader until it asks for nothing further."""
         try:
             with ChunkPeer.accept(connection, self._terms) as peer:
                 while peer.wait(IDLE_SECONDS):
@@ -178,7 +178,7 @@ class ChunkService:
             raise PeerError(f"the peer sends a {kind.name} in place of a question")
 
     def _give(self, peer: ChunkPeer, digests: Sequence[bytes]) -> None:
-        """Send blocks. Those of the next loan are looked up meanwhile."""
+        """Send blocks. The blocks of the next loan are looked up meanwhile."""
         size = max(1, min(LOAN_BYTES // self._terms.block_bytes, MOST_BLOCKS, self._moves.most_lent))
         parts = [digests[at : at + size] for at in range(0, len(digests), size)]
         loans: list[Loan] = []
@@ -203,7 +203,7 @@ class ChunkService:
         return answer.result(LOOP_SECONDS)
 
     def _fetch(self, message: messages.FetchChunks, stop: threading.Event) -> None:
-        """Bring blocks from another engine, and tell how many tokens have come."""
+        """Bring blocks from another engine, and report how many tokens have come."""
         came, reason = _Count(), ""
         try:
             with ChunkPeer.connect(message.source, self._terms) as peer:
@@ -229,7 +229,7 @@ class ChunkService:
             self._moves.report(messages.ChunksFetched(message.number, came.blocks * message.block_size, reason))
 
     def _bring(self, peer: ChunkPeer, pairs: Sequence[tuple[int, bytes]], stop: threading.Event, came: _Count) -> str:
-        """Bring what the other engine has and this one lacks. Returns why it is less than all, if it is."""
+        """Bring the blocks that the other engine has and this one lacks. Returns why some are missing, if any are."""
         here = self._ask(partial(self._moves.which, [digest for _, digest in pairs]))
         pairs = [pair for pair, is_here in zip(pairs, here, strict=True) if not is_here]
         there = b"".join(
@@ -270,7 +270,7 @@ class ChunkService:
         return held
 
     def _fill(self, peer: ChunkPeer, room: Room, places: dict[int, tuple[int, bytes]], came: _Count) -> list[bytes]:
-        """Fill these reserved blocks: the digests of those that have come, which count also where this fails."""
+        """Fill these reserved blocks. Returns the digests of those that have come, which count also if this fails."""
         if not places:
             return []
         filled: list[int] = []
@@ -295,5 +295,5 @@ class _Count:
     blocks = 0
 
     def add(self, blocks: int) -> None:
-        """So many more have come."""
+        """Count this many more blocks."""
         self.blocks += blocks

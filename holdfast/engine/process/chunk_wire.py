@@ -1,8 +1,9 @@
 """ChunkPeer: one connection between two engines, over which KV blocks move: authenticated, framed, checksummed.
 
-Each side shows that it knows the shared secret, by HMAC over both sides' nonces, and what its blocks are. A frame is a
-header and a payload. The header has the payload's length and checksum, and an HMAC over them and the frame's number, so
-that no frame can be put in, left out or repeated. What moves is not encrypted: other hosts belong on a private network.
+Each side shows that it knows the shared secret, by HMAC over both sides' nonces, and names the format of its blocks. A
+frame is a header and a payload. The header has the payload's length and checksum, and an HMAC over them and the frame's
+number, so that no frame can be put in, left out or repeated. Blocks are not encrypted: other hosts belong on a private
+network.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ DIGEST = 32
 MAX_DIGESTS = 1 << 15
 """Most digests of one question."""
 MAX_TEXT = 4096
-"""Most bytes of what a side says of its blocks, or of why it refuses."""
+"""Most bytes of a side's description of its blocks, or of its reason for a refusal."""
 SMALL = 1 << 14
 """Most bytes of a payload that is sent in one piece with its header."""
 OPEN_SECONDS = 5.0
 """Time to connect, and for each side to show that it knows the secret."""
 STALL_SECONDS = 15.0
-"""Time for a frame, beside what it takes at SLOWEST. A peer that takes longer is given up."""
+"""Seconds for a frame, in addition to its time at SLOWEST. A peer that takes longer is given up."""
 SLOWEST = 4e6
 """Bytes a second."""
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     PROOF = 1
-    """The sender's HMAC, and in the client's what its blocks are."""
+    """The sender's HMAC. The client's frame also has the format of its blocks."""
     REFUSED = 2
     """Why the connection ends, for people."""
     HOLDS = 3
@@ -54,17 +55,17 @@ class Kind(enum.IntEnum):
     CHUNK = 6
     """One of the blocks asked for, in that order."""
     MISSING = 7
-    """In place of a block that is not there any more."""
+    """Sent in place of a block that has been dropped."""
     ARRIVED = 8
     """Digests of blocks that have come, in the order of their sequence. Has no answer."""
 
 
 class PeerError(ConnectionError):
-    """The other side cannot be talked to, or says what it must not. One line."""
+    """The other side cannot be reached, or breaks the protocol. The message is one line."""
 
 
 class Terms(NamedTuple):
-    """What both sides of a connection must have in common."""
+    """Facts in which both sides of a connection must agree."""
 
     secret: bytes
     layout: str
@@ -82,7 +83,7 @@ class ChunkPeer:
         self._sent = self._received = 0
         """Frames so far."""
         self._sends, self._receives = b"", b""
-        """Who sends, as each side's tags say."""
+        """Name of the sender in each side's tags."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
@@ -147,7 +148,7 @@ class ChunkPeer:
         self.send(Kind.REFUSED, reason.encode()[:MAX_TEXT])
 
     def receive(self, *, most: int) -> tuple[Kind, bytes]:
-        """The next frame, of at most so many bytes."""
+        """The next frame. Raises PeerError for one of more than `most` bytes."""
         kind, size, checksum = self._head(STALL_SECONDS)
         if size > (MAX_TEXT if kind is Kind.REFUSED else most):
             raise PeerError(f"the peer sends a {kind.name} of {size} bytes; at most {most} are taken")
@@ -158,7 +159,7 @@ class ChunkPeer:
         return kind, bytes(payload)
 
     def receive_block(self, target: Pieces) -> bool:
-        """Receive a block into `target`. False if the peer does not have it; `target` is as it was then."""
+        """Receive a block into `target`. False if the peer does not have it; then `target` is unchanged."""
         expected = sum(map(len, target))
         kind, size, checksum = self._head(STALL_SECONDS)
         if kind is Kind.MISSING and not size:
@@ -195,7 +196,7 @@ class ChunkPeer:
         self.send(Kind.PROOF, text)
 
     def _hear_proof(self) -> bytes:
-        """What the other side says with its proof: a frame whose tag is right."""
+        """The text that the other side sends with its proof: a frame whose tag is right."""
         kind, size, checksum = self._head(max(0.0, self._deadline - time.monotonic()))
         if kind not in (Kind.PROOF, Kind.REFUSED) or size > MAX_TEXT:
             raise PeerError(f"the peer sends a {kind.name} of {size} bytes in place of its proof")

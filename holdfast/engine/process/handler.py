@@ -15,19 +15,19 @@ Found = TypeVar("Found", bound="Handler")
 class Handler:
     """One part's side towards the client. All methods are called in the loop's thread, between two steps.
 
-    A handler overrides what it needs. What its own threads have ready, it announces by the `wake` that it was made
-    with.
+    A handler overrides the methods that it needs. When its own threads have something ready, it calls the `wake` that
+    it was made with.
     """
 
     receives: ClassVar[tuple[type, ...]] = ()
     """The types of the messages that it receives. No other handler of the engine receives them."""
 
     def receive(self, message: Any) -> None:
-        """Take a message of one of these types. `answers` gives what comes of it."""
+        """Take a message of one of these types. `answers` gives the results."""
         raise RuntimeError(f"{type(self).__name__} was given {type(message).__name__}")
 
     def answers(self) -> Iterable[messages.FromEngine]:
-        """What has come of messages, and of its own work, since the last call."""
+        """Results of messages, and of the handler's own work, since the last call."""
         return ()
 
     @property
@@ -46,7 +46,7 @@ class Handler:
         return False
 
     def between_steps(self) -> bool:
-        """Whether the step that has just ended, without any output, leaves a pause in the handler's own work."""
+        """Whether the last step, which gave no output, leaves a pause in the handler's own work."""
         return False
 
     def stats(self) -> Mapping[str, float]:
@@ -54,17 +54,17 @@ class Handler:
         return {}
 
     def flush(self, loop: LanguageLoop, seconds: float) -> None:
-        """The engine is about to end: keep what is worth keeping, for so many seconds at most."""
+        """The engine is about to end: keep valuable state, within this many seconds."""
 
     def stop(self) -> None:
-        """End what other threads do for the handler. The loop is closed next."""
+        """End the work of other threads for the handler. The loop is closed next."""
 
     def close(self) -> None:
         """The loop is closed: release the rest."""
 
 
 class Gate:
-    """What a new request may have to pass before it is queued. For the thread of the loop."""
+    """A check that a new request may have to pass before it is queued. For the thread of the loop."""
 
     def take(self, request: Request) -> bool:
         """Whether the gate takes this request: it queues or refuses it later, by itself."""
@@ -96,10 +96,10 @@ REFUSALS: Mapping[type, Callable[[Any], Iterable[messages.FromEngine]]] = {
     messages.FetchChunks: lambda message: (messages.ChunksFetched(message.number, 0, "this engine moves no state"),),
     messages.StopFetch: no_answer,
 }
-"""By the type of a message whose part is off: its answers."""
+"""Answers to a message whose part is off, by the type of the message."""
 
 FAULTS: Mapping[type, str] = {messages.Start: "the engine was told to start twice"}
-"""By the type of a message that must not come: what is wrong with it."""
+"""The fault of a message that must not come, by the type of the message."""
 
 
 class Router:
@@ -129,7 +129,7 @@ class Router:
         return True
 
     def send_answers(self) -> None:
-        """Send what has come of messages."""
+        """Send the handlers' answers."""
         for handler in self._answering:
             for answer in handler.answers():
                 self._send(answer)

@@ -51,7 +51,7 @@ def in_service(
             loop.add(Request(f"pace-{number}", prompt, params, arrival=clock()))
         loop.step()
         number += 1
-    while watched.in_flight:  # nothing of them is planned on
+    while watched.in_flight:  # no plan depends on them
         watched.ended(loop.executor.collect())
     kinds: tuple[list[float], list[float]] = [], []
     for plan, seconds in watched.steps:

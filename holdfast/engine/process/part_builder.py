@@ -1,4 +1,4 @@
-"""PartBuilder: what one part adds to an engine, step by step; and which parts exclude each other."""
+"""PartBuilder: the steps by which one part joins an engine. EXCLUSIONS: which parts exclude each other."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from holdfast.loop.contracts import Clock, Observer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """How an engine is to be built and by whom it is served, besides its configuration."""
+    """How to build an engine and whom it serves, besides its configuration."""
 
     stages: Stages
-    """Notes when each stage of the start begins and ends."""
+    """Records when each stage of the start begins and ends."""
     measure: bool = False
     """Measure the cost profile in full."""
     priced: bool = False
@@ -37,34 +37,34 @@ class Order:
     on_progress: Callable[[str], None] = lambda stage: None
     """Gets the name of each stage, for people."""
     chunk_secret: bytes = b""
-    """What engines show each other before blocks move between them; empty: no other engine knows this one's."""
+    """Shared secret of engines that move blocks between them. Empty: no other engine knows this one's."""
     wake: Callable[[], None] = lambda: None
     """Ends a wait of the loop's thread. Called in any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What all parts of one engine are built over: its configuration, and its model on a device."""
+    """Resources that all parts of one engine are built over: its configuration, and its model on a device."""
 
     config: EngineConfig
     checkpoint: Checkpoint
     device: LanguageDevice
     reason: str
-    """Why it is this executor, and what it does with the model, in words that can follow "because"."""
+    """Why this executor was chosen, and what it does with the model, in words that can follow "because"."""
     ranks: AnyRanks
     order: Order
     clock: Clock
 
     @property
     def paged(self) -> PagedDevice:
-        """The device as the only one of a paged cache. Raises TypeError for another."""
+        """The device, if it is a single one with a paged cache. Raises TypeError for another."""
         if not isinstance(self.device, PagedDevice):
             raise TypeError(f"the device is a {type(self.device).__name__}, not a PagedDevice")
         return self.device
 
     @property
     def blocks(self) -> PagedDevice | ManyDevice:
-        """The device as one of a paged cache. Raises TypeError for one of padded rows."""
+        """The device, if it has a paged cache. Raises TypeError for one of padded rows."""
         if not isinstance(self.device, PagedDevice | ManyDevice):
             raise TypeError(f"the device is a {type(self.device).__name__}, which keeps no blocks")
         return self.device
@@ -76,7 +76,7 @@ class Site:
 
     @property
     def decoder(self) -> Decoder:
-        """The model as a native decoder. Raises TypeError for another."""
+        """The model, if it is a native decoder. Raises TypeError for another."""
         if not isinstance(self.paged.model, Decoder):
             raise TypeError(f"the model is a {type(self.paged.model).__name__}, not a Decoder")
         return self.paged.model
@@ -84,7 +84,7 @@ class Site:
 
 @dataclass(slots=True)
 class Served:
-    """What the parts have made so far for a loop that is about to run."""
+    """Results of the parts so far, for a loop that is about to run."""
 
     scheduler: Scheduler
     shape: EngineShape
@@ -92,9 +92,9 @@ class Served:
 
 
 class PartBuilder(ABC):
-    """Builds one part of an engine. What it has is called in the order in which it stands here, once each.
+    """Builds one part of an engine. Its methods are called in the order in which they stand here, once each.
 
-    A builder overrides what its part needs.
+    A builder overrides the methods that its part needs.
     """
 
     name: ClassVar[str]
@@ -111,17 +111,18 @@ class PartBuilder(ABC):
     def device_parts(
         config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]
     ) -> Sequence[DevicePart]:
-        """What only an engine on one device has of the part there. Its work comes before that of `parts`, which all
-        ranks have. The weights are there.
+        """The part's further state on the device of an engine that has only one.
+
+        Its work comes before that of `parts`, which all ranks have. The weights are loaded.
         """
         return ()
 
     def __init__(self, site: Site) -> None:
-        """The device has its parts, and there is no cache yet. Raises ValueError."""
+        """Called when the device has its parts, and there is no cache yet. Raises ValueError."""
         self.site = site
 
     def allocated(self, shape: EngineShape) -> EngineShape:
-        """The memory is allocated. Returns the engine's shape with what the part adds to it."""
+        """Called when the memory is allocated. Returns the engine's shape with the part's additions."""
         return shape
 
     def is_priced(self, shape: EngineShape) -> bool:
@@ -133,18 +134,18 @@ class PartBuilder(ABC):
         return {}
 
     def observers(self, served: Served) -> Iterable[Observer[StepPlan, StepResult]]:
-        """What sees every step."""
+        """Observers of every step."""
         return ()
 
     def handlers(self, served: Served) -> Iterable[Handler]:
-        """The handlers of the part's messages. Those of earlier parts are in `served`."""
+        """The handlers of the part's messages. The handlers of earlier parts are in `served`."""
         return ()
 
     def refresh(self) -> None:  # noqa: B027
-        """The planner is about to plan."""
+        """Called when the planner is about to plan."""
 
     def close(self) -> None:  # noqa: B027
-        """The loop is closed. The executor is released next."""
+        """Called when the loop is closed. The executor is released next."""
 
     def facts(self) -> Mapping[str, Any]:
         """The part's fields of EngineInfo."""
@@ -152,13 +153,13 @@ class PartBuilder(ABC):
 
 
 class Exclusion(NamedTuple):
-    """A part of an engine, and what it does not go with."""
+    """A part of an engine, and another part or a property that it cannot be combined with."""
 
     part: str
     other: str
     """Another part or a property of the engine, one of those of `properties_of`."""
     reason: str
-    """In words for people. `{model}` stands for the model's architecture."""
+    """The reason, for people. `{model}` stands for the model's architecture."""
 
 
 EXCLUSIONS = (
@@ -192,7 +193,7 @@ EXCLUSIONS = (
         "a disk or remote cache lies behind the host tier, and there is none; set host_cache_gb",
     ),
 )
-"""What cannot be together, each with its reason. The first that applies is given.
+"""Combinations that are refused, each with its reason. The first that applies is given.
 
 Options that exclude each other, whatever the model and the device, are refused by `EngineConfig`.
 """

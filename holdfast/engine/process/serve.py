@@ -1,4 +1,4 @@
-"""The engine process, started by `Child`: take messages, do a step, send what it gave, until the client says to end."""
+"""The engine process, started by `Child`: take messages, do a step, send its outputs, until the client ends it."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ from holdfast.lm.types import LanguageLoop
 T = TypeVar("T")
 
 STEPS_PER_COLLECTION = 64
-"""Python's new garbage is collected after this many steps, and at each pause. What survives is not looked at again."""
+"""Steps between two collections of Python's new garbage. A pause collects it too. Survivors are not scanned again."""
 SWITCH_SECONDS = 1e-4
 """In an engine of cells: how long one thread may keep another from running Python. Several threads plan and submit."""
 STEPS_PER_MESSAGE = 256
-"""Steps are reported after so many of them, and before each answer to Ask."""
+"""Number of steps after which they are reported. They are also reported before each answer to Ask."""
 QUIET_SECONDS = 1.0
-"""All garbage is collected in a pause of this length. That takes as long as several steps."""
+"""Length of a pause in which all garbage is collected. That takes as long as several steps."""
 WATCHED_SECONDS = 0.05
-"""How often somebody who watches hears of an idle engine."""
+"""Seconds between two reports of an idle engine to a client that watches."""
 FLUSH_SECONDS = 3.0
-"""How long an engine that is told to end goes on to write state to the tiers behind the host."""
+"""Most seconds for which an engine that must end goes on to write state to the tiers below the host."""
 AWAITED_SECONDS = 0.05
-"""How often an engine whose requests all wait for a part's threads looks whether they have waited long enough."""
+"""Seconds between two checks of requests that all wait for a part's threads: they may have waited long enough."""
 STUCK_SECONDS = 5.0
-"""Time to end for a process of which another rank has failed."""
+"""Seconds that a process has to end after another rank has failed."""
 
 log = logging.getLogger("holdfast.engine")
 
 
 def main(parent_pid: int, device: str, builder: str) -> int:
-    """Build the engine that the client asks for and run it until told to end. Returns the exit status."""
+    """Build the engine that the client asks for and run it until the client ends it. Returns the exit status."""
     die_with_parent(parent_pid)
     loading = Loading(device, builder)
     parent = Parent(await_link())
@@ -82,7 +82,7 @@ def main(parent_pid: int, device: str, builder: str) -> int:
 
 
 def begin_as_told(parent: Parent, loading: Loading) -> None:
-    """Build and serve what the first message asks for."""
+    """Build and serve the engine that the first message asks for."""
     (start,) = parent.receive()
     match start:
         case messages.Start():
@@ -94,7 +94,7 @@ def begin_as_told(parent: Parent, loading: Loading) -> None:
 
 
 class Loading:
-    """Imports PyTorch and what builds the engine, in a thread, while the client gets ready to say what it wants."""
+    """Imports PyTorch and the builder's module in a thread, while the client prepares its first message."""
 
     def __init__(self, device: str, builder: str = BUILD) -> None:
         """Begin. `builder` is the module to load. On a GPU, unless `device` is cpu, its context is made meanwhile."""
@@ -108,15 +108,15 @@ class Loading:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until all is imported. Raises what an import raised."""
+        """Wait until all modules are imported. Raises the error of an import."""
         self._thread.join()
         for error in self._errors:
             raise error
 
     def _load(self) -> None:
-        gc.disable()  # it would look at all modules again and again, which is a quarter of the import's time
+        gc.disable()  # the collector would scan all modules again and again, a quarter of the import's time
         try:
-            # The import takes seconds.
+            # This import takes seconds, so it is not at the top.
             import torch
 
             if self._device != "cpu" and torch.cuda.is_available():
@@ -131,9 +131,9 @@ class Loading:
 
 
 def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -> None:
-    """Build the engine and serve its client until told to end. Raises what building or a step raises.
+    """Build the engine and serve its client until the client ends it. Raises the errors of building and of steps.
 
-    `loading` is what has begun to import PyTorch; by default it begins now.
+    `loading` has begun to import PyTorch; by default that begins now.
     """
     last_resort = LastResort(parent.wake)
     ranks = start_ranks(start.config, last_resort)  # they load PyTorch meanwhile
@@ -152,7 +152,7 @@ def run(start: messages.Start, parent: Parent, loading: Loading | None = None) -
         wake=parent.wake,
     )
     engine = build() if computes_on_gpu(start.config) else apart(build)
-    # What exists now lives as long as the process: no collection need scan it. `serve` decides when to collect.
+    # All objects so far live as long as the process, so no collection need scan them. `serve` decides when to collect.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -174,17 +174,17 @@ def computes_on_gpu(config: EngineConfig) -> bool:
 
 
 def apart(build: Callable[[], T]) -> T:
-    """What `build` returns, or raises, in a thread that ends.
+    """The result of `build`, or its error, from a thread that then ends.
 
-    OpenMP keeps a team of threads for each thread that has computed. Steps on a CPU run in a thread of their own. Were
-    there a second team, OpenMP would count more threads than cores, and let its threads sleep between two products.
+    OpenMP keeps a team of threads for each thread that has computed. Steps on a CPU run in a thread of their own. With
+    a second team, OpenMP would count more threads than cores, and let its threads sleep between two products.
     """
     with ThreadPoolExecutor(1, "holdfast-build") as thread:
         return thread.submit(build).result()
 
 
 def run_app(start: messages.StartApp, parent: Parent, loading: Loading) -> None:
-    """Build the engine of an application of cells and serve its client until told to end. Raises as `run` does."""
+    """Build the engine of an application of cells and serve its client until it ends. Raises errors as `run` does."""
     stages = begin(start.began, parent, loading)
     from holdfast.engine.process import apps
 
@@ -197,11 +197,11 @@ def run_app(start: messages.StartApp, parent: Parent, loading: Loading) -> None:
     gc.freeze()
     parent.send(messages.AppReady(engine.info(stages)))
     engine.serve()
-    engine.close()  # not after a failure, which must be told even if another worker hangs
+    engine.close()  # not after a failure, which must be reported even if another worker hangs
 
 
 def begin(began: float, parent: Parent, loading: Loading) -> Stages:
-    """The stages of a start so far: those of the process and of `loading`, whose end it waits for."""
+    """The stages of a start so far: the process, and `loading`. Waits until `loading` has ended."""
     stages = Stages(began, time.monotonic)
     stages.done.append(Stage("process", 0.0, stages.elapsed()))
     parent.send(messages.Progress("loading PyTorch"))
@@ -213,7 +213,7 @@ def begin(began: float, parent: Parent, loading: Loading) -> Stages:
 def make_context() -> None:
     """Make the context of the GPU that PyTorch will use, by the driver alone. Does nothing for a PyTorch without CUDA.
 
-    It takes a while, and needs neither PyTorch nor Python's lock. An error here comes again, and is reported, at the
+    It takes a while, and needs neither PyTorch nor Python's lock. An error here occurs again, and is reported, at the
     first use.
     """
     found = importlib.util.find_spec("torch")  # finds it, and imports nothing
@@ -229,7 +229,7 @@ def make_context() -> None:
 
 
 def wake_gpu() -> None:
-    """Let PyTorch begin to use the GPU. An error here comes again, and is reported, at the first use."""
+    """Let PyTorch begin to use the GPU. An error here occurs again, and is reported, at the first use."""
     import torch
 
     with contextlib.suppress(Exception):
@@ -239,8 +239,8 @@ def wake_gpu() -> None:
 def serve(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> None:
     """Handle all messages that have arrived, do one step, send its outputs; wait for a message when idle.
 
-    `handlers` are those of the engine's parts. Their own work goes on between two steps, so does the capturing of
-    graphs, one at a time, while no request runs.
+    `handlers` are the handlers of the engine's parts. Their own work goes on between two steps. Graphs are captured one
+    at a time, while no request runs.
     """
     steps, watched = StepLog(), Watched(loop, parent.send)
     loop.observe(steps)
@@ -264,7 +264,7 @@ def serve(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> No
 def core_handlers(
     loop: LanguageLoop, parent: Parent, steps: StepLog, watched: Watched, handlers: Sequence[Handler]
 ) -> list[Handler]:
-    """The handlers of what every engine answers."""
+    """The handlers of the messages that every engine answers."""
     gates = [handler for handler in handlers if isinstance(handler, Gate)]
     return [
         RequestHandler(loop, parent.send, gates),
@@ -275,7 +275,7 @@ def core_handlers(
 
 
 def do_step(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> None:
-    """Do one step and send what it gave. A pause in a part's own work is used as one of the loop."""
+    """Do one step and send its outputs. A pause in a part's own work is used like a pause of the loop."""
     outputs = loop.step()
     if outputs:
         parent.send(messages.Outputs(**outputs.by_name))
@@ -288,9 +288,9 @@ def do_step(loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler]) -> 
 def await_messages(
     loop: LanguageLoop, parent: Parent, handlers: Sequence[Handler], watched: Watched
 ) -> list[messages.ToEngine]:
-    """Use a pause of the loop, until a message or a handler needs it; the message, if that is what came.
+    """Use a pause of the loop until a message or a handler needs it. Returns the messages, if any came.
 
-    All garbage is collected if nothing comes for QUIET_SECONDS. Who watches hears meanwhile how things stand.
+    All garbage is collected if nothing comes for QUIET_SECONDS. A client that watches gets reports meanwhile.
     """
     while loop.prepare() and not parent.poll(0):
         pass
@@ -316,11 +316,11 @@ class LastResort:
         self._wake, self._serving = wake, False
 
     def arm(self) -> None:
-        """The engine serves from now on. Before, whoever builds it sees the failure."""
+        """The engine serves from now on. Before, the code that builds it sees the failure."""
         self._serving = True
 
     def __call__(self, reason: str) -> None:
-        """A rank has failed; in any thread."""
+        """Called when a rank has failed; in any thread."""
         if self._serving:
             self._wake()
             timer = threading.Timer(STUCK_SECONDS, self._end, [reason])

@@ -35,7 +35,7 @@ class StepLog:
             self._seconds.append(result.seconds)
 
     def close(self) -> None:
-        """Do nothing: what was noted can still be taken."""
+        """Do nothing: the steps noted so far can still be taken."""
 
     def take(self) -> Steps:
         """The steps since the last call."""

@@ -30,7 +30,7 @@ STEPS, FORWARDS, TRAINING = 0, 1, 2
 NOT_ARGUMENTS = ("at", "seconds", "training", "copies", "action", "inward")
 """Fields of records that bars show by their place and name."""
 LOOKS_PER_SECOND = 10
-"""How often a trace tells of queues and blocks."""
+"""How often a trace shows queues and blocks."""
 
 
 class Trace:
@@ -63,7 +63,7 @@ class Trace:
     ) -> None:
         """`clock` is the loop's. `suspends`: preempted sequences keep their state on the host.
 
-        The trace also shows the queues and blocks of a `planner`. `about` says of what engine (`about_engine`).
+        The trace also shows the queues and blocks of a `planner`. `about` describes the engine (`about_engine`).
 
         Raises ValueError if the file cannot be written.
         """
@@ -179,13 +179,13 @@ class Trace:
 
 
 def arguments(record: StepRecord | CopyRecord | SliceRecord) -> dict[str, object]:
-    """A record as the arguments of its bar, which has its times. What has a bar of its own is left out."""
+    """A record as the arguments of its bar, which has its times. Fields with bars of their own are left out."""
     fields: dict[str, object] = msgspec.to_builtins(record)
     return {name: value for name, value in fields.items() if name not in NOT_ARGUMENTS}
 
 
 def about_engine(config: EngineConfig, shape: EngineShape) -> dict[str, object]:
-    """What a view needs to know of an engine beside its records."""
+    """Facts about an engine that a view needs in addition to its records."""
     return {
         "model": shape.model,
         "scheduler": config.scheduler,

@@ -36,7 +36,7 @@ class Recording:
     """An observer that keeps a record of each step."""
 
     def __init__(self, clock: Clock, on_plan: Callable[[StepPlan], None]) -> None:
-        """`on_plan` is called with each plan, which its planner has just made."""
+        """`on_plan` is called with each plan as soon as its planner has made it."""
         self._clock, self._on_plan = clock, on_plan
         self._recorder = StepRecorder()
         self._passed: list[tuple[StepPlan | StepResult, float]] = []
@@ -53,7 +53,7 @@ class Recording:
         """Do nothing: the records can still be taken."""
 
     def take(self) -> list[StepRecord]:
-        """The records of the steps that have ended since the last call. Many made at once take less time than each."""
+        """Records of the steps that have ended since the last call. Making many at once takes less time for each."""
         records: list[StepRecord] = []
         for passed, at in self._passed:
             if isinstance(passed, StepPlan):
@@ -83,7 +83,7 @@ class Watched(Handler):
         self._until = self._told_at = self._looked_at = self._next_blocks = 0.0
         self._blocks: list[ConversationBlocks] = []
         self._queues: list[QueueReport] = []
-        """As last sent, if they were."""
+        """The queues as last sent; empty before."""
 
     @property
     def on(self) -> bool:
@@ -94,7 +94,7 @@ class Watched(Handler):
         self.watch(message.seconds)
 
     def watch(self, seconds: float) -> None:
-        """Tell what happens for so many seconds from now on; 0: no more."""
+        """Report the loop's work for this many seconds from now on; 0 ends the reports."""
         self._until = self._clock() + min(seconds, LONGEST_LEASE)
         if seconds <= 0:
             self._end()
@@ -108,12 +108,12 @@ class Watched(Handler):
             self._tell(self._clock(), begins=True)
 
     def tell_due(self) -> None:
-        """Between two steps: tell what is due, if somebody watches."""
+        """Between two steps: send what is due, if somebody watches."""
         if self._watching:
             self.tell()
 
     def tell(self, *, idle: bool = False) -> None:
-        """Between two steps, or now and then while the loop is `idle`: tell what is due."""
+        """Between two steps, or now and then while the loop is `idle`: send what is due."""
         now = self._clock()
         if now >= self._until:
             self._end()
@@ -126,7 +126,7 @@ class Watched(Handler):
             self._tell(now)
 
     def _tell(self, now: float, *, begins: bool = False) -> None:
-        """Send what there is to tell, if there is anything, or if the last message was a while ago."""
+        """Send the news, if there are any, or if the last message was a while ago."""
         ((scene, recording),) = self._watching
         steps, queues, stats = recording.take(), None, None
         if now >= self._looked_at + QUEUE_SECONDS:
@@ -142,14 +142,14 @@ class Watched(Handler):
         self._blocks, self._told_at = [], now
 
     def _end(self) -> None:
-        """Leave the loop as it was."""
+        """Stop observing the loop."""
         for _, recording in self._watching:
             self._loop.ignore(recording)
         self._watching.clear()
 
 
 def merge(last: StepRecord, record: StepRecord) -> bool:
-    """Add a step to the record of the one before it, if both only decode. Whether it was."""
+    """Add a step to the record of the one before it, if both only decode. Returns whether it was added."""
     for each in (last, record):
         special = each.prefill or each.preempted or each.swap_in or each.swap_out or each.copies
         if special or each.training is not None:

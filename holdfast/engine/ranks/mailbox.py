@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 WORD = 8
 LINE = 64
-"""Bytes of a cache line. What different processes write lies on different ones."""
+"""Bytes of a cache line. Different processes write to different lines."""
 CAPACITY = 1 << 20
 """Bytes of a ring. A plan takes 3 KB for 256 decodes, and 4 bytes for each token of a prompt."""
 PATIENCE = 1e-4
@@ -73,9 +73,9 @@ class Bell(NamedTuple):
     """A pipe that wakes one process."""
 
     end: int
-    """What the process sleeps on."""
+    """File descriptor that the process sleeps on."""
     button: int
-    """What others write to."""
+    """File descriptor that others write to."""
 
     @classmethod
     def new(cls) -> Bell:
@@ -91,7 +91,7 @@ class Bell(NamedTuple):
             os.write(self.button, b".")
 
     def sleep(self, seconds: float) -> bool:
-        """Sleep until somebody rings, at most so long. Returns whether somebody did."""
+        """Sleep until somebody rings, at most this long. Returns whether somebody did."""
         poller = select.poll()
         poller.register(self.end, select.POLLIN)
         if not poller.poll(max(0.0, seconds) * 1000):
@@ -108,7 +108,7 @@ class Bell(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """What a child process opens an inherited mailbox with: file descriptors, which keep their numbers."""
+    """The arguments with which a child opens an inherited mailbox: file descriptors, which keep their numbers."""
 
     memory: int
     bells: tuple[Bell, ...]
@@ -117,7 +117,7 @@ class Ticket(NamedTuple):
 
     @property
     def descriptors(self) -> list[int]:
-        """All that the child must inherit."""
+        """All file descriptors that the child must inherit."""
         return [self.memory, *(descriptor for bell in self.bells for descriptor in bell)]
 
 
@@ -125,10 +125,10 @@ class Mailbox:
     """A ring with one writer and some readers, each of which gets every message, in order."""
 
     def __init__(self, bells: tuple[Bell, ...], capacity: int = CAPACITY, memory: int | None = None) -> None:
-        """A new mailbox with a reader for each of `bells`, or the one behind the file descriptor `memory`.
+        """A new mailbox with a reader for each of `bells`, or the one in the memory of the file descriptor `memory`.
 
-        A bell may serve several mailboxes of one reader; whoever made it closes it. Raises OSError, and ValueError for
-        a capacity that is not a multiple of a cache line.
+        A bell may serve several mailboxes of one reader; its maker closes it. Raises OSError, and ValueError for a
+        capacity that is not a multiple of a cache line.
         """
         if capacity < 4 * LINE or capacity % LINE:
             raise ValueError(
@@ -152,7 +152,7 @@ class Mailbox:
 
     @property
     def ticket(self) -> Ticket:
-        """What a child process opens it with."""
+        """The ticket with which a child process opens the mailbox."""
         return Ticket(self._memory.descriptor, self.bells, self.capacity)
 
     def send(self, message: bytes, check: Callable[[], None] = lambda: None) -> None:

@@ -60,10 +60,10 @@ class ManyDevice(LanguageDevice):
     """A model that several ranks share, each on a device of its own. This process is rank 0."""
 
     def __init__(self, own: PagedDevice, ranks: Ranks, loaded: Sequence[Loaded]) -> None:
-        """`own` is rank 0's part; `loaded` is what the other ranks have said of theirs."""
+        """`own` is rank 0's part; `loaded` are the other ranks' reports of their parts."""
         self._own, self._ranks, self._loaded = own, ranks, loaded
         self.block_bytes = own.block_bytes + sum(other.block_bytes for other in loaded)
-        """Of a block of the cache, on all ranks together."""
+        """Bytes of a block of the cache, on all ranks together."""
         self.max_step_tokens = own.max_step_tokens
         """Most tokens of one step."""
 
@@ -103,12 +103,12 @@ class ManyDevice(LanguageDevice):
 
     @property
     def memory(self) -> PagedMemory:
-        """What rank 0 has allocated."""
+        """The memory that rank 0 has allocated."""
         return self._own.memory
 
     @property
     def attention(self) -> Attention[Any]:
-        """What computes attention."""
+        """Rank 0's attention."""
         return self._own.attention
 
     @cached_property
@@ -135,7 +135,7 @@ class ManyDevice(LanguageDevice):
 
     @property
     def weights(self) -> str:
-        """A digest of all ranks' weights, where there are tiers behind the host tier. Raises ValueError."""
+        """A digest of all ranks' weights, where there are tiers below the host tier. Raises ValueError."""
         digests = [weights_of(self._own), *(loaded.weights for loaded in self._loaded)]
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
@@ -148,12 +148,12 @@ class ManyDevice(LanguageDevice):
         self._ranks.send(CompileGrammar(grammar))
 
     def compile(self) -> None:
-        """Compile on rank 0, then on the others, which find most of it done."""
+        """Compile on rank 0, then on the others, which find most kernels compiled."""
         self._ranks.do(self._own.compile)
         self._ranks.together(Compile(), lambda: None)
 
     def measure(self) -> MemoryMeasurement:
-        """What all ranks have together. A block is what all keep of it, and there are as many as the least rank has."""
+        """The memory of all ranks together. A block counts on all ranks. The rank with the fewest limits them."""
         whole = self.block_bytes
         own, answers = self._ranks.together(Measure(whole), partial(self._own.measure, whole))
         others = [answer.memory for answer in answers if isinstance(answer, Measured)]
@@ -230,17 +230,17 @@ class ManyExecutor(DeviceExecutor):
     """
 
     def __init__(self, own: PagedExecutor, ranks: Ranks, *, captures: bool) -> None:
-        """`captures`: whether there may be graphs to capture in pauses."""
+        """`captures` says whether there may be graphs to capture in pauses."""
         self._own, self._ranks, self._captures = own, ranks, captures
         layout = ranks.layout
         self._later = [layout.ranks_of(stage)[0] for stage in range(1, layout.pp)]
-        """The first ranks of later stages, which say how long each step took them; the last has the tokens."""
+        """The first ranks of later stages. Each reports how long its steps took; the last one has the tokens."""
         self._writer = PlanWriter()
         self._in_flight: deque[_Flight] = deque()
         self._stepped: dict[int, deque[Stepped]] = {rank: deque() for rank in self._later}
-        """What they have said, in order, of steps that were not collected."""
+        """Each rank's reports, in order, of steps that were not collected."""
         self._copying: dict[tuple[int, bool], list[CopyTime]] = {}
-        """By step and direction (True: to the device), in order: the copies that ranks have completed."""
+        """Copies that ranks have completed, in order, by step and direction (True: to the device)."""
 
     def submit(self, plan: StepPlan) -> None:
         self._ranks.send(self._writer.write(plan))
@@ -299,13 +299,13 @@ class ManyExecutor(DeviceExecutor):
             self._own.close()
 
     def _check(self, flight: _Flight, deadline: float) -> None:
-        """Raise RankFailure if a rank has failed, or if it is too late."""
+        """Raise RankFailure if a rank has failed, or if the deadline has passed."""
         self._ranks.check()
         if time.monotonic() > deadline:
             self._ranks.give_up(flight.step)
 
     def _take(self) -> None:
-        """Take note of what the other ranks have sent."""
+        """Record the messages of the other ranks."""
         for number, said in self._ranks.of_steps():
             if isinstance(said, Stepped):
                 self._stepped[number].append(said)
@@ -313,12 +313,12 @@ class ManyExecutor(DeviceExecutor):
                 self._note(said.copies)
 
     def _note(self, copies: Iterable[CopyTime]) -> None:
-        """Take note of copies that one rank has completed."""
+        """Record copies that one rank has completed."""
         for copy in copies:
             self._copying[copy.step, copy.inward].append(copy)
 
     def _complete(self, flight: _Flight) -> bool:
-        """Whether all is known that a step's result is put together from."""
+        """Whether all reports that make up a step's result have come."""
         if flight.waits:
             return all(step > flight.step or self._copied(done) for (step, _), done in self._copying.items())
         return all(self._stepped.values())

@@ -1,4 +1,4 @@
-"""The messages between rank 0, which plans, and the other ranks of an engine: commands, plans, and what they gave."""
+"""The messages between rank 0, which plans, and the other ranks of an engine: commands, plans, and their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.lm.types import (
 from holdfast.lm.types.parts import VALUES
 
 WrittenParts = tuple[tuple[str, msgspec.Raw], ...]
-"""What parts add to a plan or to a result: of each, the name of its class, and its value in MessagePack."""
+"""Values that parts add to a plan or a result: the name of the class, and the value in MessagePack, for each."""
 
 
 class Message(msgspec.Struct, array_like=True):
@@ -36,7 +36,7 @@ class StartRank(Message, tag="start"):
 
     config: EngineConfig
     meeting: str
-    """A directory of this start alone, where ranks leave word how they can be reached."""
+    """A directory of this start alone, where each rank leaves the address at which it can be reached."""
 
 
 class Compile(Message, tag="compile"):
@@ -47,7 +47,7 @@ class Measure(Message, tag="measure"):
     """Measure memory. Answered by Measured."""
 
     block_bytes: int
-    """Bytes of a block on all ranks together: a configured size is divided among them by their shares of it."""
+    """Bytes of a block on all ranks together. A configured size is divided by the ranks' shares of a block."""
 
 
 class Allocate(Message, tag="allocate"):
@@ -66,17 +66,17 @@ class BeginHost(Message, tag="host"):
 
 
 class Prepare(Message, tag="prepare"):
-    """Use a pause to capture one more graph, once all steps have ended. Answered by Done: whether it did."""
+    """Use a pause to capture one more graph, once all steps have ended. Answered by Done: whether one was captured."""
 
 
 class CompileGrammar(Message, tag="grammar"):
-    """Compile a grammar, as requests with it are to come. It takes a thread; only the rank that draws by it does it."""
+    """Compile a grammar of requests that will come. Takes a thread. Only the rank that draws by it compiles it."""
 
     grammar: Grammar
 
 
 class Plan(Message, tag="plan"):
-    """Run this step. What the planner needs to know of it comes as Stepped and Copied."""
+    """Run this step. The results that the planner needs come as Stepped and Copied."""
 
     step: int
     rows: list[int]
@@ -86,11 +86,11 @@ class Plan(Message, tag="plan"):
     samples: bytes
     """For each segment, whether it samples."""
     drawn: dict[int, Sampling]
-    """By index, how those segments sample whose row did not sample so the last time."""
+    """Sampling records, by index, of segments whose row had another record the last time."""
     table_writes: tuple[TableWrite, ...]
     copies: TierCopies
     most: tuple[int, ...] | None = None
-    """As `StepPlan.samples`."""
+    """Number of tokens that each segment samples, from `StepPlan.samples`."""
     parts: WrittenParts = ()
 
 
@@ -102,13 +102,13 @@ class Loaded(Message, tag="loaded"):
     """The rank's part of the model is on its device."""
 
     block_bytes: int
-    """What a block of the cache takes on this rank: its layers, and its heads."""
+    """Bytes of a block of the cache on this rank: its layers, and its heads."""
     weights: str = ""
-    """A digest of this part, where there are tiers behind the host tier."""
+    """A digest of this part, where there are tiers below the host tier."""
 
 
 class Measured(Message, tag="measured"):
-    """What the rank measured of its device."""
+    """The rank's measurements of its device."""
 
     memory: MemoryMeasurement
 
@@ -123,12 +123,12 @@ class Stepped(Message, tag="stepped"):
     """A step has ended on this rank. Only the first rank of each stage after the first says so."""
 
     tokens: tuple[int, ...]
-    """From the last stage; empty from others."""
+    """Tokens from the last stage; empty from others."""
     seconds: float
     logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """As in `StepResult`, from the last stage."""
+    """`StepResult.logprobs`, from the last stage."""
     parts: WrittenParts = ()
-    """As in `StepResult`, from the last stage."""
+    """`StepResult.parts`, from the last stage."""
 
 
 class Copied(Message, tag="copied"):
@@ -141,9 +141,9 @@ class Failed(Message, tag="failed"):
     """The rank cannot go on, and ends."""
 
     reason: str
-    """In one line."""
+    """The reason, in one line."""
     at: float
-    """When, on the clock that all processes share."""
+    """Time of the failure, on the clock that all processes share."""
 
 
 Command = StartRank | Compile | Measure | Allocate | TimeLinks | BeginHost | Prepare | CompileGrammar | Plan | End
@@ -187,7 +187,7 @@ class PlanWriter:
 
     def __init__(self) -> None:
         self._drawn: dict[int, Sampling] = {}
-        """By row, the record that the readers have."""
+        """The record that the readers have, by row."""
 
     def write(self, plan: StepPlan) -> Plan:
         """A plan as a message: all that an executor of a paged cache reads."""
@@ -220,7 +220,7 @@ class PlanReader:
         self._drawn: dict[int, Sampling] = {}
 
     def read(self, message: Plan) -> StepPlan:
-        """The plan, but for the names of its sequences."""
+        """The plan, without the names of its sequences."""
         known, drawn, sampling = self._drawn, message.drawn, list[Sampling | None]()
         for index, (row, samples) in enumerate(zip(message.rows, message.samples, strict=True)):
             if samples and index in drawn:

@@ -38,7 +38,7 @@ By calculation, 32,768 tokens (CUDA) of an 8B model take 3 GB of activations and
 
 
 def check_layout(config: EngineConfig, checkpoint: Checkpoint) -> None:
-    """Raise ValueError for a model or a machine that cannot be shared by so many ranks."""
+    """Raise ValueError for a model or a machine that this many ranks cannot share."""
     layout = config.layout
     shard_of(decoder_spec(checkpoint.directory), layout, 0)
     if resolve_device(config.device).type == "cuda" and torch.cuda.device_count() < layout.ranks:
@@ -49,7 +49,7 @@ def check_layout(config: EngineConfig, checkpoint: Checkpoint) -> None:
 
 
 def weights_of(device: PagedDevice) -> str:
-    """A digest of the weights on a device, by which state of other weights is told apart. Raises ValueError."""
+    """A digest of the weights on a device, which distinguishes state of other weights. Raises ValueError."""
     if not isinstance(device.model, Decoder):
         name = device.model.spec.architecture
         raise ValueError(f"a disk or remote cache needs a native decoder, and {name} runs by Transformers' code")
@@ -81,13 +81,13 @@ def make_rank(
 def grammar_compiler(
     checkpoint: Checkpoint, vocab_size: int, eos_token_ids: Collection[int], *, tested: bool = False
 ) -> GrammarCompiler:
-    """What compiles grammars for a checkpoint's vocabulary. `tested`: another one tests them first."""
+    """The compiler of grammars for a checkpoint's vocabulary. `tested`: another compiler tests them first."""
     read = partial(read_tokenizer, checkpoint.directory)
     return GrammarCompiler(read, vocab_size, eos_token_ids, tested=tested)
 
 
 MoreParts = Callable[[Model, Sequence[DevicePart]], Sequence[DevicePart]]
-"""Makes parts of a device whose model is given, and the parts that come after these."""
+"""Makes parts of a device, from its model and the parts that come after the new ones."""
 
 
 def no_more(model: Model, parts: Sequence[DevicePart]) -> Sequence[DevicePart]:
@@ -98,7 +98,7 @@ def no_more(model: Model, parts: Sequence[DevicePart]) -> Sequence[DevicePart]:
 def parts_of(
     config: EngineConfig, checkpoint: Checkpoint, model: Model, rank: int, more: MoreParts
 ) -> list[DevicePart]:
-    """What the steps of a model may carry on one rank, in the order of the parts' work. Raises ValueError.
+    """Parts of steps on one rank besides their segments, in the order of their work. Raises ValueError.
 
     `more` makes parts whose work comes before that of the others.
     """
@@ -117,7 +117,7 @@ def parts_of(
 
 
 def lengths_of(model: Model) -> str:
-    """What may surprise about the longest sequence of a native decoder, in words that follow its name."""
+    """A warning about the longest sequence of a native decoder, in words that follow its name; empty if none is due."""
     if not isinstance(model, Decoder):
         return ""
     spec, length = model.decoder, model.spec.max_model_len
@@ -134,7 +134,7 @@ class PagedChoice(NamedTuple):
 
     device: PagedDevice
     reason: str
-    """As in Choice."""
+    """Why this executor was chosen, and what it does with the model (`Choice.reason`)."""
 
 
 def load_part(config: EngineConfig, checkpoint: Checkpoint, device: torch.device, place: Place | None) -> Model:
@@ -161,7 +161,7 @@ def make_paged_device(
 ) -> PagedChoice:
     """The model over a paged cache: a native decoder, or Transformers' code with its attention swapped.
 
-    With a `place`, this rank's part of it. `more` is for `parts_of`.
+    With a `place`, the model is this rank's part of it. `more` is for `parts_of`.
     """
     device = resolve_device(config.device) if place is None else place.device
     if device.type == "cuda" and config.cuda_graphs:
@@ -193,7 +193,7 @@ def make_paged_device(
 
 
 def reason_of(model: Model) -> str:
-    """Why a model runs on a paged cache, as in Choice."""
+    """Why a model runs on a paged cache, for `PagedChoice.reason`."""
     name = model.spec.architecture
     if isinstance(model, TransformersModel):
         return f"{name} lets Transformers swap its attention"

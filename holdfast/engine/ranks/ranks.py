@@ -1,4 +1,4 @@
-"""Ranks: the processes of an engine beside rank 0, as rank 0 starts them, commands them, and sees them fail."""
+"""Ranks: the processes of an engine other than rank 0. Rank 0 starts and commands them, and sees them fail."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ from holdfast.engine.ranks.mailbox import LINE, WORD, Bell, Mailbox, Reader, Sha
 from holdfast.engine.spawn import child_environment
 
 BEAT_SECONDS = 0.045
-"""How often a rank shows that it runs, and how often rank 0 looks."""
+"""How often a rank shows that it runs, and how often rank 0 checks."""
 STOPPED_BEATS = 20
-"""A rank whose process is stopped hangs once it has been silent for so many looks. They are counted, not timed: if all
-processes are stopped together and go on, no time has passed."""
+"""Number of silent checks in a row after which a stopped process counts as hung.
+
+Checks are counted, not timed: if all processes are stopped together and go on, no time has passed.
+"""
 SILENT_BEATS = 220
-"""The same for one that runs, which may be in a call that keeps Python's lock."""
+"""Number of silent checks for a process that runs: it may be in a call that keeps Python's lock."""
 SILENT_STARTING = 2400
-"""The same while ranks start. Reading a checkpoint from a slow disk may take long."""
+"""Number of silent checks while ranks start. Reading a checkpoint from a slow disk may take long."""
 STEP_SECONDS = 120.0
-"""The longest that rank 0 waits for a step without any. Ranks that run and wait for each other forever beat too."""
+"""The longest that rank 0 waits for the end of a step. Ranks that wait for each other forever still beat."""
 CAUSE_SECONDS = 0.5
 """After a failure, how long to wait for an earlier one: the others fail because the first did."""
 GRACE_SECONDS = 2.0
@@ -53,27 +55,27 @@ Result = TypeVar("Result")
 
 
 class RankFailure(RuntimeError):
-    """A rank has failed; the message names it, and says what is known of it."""
+    """A rank has failed; the message names it, and gives the known facts."""
 
 
 class Seat(NamedTuple):
-    """What the process of a rank is started with: inherited file descriptors."""
+    """The arguments with which the process of a rank is started: inherited file descriptors."""
 
     rank: int
     commands: Ticket
     answers: Ticket
     board: int
     host: int
-    """Memory for its part of the host tier, which rank 0 can map as well."""
+    """Memory for the rank's part of the host tier, which rank 0 can map as well."""
     ranks: int
 
     @property
     def descriptors(self) -> list[int]:
-        """All that the process must inherit."""
+        """All file descriptors that the process must inherit."""
         return [*self.commands.descriptors, *self.answers.descriptors, self.board, self.host]
 
     def to_json(self) -> str:
-        """As one argument of a command line."""
+        """The seat as one argument of a command line."""
         return json.dumps(self)
 
     @classmethod
@@ -88,7 +90,7 @@ class Seat(NamedTuple):
 
 
 class Board:
-    """A few numbers of each rank, which all processes see. Each rank writes its own."""
+    """A few numbers of each rank, which all processes see. Each rank writes its own numbers."""
 
     def __init__(self, ranks: int, inherited: int | None = None) -> None:
         self._memory = SharedWords(ranks * BOARD_WORDS, inherited)
@@ -99,7 +101,7 @@ class Board:
         return self._memory.words[rank * BOARD_WORDS + word]
 
     def set(self, rank: int, word: int, value: int) -> None:
-        """Change a number of a rank, which is the caller's own."""
+        """Change a number of a rank. The caller must be that rank."""
         self._memory.words[rank * BOARD_WORDS + word] = value
 
     def close(self) -> None:
@@ -108,7 +110,7 @@ class Board:
 
 
 class _Rank(NamedTuple):
-    """One process, and what comes from it."""
+    """One process, with the channels on which it answers."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -122,7 +124,7 @@ class _Rank(NamedTuple):
 
 
 class Ranks:
-    """The processes of ranks 1 and up. For one thread, but for `check` and `failure`.
+    """The processes of ranks 1 and up. For one thread, except `check` and `failure`.
 
     They get every command in one order, through one mailbox. Rank 0's own part of a command runs in a thread of its
     own, so that a rank that fails ends the wait for the others. Once a rank has failed, all are killed, and every call
@@ -132,23 +134,23 @@ class Ranks:
     def __init__(self, config: EngineConfig, on_failure: Callable[[str], None] = lambda reason: None) -> None:
         """Start the processes, from the thread that lives longest. Raises OSError.
 
-        `on_failure` is called once, in another thread, with what has failed.
+        `on_failure` is called once, in another thread, with the reason of the failure.
         """
         self.layout = config.layout
         self.failure = ""
-        """What has failed; empty while nothing has."""
+        """Description of the first failure; empty while nothing has failed."""
         self._on_failure = on_failure
         self._steady = False
-        """Whether steps run, so that a rank should never be silent for long. While they start, it may be."""
+        """Whether steps run. Then no rank should be silent for long; while ranks start, they may be."""
         others = range(1, self.layout.ranks)
         self._closing = threading.Event()
         self._incoming = threading.Lock()
         self._answers: dict[int, messages.Answer] = {}
-        """By rank, what it has answered to the last command."""
+        """Each rank's answer to the last command."""
         self._steps: deque[tuple[int, messages.Stepped | messages.Copied]] = deque()
-        """What the ranks have said of steps, with their numbers."""
+        """The ranks' reports of steps, with the numbers of the ranks."""
         self._reported: list[tuple[float, str]] = []
-        """When ranks have failed, and why, as they say themselves."""
+        """Times and reasons of failures that ranks have reported themselves."""
         self._own = ThreadPoolExecutor(1, "holdfast-rank-0")
         remove_stale_meetings()
         self._meeting = tempfile.TemporaryDirectory(prefix=MEETING)  # mode 0700
@@ -167,15 +169,15 @@ class Ranks:
 
     @property
     def meeting(self) -> str:
-        """A directory of this start alone, where ranks leave word how they can be reached."""
+        """A directory of this start alone, where each rank leaves the address at which it can be reached."""
         return self._meeting.name
 
     def met(self) -> None:
-        """Remove the directory: all ranks reach each other. Nothing is left behind then when all are killed."""
+        """Remove the directory: all ranks reach each other. Then nothing is left when all are killed."""
         self._meeting.cleanup()
 
     def begin_steps(self) -> None:
-        """All ranks have started: none should be silent for long any more."""
+        """All ranks have started: from now on, none should be silent for long."""
         self._steady = True
 
     @property
@@ -196,9 +198,9 @@ class Ranks:
     def together(
         self, command: messages.Command, work: Callable[[], Result]
     ) -> tuple[Result, Sequence[messages.Answer]]:
-        """Send a command and do rank 0's own part of it; its result, and the answers of the others by rank.
+        """Send a command and do rank 0's own part of it. Returns its result, and the answers of the others by rank.
 
-        Raises RankFailure, and what `work` raises unless another rank has failed before.
+        Raises RankFailure, and the error of `work` unless another rank has failed before.
         """
         self._answers.clear()
         self.send(command)
@@ -221,7 +223,7 @@ class Ranks:
             raise self.cause(error) from error.__cause__
 
     def cause(self, error: BaseException) -> BaseException:
-        """What to raise where rank 0 has failed with `error`: that, or another rank's failure that led to it.
+        """The error to raise if rank 0 has failed with `error`: that one, or another rank's failure that caused it.
 
         The other ranks, which may wait for rank 0, are killed.
         """
@@ -234,18 +236,18 @@ class Ranks:
         return error
 
     def of_steps(self) -> list[tuple[int, messages.Stepped | messages.Copied]]:
-        """What other ranks have said of steps since the last call, with their numbers. Raises RankFailure."""
+        """Other ranks' reports of steps since the last call, with the numbers of the ranks. Raises RankFailure."""
         self.check()
         self._receive()
         return [self._steps.popleft() for _ in range(len(self._steps))]
 
     def wait(self, seconds: float) -> None:
-        """Wait until another rank sends something, at most so long. Raises RankFailure."""
+        """Wait until another rank sends something, at most this long. Raises RankFailure."""
         self._bell.sleep(seconds)
         self.check()
 
     def least(self, word: int) -> int:
-        """The least over the other ranks of one of their numbers on the board."""
+        """The smallest value of one of the other ranks' numbers on the board."""
         return min(self._board.get(rank.number, word) for rank in self._ranks)
 
     def check(self) -> None:
@@ -296,7 +298,7 @@ class Ranks:
         seat = Seat(number, self._commands.ticket, answers.ticket, self._board.descriptor, host, self.layout.ranks)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "holdfast.engine.ranks.work", str(os.getpid()), seat.to_json()],
-            stdin=subprocess.PIPE,  # end of file tells the rank that we are gone
+            stdin=subprocess.PIPE,  # end of file shows the rank that we are gone
             stdout=2,
             pass_fds=seat.descriptors,
             env=child_environment(),
@@ -304,7 +306,7 @@ class Ranks:
         return _Rank(number, process, answers, answers.reader(), host)
 
     def _receive(self) -> None:
-        """Sort what has arrived."""
+        """Sort the messages that have arrived."""
         with self._incoming:
             for rank in self._ranks:
                 while (data := rank.reader.poll()) is not None:
@@ -333,7 +335,7 @@ class Ranks:
                 self._fail(reason)
 
     def _reason(self, silent: Mapping[int, int], looked: float) -> str:
-        """What has failed first; empty if nothing has. All that has ended now still ran when we `looked` before."""
+        """Description of the first failure; empty if there is none. All processes that have ended ran at `looked`."""
         ended = [(rank, status) for rank in self._ranks if (status := rank.process.poll()) is not None]
         self._receive()
         at, report = min(self._reported, default=(inf, ""))
@@ -370,7 +372,7 @@ class Ranks:
 
 
 class NoRanks:
-    """In place of `Ranks` for an engine of one process."""
+    """Stands in for `Ranks` in an engine of one process."""
 
     pids: Sequence[int] = ()
 
@@ -386,7 +388,7 @@ NO_RANKS = NoRanks()
 
 
 def start_ranks(config: EngineConfig, on_failure: Callable[[str], None] = lambda reason: None) -> AnyRanks:
-    """The processes of a configuration's other ranks, as `Ranks` starts them, if there are to be some."""
+    """The processes of a configuration's other ranks, as `Ranks` starts them, if it has any."""
     return Ranks(config, on_failure) if config.layout.ranks > 1 else NO_RANKS
 
 
@@ -399,7 +401,7 @@ def remove_stale_meetings() -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger. False where the system does not say."""
+    """Whether a process is stopped, by a signal or a debugger. False where the system does not report it."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -408,6 +410,6 @@ def is_stopped(pid: int) -> bool:
 
 
 def _raise_after(deadline: float) -> None:
-    """Raise TimeoutError once it is so late."""
+    """Raise TimeoutError once the deadline has passed."""
     if time.monotonic() > deadline:
         raise TimeoutError

@@ -1,4 +1,4 @@
-"""A rank's process, started by `Ranks`: do what rank 0 commands, run its plans, and say what they gave."""
+"""A rank's process, started by `Ranks`: do rank 0's commands, run its plans, and report their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDLE_SECONDS = 60.0
 
 
 def main(parent_pid: int, seat: str) -> int:
-    """Do a rank's work until rank 0 says to end. Returns the exit status."""
+    """Do a rank's work until rank 0 ends it. Returns the exit status."""
     die_with_parent(parent_pid)
     exit_at_end_of_input()
     rank = Rank(Seat.from_json(seat))
@@ -56,12 +56,12 @@ class Rank:
         self._hosts: list[HostMemory] = []
         """This rank's part of the host tier, once it is allocated."""
         self._grammars: list[GrammarCompiler] = []
-        """What this rank compiles grammars with; empty if it does not draw by them."""
+        """The compiler of this rank's grammars; empty if it does not draw by them."""
         self._compiling = ThreadPoolExecutor(GRAMMAR_THREADS, "holdfast-grammar")
         threading.Thread(target=self._beat, name="holdfast-beat", daemon=True).start()
 
     def work(self) -> None:
-        """Load this rank's part of the model, then do what comes. Raises what a command raises."""
+        """Load this rank's part of the model, then obey commands. Raises the error of a command."""
         start = self._next()
         assert isinstance(start, messages.StartRank), f"the first command was {start}"
         gc.disable()  # it would look at all modules again and again while they are imported
@@ -75,7 +75,7 @@ class Rank:
         self._obey(device, reports=start.config.pp > 1 and start.config.layout.shard_of(self._seat.rank) == 0)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Say why this rank cannot go on, and end the process, whatever its other threads wait for."""
+        """Report why this rank cannot go on, and end the process, whatever its other threads wait for."""
         if os.environ.get("HOLDFAST_DEBUG"):
             traceback.print_exception(error)
         reason = one_line(error) if isinstance(error, Exception) else type(error).__name__
@@ -84,7 +84,7 @@ class Rank:
         os._exit(FAILED)
 
     def _obey(self, device: PagedDevice, *, reports: bool) -> None:
-        """Do what is commanded until the end. `reports`: whether rank 0 needs to know of every step."""
+        """Obey commands until the end. `reports`: whether rank 0 needs to know of every step."""
         plans = messages.PlanReader()
         while True:
             match self._next():
@@ -129,7 +129,7 @@ class Rank:
         threading.Thread(target=self._collect, args=(device, reports), name="holdfast-collect", daemon=True).start()
 
     def _collect(self, device: PagedDevice, reports: bool) -> None:
-        """Collect the steps, in order, in a thread, and say what they gave."""
+        """Collect the steps, in order, in a thread, and report their results."""
         try:
             steps, board, rank = 0, self._board, self._seat.rank
             device.in_thread()
@@ -155,7 +155,7 @@ class Rank:
             time.sleep(BEAT_SECONDS)
 
     def _show_host(self) -> None:
-        """Show how much of the host tier can be used."""
+        """Show how many blocks of the host tier can be used."""
         for host in self._hosts:
             self._board.set(self._seat.rank, HOST_BLOCKS, host.blocks)
             self._board.set(self._seat.rank, HOST_READY, host.ready)

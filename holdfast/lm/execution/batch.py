@@ -101,9 +101,9 @@ class StagedStep:
     any_random: bool
     any_filtered: bool
     wishes: Wishes | None = None
-    """What sampled rows ask for beyond a token; None if none does."""
+    """Results and rules that sampled rows ask for besides a token; None if no row asks for any."""
     more: Any = None
-    """What else the model reads of the step, as `ModelInputs.pack` gave it; None: tokens only."""
+    """Further inputs of the model for this step, from `ModelInputs.pack`; None for a step of tokens only."""
 
     @property
     def kind(self) -> int:
@@ -122,39 +122,39 @@ class StagedStep:
 
 
 class ModelInputs:
-    """What the model reads of some steps of one batch besides their tokens. This class itself adds nothing.
+    """Inputs of the model besides tokens, for the steps of a batch that have some. This class itself adds none.
 
-    It has fields of its own at the end of the batch's buffer. They are copied to the device only for steps that have
-    such inputs. Those steps have graphs of their own as well.
+    It has fields of its own at the end of the batch's buffer. They are copied to the device only for steps with such
+    inputs. These steps also have graphs of their own.
     """
 
     plans: tuple[type[PartPlan], ...] = ()
     """The classes of plans that `pack` reads."""
     sizes: Mapping[str, int] = NO_SIZES
-    """By name, the capacities of the fields."""
+    """Capacity of each field, by name."""
 
     def pack(self, plan: StepPlan, segments: Segments, num_sampled: int) -> Any:
-        """The inputs of a plan with these segments and so many sampled rows, on the host; None: it has none."""
+        """The inputs of a plan with these segments and this many sampled rows, on the host; None if it has none."""
         return None
 
     def write(self, packed: Any, arrays: Arrays, num_tokens: int, num_rows: int, *, apart: bool) -> None:
-        """Write what `pack` gave into the fields of a host buffer, for a step of so many tokens and sampled rows.
+        """Write the inputs from `pack` into the fields of a host buffer, for a step of these sizes.
 
-        `apart`: rows are computed apart from tokens, even if all tokens are sampled.
+        `apart` is True where rows are computed apart from tokens, even if all tokens are sampled.
         """
 
     def clear(self, fields: Fields) -> None:
         """Replace the inputs in the device's fields by those of padding."""
 
     def entered(self, packed: Any, fields: Fields, num_tokens: int, num_rows: int | None) -> StepAdapters | None:
-        """The inputs of a step that was copied to these fields as the model reads them; None: it has none.
+        """The inputs of a step that was copied to these fields, as the model reads them; None if it has none.
 
         `num_rows` is None where the model gives a row for each token.
         """
         return None
 
     def captured(self, fields: Fields, num_tokens: int, num_rows: int | None) -> StepAdapters | None:
-        """As `entered`, for any step of this size that has inputs."""
+        """The inputs that a graph of this size reads, for any step that has inputs."""
         return None
 
 
@@ -185,7 +185,7 @@ class Batch:
     ) -> None:
         """`samples` is the most tokens that a step draws, by default one for each row.
 
-        `inputs` are what the model reads of steps besides their tokens. They belong to this batch alone.
+        `inputs` are the model's further inputs. They belong to this batch alone.
         """
         samples = samples or rows
         self.block_size, self.max_tokens, self.device = block_size, max_tokens, device
@@ -200,14 +200,14 @@ class Batch:
         # A step's own tokens need at most this many new blocks. Only prefix hits bring more; those are uploaded apart.
         self._sizes |= dict.fromkeys(("write_at", "write_block"), max_tokens + rows)
         self._plain = sum(self._sizes.values())
-        """Numbers of the buffer that a step of tokens only needs."""
+        """Number of buffer entries that a step of tokens only needs."""
         self._sizes |= inputs.sizes
         self._mirror = np.full((rows, max_blocks), -1, np.int32)
         self._settings = np.zeros(rows, list(SAMPLING.items()))
         self._drawn: list[Sampling | None] = [None] * rows
-        """By row, the record that `_settings` holds."""
+        """The sampling record that `_settings` holds, by row."""
         self._wishes = np.zeros(rows, np.bool_)
-        """By row, whether that record asks for more than a token."""
+        """Whether that record asks for more than a token, by row."""
         self._free: list[Fields] = []
         """Host buffers that no step uses."""
         self._persistent = Fields(self._sizes, device)
@@ -257,8 +257,8 @@ class Batch:
     def upload(self, staged: StagedStep, num_tokens: int, num_sampled: int, head_rows: int | None = None) -> PackedStep:
         """Copy a staged step to the device, padded to `num_tokens` and `num_sampled`, for a graph that applies it.
 
-        Padding tokens write no slot, and padding rows sample the first token. Returns the step without padding. What
-        else the model reads of sampled rows is for a head of `head_rows` rows, by default `num_sampled`.
+        Padding tokens write no slot, and padding rows sample the first token. Returns the step without padding. The
+        model's further inputs for sampled rows are padded to a head of `head_rows` rows, by default `num_sampled`.
         """
         arrays = staged.host.arrays
         for name, value in PADDING.items():
@@ -294,14 +294,14 @@ class Batch:
         self.inputs.clear(self._persistent)
 
     def more(self, staged: StagedStep, num_rows: int | None) -> StepAdapters | None:
-        """What the model reads of an entered step besides its tokens; None: nothing.
+        """Inputs of an entered step that the model reads besides its tokens; None if it has none.
 
-        `num_rows` is the number of rows that the model gives; None: one for each token.
+        `num_rows` is the number of rows that the model gives; None for one per token.
         """
         return self.inputs.entered(staged.more, self._persistent, staged.num_tokens, num_rows)
 
     def captured(self, num_tokens: int, num_rows: int | None) -> StepAdapters | None:
-        """As `more`, for any uploaded step of this size that has more than tokens."""
+        """Inputs that a graph of this size reads besides tokens, for any uploaded step that has some."""
         return self.inputs.captured(self._persistent, num_tokens, num_rows)
 
     def release(self, staged: StagedStep) -> None:
@@ -309,9 +309,9 @@ class Batch:
         self._free.append(staged.host)
 
     def _copy(self, staged: StagedStep, num_tokens: int, num_rows: int, *, apart: bool = False) -> None:
-        """Copy a staged step to the device, with its further inputs for so many tokens and sampled rows.
+        """Copy a staged step to the device, with its further inputs for this many tokens and sampled rows.
 
-        `apart`: rows are computed apart from tokens, even if all tokens are sampled.
+        `apart` is True where rows are computed apart from tokens, even if all tokens are sampled.
         """
         used = self._plain
         if staged.more is not None:
@@ -341,7 +341,7 @@ class Batch:
         torch.where(ids == PENDING, sampled, ids, out=ids)
 
     def _write_mirror(self, plan: StepPlan) -> npt.NDArray[np.int64]:
-        """Apply table writes to the host's copy of the tables; the flat indices that changed."""
+        """Apply table writes to the host's copy of the tables. Returns the flat indices that changed."""
         width = self._mirror.shape[1]
         places: list[int] = []
         entries: list[int] = []
@@ -356,7 +356,7 @@ class Batch:
         return write_at
 
     def _pack_tokens(self, plan: StepPlan, arrays: Arrays) -> Segments:
-        """Pack ids, positions, slots and rows of every query token; the segments as attention reads them."""
+        """Pack ids, positions, slots and rows of every query token. Returns the segments as attention reads them."""
         columns = plan.columns
         rows, starts, stops = np.array([columns.column(name) for name in ("row", "start", "stop")], np.int64)
         lengths = stops - starts
@@ -383,7 +383,7 @@ class Batch:
     def _pack_sampling(
         self, plan: StepPlan, segments: Segments, arrays: Arrays
     ) -> tuple[int, bool, bool, Wishes | None]:
-        """Pack how each token is drawn; the count, whether any is random or filtered, and what else is asked for."""
+        """Pack how each token is drawn. Returns the count, whether any is random or filtered, and the wishes."""
         drawn = plan.columns.column("sampling")
         at = np.flatnonzero(np.fromiter([sampling is not None for sampling in drawn], np.bool_, len(drawn)))
         for index, row in zip(at.tolist(), segments.row[at].tolist(), strict=True):

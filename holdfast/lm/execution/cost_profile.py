@@ -60,7 +60,7 @@ SPARSE = 4096
 FAR = 256
 """Chunks of at least this many tokens that do not begin their sequence are measured in real steps."""
 POSITIONS = 1 << 16
-"""Most positions, about, that the decodes of an estimate attend to in one step."""
+"""Upper bound, roughly, for the positions that an estimate's decodes attend to in one step."""
 ESTIMATE_COUNTED = {"cuda": 1, "cpu": 2}
 """Counted steps of a kind in an estimate. The shortest counts."""
 ESTIMATE_LOAD = 1 / 3
@@ -381,7 +381,7 @@ def _taken(device: TimedDevice, plans: Sequence[StepPlan]) -> list[float]:
 
 
 def _results(device: TimedDevice, plans: Sequence[StepPlan]) -> list[StepResult]:
-    """What these steps give. Two steps are in flight at any time."""
+    """Results of these steps. Two steps are in flight at any time."""
     results = []
     device.executor.submit(plans[0])
     for plan in plans[1:]:
@@ -391,7 +391,7 @@ def _results(device: TimedDevice, plans: Sequence[StepPlan]) -> list[StepResult]
 
 
 def _repeated(device: TimedDevice, spans: Spans, times: int) -> list[StepPlan]:
-    """The same step `times` times. Only the first writes the block tables."""
+    """Plans that repeat one step `times` times. Only the first writes the block tables."""
     plan = _plan(device, spans)
     return [plan, *[replace(plan, table_writes=())] * (times - 1)]
 

@@ -19,10 +19,12 @@ from holdfast.files.own_directory import OwnDirectory
 from holdfast.lm.tiers import Outcome, Pieces, StoredBlock, TierBlock, checksum_of
 
 FORMAT = 3
-"""Raised whenever the bytes in the files mean something else."""
+"""Version of the file format. Increase it whenever the bytes in the files change their meaning."""
 ENTRY = struct.Struct("<4sI32sQd")
-"""Of a place in use: MAGIC, the block's place in its sequence, its digest, the checksum, seconds since the epoch at its
-last use. The lower half of its own checksum follows."""
+"""Entry of a place in use: MAGIC, the block's place in its sequence, its digest, the checksum, its last use.
+
+The last use is in seconds since the epoch. The lower half of the entry's own checksum follows.
+"""
 MAGIC = b"HFKV"
 ENTRY_BYTES = 64
 PAGE = 4096
@@ -57,10 +59,10 @@ class DiskStore:
     """
 
     def __init__(self, directory: Path, size: int, block_bytes: int, identity: dict[str, str]) -> None:
-        """At most `size` bytes.
+        """Open or make a store of at most `size` bytes.
 
-        Raises ValueError for a directory in use, that cannot hold so much, that another user could write to, or in
-        which a link, a pipe or another user's file has the place of one of these files.
+        Raises ValueError for a directory that is in use, cannot hold this much, or can be written to by another user.
+        It is also raised if a link, a pipe or another user's file has the place of one of these files.
         """
         self.block_bytes = block_bytes
         self._stride = -(-block_bytes // PAGE) * PAGE
@@ -81,7 +83,7 @@ class DiskStore:
         self._sums: list[int | None] = [None] * self.num_blocks
         """The checksum of each place in use."""
         self._gap = memoryview(bytearray(self._stride - block_bytes))
-        """What lies between two blocks. Its bytes mean nothing."""
+        """Bytes that fill the gap between two blocks. They mean nothing."""
         self.closed = threading.Event()
 
     def _open(self, directory: OwnDirectory, size: int, about: str, descriptors: list[int]) -> None:
@@ -103,7 +105,7 @@ class DiskStore:
                 os.ftruncate(descriptors[-1], self.num_blocks * stride)
 
     def stored(self) -> list[StoredBlock]:
-        """What the directory holds, the least recently used first. Reads the index alone."""
+        """Blocks that the directory holds, the least recently used first. Reads the index alone."""
         now, found = time.time(), []
         with open(self._index, "rb", closefd=False) as file:
             file.seek(0)
@@ -152,7 +154,7 @@ class DiskStore:
             try:
                 count = os.preadv(self._blocks, pieces, first * self._stride)
             except OSError:
-                if len(run) > 1:  # of which some may be readable
+                if len(run) > 1:  # some of these blocks may be readable
                     for at in run:
                         (outcomes[at],) = self.read([blocks[at]], [targets[at]])
                 continue
@@ -168,7 +170,7 @@ class DiskStore:
 
     def _runs(self, blocks: Sequence[TierBlock], data: Sequence[Pieces]) -> Iterator[tuple[int, list[int]]]:
         """Blocks whose places follow each other: the first place, and the numbers of the blocks in order of place."""
-        pieces = max(map(len, data), default=0) + 1  # each may need one for the gap behind it
+        pieces = max(map(len, data), default=0) + 1  # each may need one for the gap after it
         first, run, most = 0, list[int](), max(1, min(MOST_PIECES // pieces, RUN_BYTES // self._stride))
         for at in sorted(range(len(blocks)), key=lambda at: blocks[at].slot):
             slot = blocks[at].slot
@@ -224,7 +226,7 @@ def closing_on_error() -> Iterator[list[int]]:
 
 
 def unusable(directory: Path, error: OSError) -> ValueError:
-    """What is wrong with a directory, or with a file in it, for people."""
+    """The error for a directory, or for a file in it, that cannot be used. It says why, for people."""
     name = Path(os.fsdecode(error.filename or directory)).name
     inside = "" if name == directory.name else f"{name} in it: "
     return ValueError(f"disk_cache_dir is {directory}, which cannot be used: {inside}{error.strerror or error}")

@@ -35,35 +35,35 @@ from holdfast.lm.types import PartResult, StepPlan, StepResult, TableWrite
 from holdfast.lm.types.penalties import PenaltyPlan
 
 QUERY_SECONDS = 2e-5
-"""How often a step in flight is looked at, where the wait for it must be able to end before it does."""
+"""Seconds between two checks of a step in flight, in a wait that may have to end before the step does."""
 
 
 class Work(NamedTuple):
-    """The segments of a step, and what the parts have to do with them."""
+    """The segments of a step, and the parts' work on them."""
 
     staged: StagedStep
     hidden: Sequence[HiddenWork]
-    """What is computed from hidden states. Empty: the step needs logits only."""
+    """Functions that compute results from hidden states. Empty for a step that needs logits only."""
     rules: DrawRules
-    """What its rows may draw."""
+    """Rules for the tokens that the step's rows may draw."""
 
     def masks(self) -> torch.Tensor | None:
-        """The masks of rows that may draw some tokens only [M, W] int32, on the device; None: there is no such row."""
+        """Masks [M, W] int32, on the device, of rows that may draw some tokens only; None if there is no such row."""
         return self.rules.masks() if self.rules.restricts else None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the segments of a step gave."""
+    """The results of a step's segments."""
 
     drawn: Drawn
     wishes: Wishes | None = None
-    """What the sampled rows asked for."""
+    """Results and rules that the sampled rows ask for besides a token; None if no row asks for any."""
     found: Sequence[Found] = ()
-    """What parts computed from hidden states."""
+    """Results that parts computed from hidden states."""
 
     def on_host(self) -> Outcome:
-        """The same in the host's memory, once the work on the current stream is done."""
+        """A copy in the host's memory, complete once the work on the current stream is done."""
         return Outcome(self.drawn.on_host(), self.wishes, [each.on_host() for each in self.found])
 
     def result(self, step: int, seconds: float) -> StepResult:
@@ -79,27 +79,27 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class CudaFlight:
-    """A step in flight on a GPU. What it has drawn is in pinned memory once `done` has passed."""
+    """A step in flight on a GPU. Its tokens are in pinned memory once `done` has passed."""
 
     plan: StepPlan
     work: Work | None
     """None for a plan without segments."""
     began: torch.cuda.Event
     done: torch.cuda.Event
-    """Before the work of parts that follows the segments."""
+    """Recorded after the segments, before the work of parts that follows them."""
     computed: tuple[PackedStep, torch.Tensor] | None = None
     """The step's inputs and its logits, until it is drawn."""
     outcome: Outcome | None = None
-    """What it gives; None until it is drawn."""
+    """The step's results; None until it is drawn."""
     launched: Sequence[Launched] = ()
-    """What parts do after the segments."""
+    """Work that parts launched after the segments."""
     follows: Sequence[PartResult] = ()
-    """What follows from its tokens."""
+    """Results that follow from the step's tokens."""
     error: Exception | None = None
 
     @property
     def rules(self) -> DrawRules:
-        """What its rows may draw."""
+        """Rules for the tokens that the step's rows may draw."""
         return EVERY_TOKEN if self.work is None else self.work.rules
 
     def finish(self) -> None:
@@ -109,7 +109,7 @@ class CudaFlight:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What it has drawn. Waits for the device. Raises RuntimeError before it is drawn."""
+        """Tokens that the step has drawn. Waits for the device. Raises RuntimeError before it is drawn."""
         outcome = self._drawn()
         self.done.synchronize()
         return tuple(outcome.drawn.tokens.tolist())
@@ -142,11 +142,11 @@ Flight = CudaFlight | Future[StepResult]
 
 
 class InFlight(NamedTuple):
-    """A step in flight, and what its collection needs."""
+    """A step in flight, and the data that its collection needs."""
 
     work: Work | None
     waits: bool
-    """Whether it is complete only when its copies are."""
+    """Whether the step is complete only when its copies are."""
     flight: Flight
     drafts: list[tuple[int, ...]] | None
 
@@ -158,10 +158,10 @@ class PagedExecutor:
     order, while the caller plans the next one. Sampled tokens feed the next step on the device: a plan may ask for a
     token (`PENDING`) that the step before it has not yet given to the host.
 
-    What a row may draw can follow from the tokens before it (`DrawRules`). On CUDA such a step is launched up to its
-    logits. Its masks are computed when the host has the tokens of the step before it, while the device computes the
-    logits. Then the draw is launched. The oldest step in flight has always been drawn. In a pipeline all this happens
-    on the last stage, whose host has a sequence's token before the next step with that sequence arrives.
+    The tokens that a row may draw can depend on the tokens before it (`DrawRules`). On CUDA such a step is launched up
+    to its logits. Its masks are computed when the host has the tokens of the step before it, while the device computes
+    the logits. Then the draw is launched. The oldest step in flight has always been drawn. In a pipeline all this
+    happens on the last stage, whose host has a sequence's token before the next step with that sequence arrives.
 
     One thread submits, and the same or another one collects.
     """
@@ -178,8 +178,8 @@ class PagedExecutor:
     ) -> None:
         """`parts` do their work in this order.
 
-        `group` is the devices that share the model's layers, if there are several. `stage` is where steps come from and
-        go to, if this is a stage of a pipeline. Tokens are sampled on the last one; on the others results have none.
+        `group` is the devices that share the model's layers, if there are several. `stage` links this device to the
+        other stages, if it is in a pipeline. Tokens are sampled on the last stage; on the others, results have none.
         """
         self._model, self._attention, self.memory, self._stage = model, attention, memory, stage
         self._draws = stage is None or stage.last
@@ -192,7 +192,7 @@ class PagedExecutor:
         self._launching = threading.Lock()
         """Held while draws are launched on a GPU, and while their rules are used for that."""
         self._late_writes: tuple[TableWrite, ...] = ()
-        """Those of plans without segments, for the next batch."""
+        """Table writes of plans without segments. The next plan with segments applies them."""
         self._nothing = Outcome(Drawn(torch.empty(0, dtype=torch.int64, device=self._device)))
         self._worker = ThreadPoolExecutor(1, "holdfast-step") if self._device.type == "cpu" else None
 
@@ -216,7 +216,7 @@ class PagedExecutor:
         return self._hooks.part(kind)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the oldest step in flight, at most so long. Returns whether it has ended."""
+        """Wait for the oldest step in flight, at most this long. Returns whether it has ended."""
         flight = self._in_flight[0].flight
         return bool(wait_for([flight], seconds).done) if isinstance(flight, Future) else flight.wait(seconds)
 
@@ -266,7 +266,7 @@ class PagedExecutor:
             part.close()
 
     def _stage_segments(self, plan: StepPlan) -> Work:
-        """Pack a plan's segments, and ask the parts what they have to do with them."""
+        """Pack a plan's segments, and collect the parts' work on them."""
         staged = self.memory.batch.stage(plan)
         hidden: list[HiddenWork] = []
         if plan.parts or staged.wishes is not None:
@@ -280,7 +280,7 @@ class PagedExecutor:
         return Work(staged, hidden, rules)
 
     def _begin(self, plan: StepPlan) -> LayerCaches:
-        """Begin a plan; the layers' caches for its computation. Raises ValueError for a part that nothing reads."""
+        """Begin a plan and return the caches to compute it on. Raises ValueError for a part that nothing reads."""
         if plan.parts:
             self._hooks.check(plan)
         for part in self._hooks.before:
@@ -289,7 +289,7 @@ class PagedExecutor:
         return memory.layers if memory.transfers is None else memory.transfers.begin(plan)
 
     def _after(self, plan: StepPlan) -> Sequence[Launched]:
-        """What the parts launch after a plan's segments."""
+        """Launch the parts' work that comes after a plan's segments."""
         launched: list[Launched] = []
         for part in self._hooks.after:
             launched += part.after(plan)
@@ -366,9 +366,10 @@ class PagedExecutor:
 
     @torch.inference_mode()
     def _forward(self, work: Work, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
-        """Run one step on the device up to its logits [R, own_vocab_size]; these, and its inputs.
+        """Run one step on the device up to its logits [R, own_vocab_size]. Returns its inputs and the logits.
 
-        Before the last stage of a pipeline: its stream [T, width]. Both are valid until the next step is run.
+        Before the last stage of a pipeline, the stream [T, width] takes the place of the logits. Both are valid until
+        the next step is run.
         """
         graphs, staged = self.memory.graphs, work.staged
         # A graph cannot wait, layer by layer, for blocks that are being swapped in.
@@ -379,9 +380,9 @@ class PagedExecutor:
 
     @torch.inference_mode()
     def _draw(self, work: Work, packed: PackedStep, given: torch.Tensor, masks: torch.Tensor | None) -> Outcome:
-        """Sample after the rows of a step; the tokens [R], which also become the last tokens of their rows.
+        """Sample after the rows of a step. The tokens [R] also become the last tokens of their rows.
 
-        Before the last stage of a pipeline there are none.
+        Before the last stage of a pipeline, no tokens are drawn.
         """
         stage, staged, outcome = self._stage, work.staged, self._nothing
         if self._draws:
@@ -400,16 +401,16 @@ class PagedExecutor:
     def _read_hidden(
         self, work: Work, packed: PackedStep, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, Sequence[Found]]:
-        """The logits of sampled rows, and what the parts compute, from a step's hidden states [T, hidden]."""
+        """Logits of sampled rows, and the parts' results, from a step's hidden states [T, hidden]."""
         rows = hidden.index_select(0, packed.sample_at)
         found = [each(hidden, rows) for each in work.hidden]
         return self._hidden_model.logits(rows), found
 
     def _eager(self, work: Work, layers: LayerCaches) -> tuple[PackedStep, torch.Tensor]:
-        """Upload a step and launch its kernels one by one; its inputs, and its logits [R, own_vocab_size].
+        """Upload a step and launch its kernels one by one. Returns its inputs and its logits [R, own_vocab_size].
 
-        Of a step that reads hidden states, those [T, hidden]. Before the last stage of a pipeline, its stream
-        [T, width].
+        For a step that reads hidden states, these [T, hidden] take the place of the logits. Before the last stage of a
+        pipeline, the stream [T, width] does.
         """
         batch, attention, staged = self.memory.batch, self._attention, work.staged
         packed = batch.enter(staged)
@@ -432,7 +433,7 @@ class PagedExecutor:
 
     @property
     def _hidden_model(self) -> HiddenModel:
-        """The model as one that gives hidden states. Raises ValueError for another."""
+        """The model, if it gives hidden states. Raises ValueError for another."""
         if not isinstance(self._model, HiddenModel):
             raise ValueError(f"hidden states are asked for, and {self._model.spec.architecture} gives none")
         return self._model

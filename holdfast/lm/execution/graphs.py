@@ -20,10 +20,10 @@ from holdfast.lm.models.adapters import StepAdapters
 from holdfast.lm.models.base import CapturableModel, StepInput
 
 KINDS = (1, 4, 16, 32, 64)
-"""Up to each of these token counts, kernels have variants of their own (`linear.skinny_gemm`, `attention.paged`)."""
+"""Token counts up to which kernels have variants of their own (`linear.skinny_gemm`, `attention.paged`)."""
 
 FEW_SEGMENTS = 64
-"""Most steps with prefill work have at most this many segments."""
+"""Number of segments that most steps with prefill work do not exceed."""
 
 MAX_TOKENS = 8192
 """Larger steps are not captured: the device computes much longer than the host takes to launch their kernels."""
@@ -34,13 +34,13 @@ class GraphSizes:
     """The sizes that are captured, ascending. A step is padded to the next size."""
 
     decodes: tuple[int, ...]
-    """Tokens of steps that sample after each of their tokens. Up to 256, at most 7 are padding."""
+    """Token counts of steps that sample after each of their tokens. Up to 256 tokens, at most 7 are padding."""
     tokens: tuple[int, ...]
-    """Tokens of all other steps: sizes with fast matrix products, so that padding costs little."""
+    """Token counts of all other steps. Matrix products of these sizes are fast, so padding costs little."""
     rows: tuple[int, ...]
-    """Rows that sample in those steps."""
+    """Numbers of sampling rows in those other steps."""
     segments: tuple[int, ...]
-    """Segments of those steps. A captured attention launch has room for a fixed number, and unused room costs time."""
+    """Segment counts of those other steps. A captured attention launch has a fixed number; unused ones cost time."""
 
     @classmethod
     def of(cls, max_samples: int, max_tokens: int) -> GraphSizes:
@@ -77,9 +77,9 @@ class GraphSizes:
 
     @property
     def first(self) -> GraphSizes:
-        """The sizes that a start captures, but for `first_bodies`. Under load without a pause there are no others.
+        """Sizes that a start captures, apart from `first_bodies`. Under load without a pause there are no others.
 
-        Decodes are padded at most to 1.5 times their number, or twice up to 16.
+        Decodes are padded to at most 1.5 times their number, or twice for up to 16.
         """
         decodes = {
             size for size in self.decodes if _is_power_of_two(size) or (size >= 24 and _is_power_of_two(size / 3))
@@ -101,12 +101,12 @@ class GraphSizes:
 
     @property
     def first_bodies(self) -> list[tuple[int, int]]:
-        """The bodies that a start captures, the largest first: all for few segments from 512 tokens, else some."""
+        """Bodies that a start captures, the largest first: all with few segments from 512 tokens on, else some."""
         few = {(tokens, min(tokens, self.segments[0])) for tokens in self.tokens if tokens >= 512}
         return sorted({*self.first.bodies(), *few})[::-1]
 
     def largest(self) -> GraphSizes:
-        """The largest sizes. All graphs share memory, so these take as much as all of them."""
+        """The largest size of each kind. All graphs share memory, so these take as much as all of them."""
         return GraphSizes(self.decodes[-1:], self.tokens[-1:], self.rows[-1:], self.segments[-1:])
 
     def bodies(self) -> list[tuple[int, int]]:
@@ -114,9 +114,9 @@ class GraphSizes:
         return sorted({(tokens, min(tokens, segments)) for tokens in self.tokens for segments in self.segments})[::-1]
 
     def body(self, tokens: int, segments: int, bodies: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """The first of these bodies (ascending, the largest among them) that holds a step of this size.
+        """The first of these bodies that holds a step of this size. `bodies` ascend and include the largest body.
 
-        A step that recomputes dropped ranges may have more segments than any.
+        A step that recomputes dropped ranges may have more segments than any body.
         """
         wanted = min(segments, self.segments[-1])
         return next(body for body in bodies if body[0] >= tokens and body[1] >= wanted)
@@ -133,11 +133,13 @@ class Captured:
 class StepGraphs:
     """The forward pass of steps, captured by size.
 
-    A step that samples after each of its tokens, so that it has decodes and drafts only, runs as one graph, chosen by
-    its tokens. Any other step runs as two: the model's body, chosen by its tokens, and its head, chosen by the rows
-    that sample. Attention skips padding, and its results are never read. A graph reads the batch's persistent buffer,
-    into which the step was uploaded, and writes the logits; both keep their addresses. Graphs share one memory pool:
-    only one runs at a time, and nothing in the pool outlives its graph's run.
+    A step that samples after each of its tokens has decodes and drafts only. It runs as one graph, chosen by its number
+    of tokens. Any other step runs as two graphs: the model's body, chosen by the number of tokens, and its head, chosen
+    by the number of sampling rows.
+
+    Attention skips padding, and its results are never read. A graph reads the batch's persistent buffer, into which the
+    step was uploaded, and writes the logits; both keep their addresses. Graphs share one memory pool: only one runs at
+    a time, and nothing in the pool outlives its graph's run.
     """
 
     def __init__(
@@ -154,11 +156,12 @@ class StepGraphs:
     ) -> None:
         """Prepare graphs of `sizes`; `capture` makes them.
 
-        `beside` are the graphs of steps of tokens only, where these are for steps of which the model reads more. They
-        share all memory with those, which have the same sizes and are captured first. `group` is the devices that share
-        the model's layers, if there are several. All capture the same sizes, and none waits for another while it does.
-        `incoming` is where the stream [max tokens, width] of the stage before is when a step starts, if this is not the
-        first stage; it is overwritten.
+        `beside` holds the graphs of steps of tokens only. It is given where the new graphs are for steps with further
+        inputs. Both have the same sizes and share all memory, and the graphs of `beside` are captured first.
+
+        `group` is the devices that share the model's layers, if there are several. All capture the same sizes, and none
+        waits for another while it does. `incoming` is the buffer [max tokens, width] that holds the stream of the stage
+        before when a step starts; None on the first stage. The step overwrites it.
         """
         self._model, self._attention, self._batch, self._caches = model, attention, batch, caches
         self._beside, self._group = beside, group
@@ -177,12 +180,12 @@ class StepGraphs:
         self._bodies: dict[tuple[int, int], Captured] = {}
         self._heads: dict[int, Captured] = {}
         self._decodes: dict[int, Captured] = {}
-        # What is captured so far, ascending.
+        # Sizes that are captured so far, ascending.
         self._ready_bodies: list[tuple[int, int]] = []
         self._ready_heads: list[int] = []
         self._ready_decodes: list[int] = []
         self._left: deque[Callable[[], Callable[[], None]]] = deque()
-        """Each captures one size that the start left out, and gives what puts it into use."""
+        """A call for each size that the start left out. It captures the size and returns what puts it into use."""
         batch.clear()
 
     def capture(self) -> None:
@@ -201,17 +204,17 @@ class StepGraphs:
                 self._capture_head(size)()
         for size in reversed(first.decodes):
             self._capture_decode(size)()
-        # Those that take least time come first.
+        # Graphs of the shortest steps come first.
         self._left.extend(partial(self._capture_decode, size) for size in sizes.decodes if size not in first.decodes)
         self._left.extend(partial(self._capture_head, size) for size in head_sizes if size not in first.rows)
         left = set(sizes.bodies()) - set(sizes.first_bodies)
         self._left.extend(partial(self._capture_body, body) for body in sorted(left))
 
     def capture_next(self) -> bool:
-        """Capture one of the sizes that are left, while no step is in flight. False if none is left.
+        """Capture one of the remaining sizes, while no step is in flight. Returns False if none is left.
 
-        None is left, either, once the memory for its rehearsal is missing on any device of the group: all of them must
-        pad a step to the same size.
+        Capturing ends for good once a device of the group lacks memory for a rehearsal: all devices must pad a step to
+        the same size.
         """
         if not self._left:
             return False
@@ -241,7 +244,7 @@ class StepGraphs:
     def rehearsals(self) -> list[Callable[[], None]]:
         """One call per size that runs its kernels once, without a graph. The calls may run concurrently.
 
-        In a group of devices they run inside its `alone`.
+        In a group of devices, run them inside its `alone`.
         """
         sizes = self.sizes
         bodies = [partial(self._rehearse, self._body, *body) for body in sizes.bodies()]
@@ -271,7 +274,7 @@ class StepGraphs:
     def _start(
         self, staged: StagedStep, captured: Captured, size: int, head: int | None = None
     ) -> tuple[PackedStep, torch.Tensor] | None:
-        """Upload a step padded to `size` tokens, with a head of its own for so many rows, and start its graph."""
+        """Upload a step padded to `size` tokens, with a separate head of `head` rows if given. Start its graph."""
         if not self._attention.refill(captured.metadata, staged.segments):
             return None
         packed = self._batch.upload(staged, size, min(size, self._most_rows), head)
@@ -321,7 +324,7 @@ class StepGraphs:
             self._given[: len(result)].copy_(result)
 
     def _more(self, tokens: int, rows: int | None) -> StepAdapters | None:
-        """What the model reads of steps of this size besides their tokens. `rows` is None where each token has one."""
+        """Inputs that the model reads besides tokens in steps of this size. `rows` is None where each token has one."""
         return None if self._beside is None else self._batch.captured(tokens, rows)
 
     def _input(

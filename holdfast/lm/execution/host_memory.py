@@ -49,9 +49,9 @@ class HostMemory:
         self.pinning = threading.Lock()
         """Held while a slab is being pinned."""
         self.ready = 0
-        """Blocks that can be used. Never falls."""
+        """Number of blocks that can be used. Never falls."""
         self.blocks = cache.num_blocks
-        """Blocks that can be used once all is done."""
+        """Number of blocks that can be used once all are pinned."""
         self._thread = threading.Thread(target=self._pin_all, name="holdfast-host-memory", daemon=True)
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class HostMemory:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until no more blocks will become ready."""
+        """Wait until no further block will become ready."""
         self._thread.join()
 
     def close(self) -> None:
@@ -95,10 +95,10 @@ class HostMemory:
 
 
 class HostPart(NamedTuple):
-    """What one rank keeps of the blocks of the host tier."""
+    """One rank's share of the host tier's blocks."""
 
     data: memoryview
-    """Block after block, as bytes."""
+    """The bytes, block after block."""
     block_bytes: int
 
     @classmethod
@@ -116,14 +116,14 @@ class HostPart(NamedTuple):
 
 
 class HostBlocks:
-    """The bytes of the host tier's blocks, in place: what each rank keeps of a block, in rank order.
+    """The bytes of the host tier's blocks, in place: each rank's share of a block, in rank order.
 
-    Of a block that is held (`HostPool.hold`) any thread may read them, and of one that is reserved it may write them,
-    as `HostPool.reserve` says.
+    Any thread may read a block that is held (`HostPool.hold`), and may write to one that is reserved, as
+    `HostPool.reserve` says.
     """
 
     def __init__(self, parts: Sequence[HostPart]) -> None:
-        """`parts` by rank."""
+        """`parts` are in rank order."""
         self._parts = parts
 
     def __getitem__(self, block: int) -> Pieces:
@@ -131,7 +131,7 @@ class HostBlocks:
 
 
 def shared_memory(descriptor: int, size: int) -> torch.Tensor:
-    """So many bytes, uint8, of the memory behind a file descriptor, which other processes may map too.
+    """Map `size` bytes of the memory that a file descriptor refers to, as uint8. Other processes may map it too.
 
     Raises OSError.
     """

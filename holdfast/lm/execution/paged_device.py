@@ -54,7 +54,7 @@ from holdfast.lm.types import (
 from holdfast.loop.contracts import Device
 
 CPU_CACHE_BYTES = 4_000_000_000
-"""The cache on a CPU, unless the config says otherwise. Small, so that a first try does not fill a laptop's memory."""
+"""Most bytes of the cache on a CPU unless the config says otherwise: a first try must not fill a laptop's memory."""
 
 HOST_CACHE_BYTES = 32_000_000_000
 """Most bytes of the host tier unless the config says otherwise: pinning takes time, and other processes need memory."""
@@ -64,7 +64,7 @@ TRANSIT_BYTES = 1_000_000_000
 
 CPU = torch.device("cpu")
 SAMPLING_VARIANTS = ((False, False), (True, False), (True, True))
-"""The variants of the sampling kernel: whether any row of a step draws, and whether any is filtered."""
+"""Variants of the sampling kernel: whether any row of a step draws at random, and whether any is filtered."""
 
 
 class PagedDevice(Device[MemoryMeasurement, EngineShape]):
@@ -82,13 +82,13 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         stages: Stages | None = None,
         place: Place | None = None,
     ) -> None:
-        """`parts` are what steps may carry besides segments, in the order of their work.
+        """`parts` do the work of steps besides their segments, in this order.
 
         `name` is the name under which the model is served. `max_step_tokens` is by default the token budget.
 
-        `make_stream` makes the streams that blocks are copied on; by default those of the device's kind. `stages`
-        notes what `allocate` spends its time on. `place` is this rank's, where `model` is its part of a model that
-        several ranks share.
+        `make_stream` makes the streams that blocks are copied on; by default streams of the device's kind. `stages`
+        records how long the stages of `allocate` take. `place` is this rank's place, where `model` is its part of a
+        model that several ranks share.
         """
         spec = model.spec
         self.model, self.config, self.device, self.name = model, config, spec.device, name
@@ -111,7 +111,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         self._link, self._shared = link, None if place is None else place.host
         self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
         self.parts = tuple(parts)
-        """What steps may carry besides segments, in the order of their work."""
+        """Parts that do the work of steps besides their segments, in order."""
         self._allocated: tuple[PagedMemory, PagedExecutor] | None = None
         self._make_stream = make_stream or partial(stream_for, spec.device)
         self._stages = stages or Stages(0.0, time.monotonic)
@@ -175,9 +175,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         return [] if kept is None else [HostPart.of(kept)]
 
     def time_links(self) -> LinkTimes:
-        """Time the messages between the ranks that share the model. All of them call this at once, while no step runs.
+        """Time the messages between the ranks that share the model. All ranks call this at once, while no step runs.
 
-        Only rank 0's figures mean anything.
+        Only rank 0 returns valid figures.
         """
         spec, model = self.model.spec, self.model
         assert isinstance(model, Decoder)
@@ -228,7 +228,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             compile_once(partial(self._run_all, works), *self._compiled_for)
             self._run_at_once(works)
         torch.cuda.synchronize(self.device)
-        # cuBLAS allocated a workspace for each thread.
+        # cuBLAS allocated a workspace for each thread: free them.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
@@ -239,7 +239,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
     @property
     def _compiled_for(self) -> tuple[object, ...]:
-        """What the kernels of captured steps depend on."""
+        """Versions and settings that the kernels of captured steps depend on."""
         return __version__, torch.cuda.get_device_capability(self.device), self.model.spec, self.config
 
     @torch.inference_mode()
@@ -256,8 +256,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def measure(self, whole_block_bytes: int = 0) -> MemoryMeasurement:
         """Run the widest steps over a small cache to measure their memory. Raises MemoryError if no block fits.
 
-        `whole_block_bytes` are a block's bytes on all ranks together: this rank's share of them is its share of a
-        configured size. 0: it has all.
+        `whole_block_bytes` is the size of a block on all ranks together. This rank gets the same share of a configured
+        size as of a block. 0 means that it has all.
         """
         on_gpu = self.kind == "cuda"
         plans = list(self._widest_plans())
@@ -283,10 +283,10 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         )
 
     def allocate(self, sizes: MemoryMeasurement) -> EngineShape:
-        """Allocate the KV cache of both tiers, the batch and the graphs of steps; the engine that they make.
+        """Allocate the KV cache of both tiers, the batch and the graphs of steps. Returns the engine's shape.
 
         Then the parts' work and the executor are made. On CUDA no block of the host tier can be used before
-        `memory.host` says so.
+        `memory.host` reports it ready.
         """
         memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes)
         allocated = Allocated(memory, self._make_stream)
@@ -369,7 +369,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         return cache, tuple(cache.layer(index) for index in range(spec.num_layers)), batch
 
     def _inputs(self) -> ModelInputs:
-        """What the model reads of a new batch's steps besides tokens."""
+        """Inputs that the model reads besides tokens in a new batch's steps."""
         found = [part.inputs(self.max_step_tokens, self.config.max_samples) for part in self.parts]
         more = [each for each in found if each.sizes]
         if len(more) > 1:
@@ -419,8 +419,9 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         return graphs, StepGraphs(model, attention, batch, layers, sizes, beside=graphs)
 
     def _cache_bytes(self, free: int, total: int, activations: int, whole: int = 0) -> int:
-        """Bytes of the KV cache; `whole` as for `_host_cache_bytes`. Raises MemoryError for a size that is not free, or
-        is less than a block.
+        """Bytes of the KV cache. Raises MemoryError for a size that is not free, or is less than a block.
+
+        `whole` is as for `_host_cache_bytes`.
         """
         config, whole = self.config, whole or self.block_bytes
         if config.cache_gb is not None:
@@ -464,7 +465,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         return self._own_share(size, whole)
 
     def _own_share(self, size: float, whole: int) -> int:
-        """This rank's share of so many bytes, where a block takes `whole` bytes on all ranks together."""
+        """This rank's share of `size` bytes, where a block takes `whole` bytes on all ranks together."""
         return int(size) * self.block_bytes // whole
 
     def _widest_plans(self) -> Iterator[StepPlan]:

@@ -1,4 +1,4 @@
-"""PagedMemory: all that a paged device allocates."""
+"""PagedMemory: the memory and graphs that a paged device allocates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.base import LayerCache
 
 Layers = tuple[LayerCache, ...]
-"""By layer, its key cache and its value cache."""
+"""Key cache and value cache of each layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedMemory:
-    """All that a `PagedDevice` allocates."""
+    """The memory and graphs that a `PagedDevice` allocates."""
 
     cache: KVCache
     layers: Layers
@@ -25,7 +25,7 @@ class PagedMemory:
     graphs: tuple[StepGraphs, ...] = ()
     """The graphs of steps by their kind (`StagedStep.kind`); empty where steps are not captured."""
     host: HostMemory | None = None
-    """The host tier, where it has to be locked."""
+    """The host tier, where it has to be locked; else None."""
     transfers: Transfers | None = None
     host_cache: KVCache | None = None
     """The blocks of the host tier, each in one piece; None without one."""

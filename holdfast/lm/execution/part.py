@@ -1,4 +1,4 @@
-"""PartExecutor: a part's work in steps. DevicePart: what it takes of the device before there is a cache."""
+"""PartExecutor: a part's work in steps. DevicePart: its state on the device before there is a cache."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Launched(Protocol):
     """Work that the device does, or has done, apart from the segments."""
 
     def result(self) -> PartResult:
-        """What it gave. Waits for the device."""
+        """The work's result. Waits for the device."""
         ...
 
 
 class Found(Protocol):
-    """What a part computed from the hidden states of a step."""
+    """A part's result from the hidden states of a step."""
 
     def on_host(self) -> Found:
-        """The same in the host's memory, once the work on the current stream is done."""
+        """A copy in the host's memory, complete once the work on the current stream is done."""
         ...
 
     def result(self) -> PartResult:
@@ -41,7 +41,7 @@ class Found(Protocol):
 HiddenWork = Callable[[torch.Tensor, torch.Tensor], Found]
 """Computes something from the hidden states of a step's tokens [T, hidden] and of its sampled rows [R, hidden].
 
-It waits for nothing.
+It does not wait for the device.
 """
 
 
@@ -50,7 +50,7 @@ class DrawnStep(Protocol):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What it has drawn. Waits for the device."""
+        """Tokens that the step has drawn. Waits for the device."""
         ...
 
 
@@ -79,7 +79,7 @@ class DrawRules:
         """Read the step's tokens, and before them those of earlier steps. Waits for the device."""
 
     def results(self) -> Sequence[PartResult]:
-        """What follows from its tokens. Called once later steps were drawn that waited for them."""
+        """Results that follow from the step's tokens. Called once the later steps that waited for them were drawn."""
         return ()
 
 
@@ -94,48 +94,48 @@ class PartExecutor:
     """
 
     plans: ClassVar[tuple[type[PartPlan], ...]] = ()
-    """The classes of plans that it reads. A plan with a value that nothing reads is refused."""
+    """The classes of plans that the part reads. A plan with a value that nothing reads is refused."""
 
     def before(self, plan: StepPlan) -> None:
-        """A plan is about to run. In the thread that runs the steps."""
+        """Called when a plan is about to run. In the thread that runs the steps."""
 
     def hidden(self, staged: StagedStep) -> Sequence[HiddenWork]:
-        """What the part computes from the hidden states of a step."""
+        """Functions that compute the part's results from the hidden states of a step."""
         return ()
 
     def rules(self, staged: StagedStep) -> DrawRules:
-        """The rules for the rows `staged.masked` of a step, of which there is one at least.
+        """The rules for the rows `staged.masked` of a step, which has at least one such row.
 
         At most one part of an executor has this hook. It is not called on a device that draws no tokens.
         """
         return EVERY_TOKEN
 
     def after(self, plan: StepPlan) -> Sequence[Launched]:
-        """The segments of a plan have run, or are launched. In the thread that runs the steps."""
+        """Called when the segments of a plan have run, or are launched. In the thread that runs the steps."""
         return ()
 
     def completed(self, *, wait: bool) -> Sequence[PartResult]:
-        """A step is collected: what has come to an end by now besides it. With `wait`, all that plans so far began."""
+        """A step is collected: results of other work that has ended by now. With `wait`, of all work begun so far."""
         return ()
 
     def idle(self) -> AbstractContextManager[object]:
-        """Held while a graph is captured: no thread of the part may allocate pinned memory meanwhile."""
+        """Context in which a graph is captured: no thread of the part may allocate pinned memory within it."""
         return NOTHING
 
     def close(self) -> None:
-        """End the part's threads. The device is idle."""
+        """End the part's threads. The device is idle by then."""
 
 
 Kind = TypeVar("Kind")
 
 
 class PartHooks:
-    """The parts of an executor, in their order, and for each hook those that override it: the others are not called."""
+    """The parts of an executor in order, and for each hook the parts that override it. Others are not called."""
 
     __slots__ = ("_reads", "after", "before", "close", "completed", "hidden", "idle", "parts", "rules")
 
     def __init__(self, parts: Iterable[PartExecutor], plans: Iterable[type[PartPlan]] = ()) -> None:
-        """`plans` are the classes of plans that others read. Raises ValueError for two parts with rules for draws."""
+        """`plans` are classes of plans that the executor reads. Raises ValueError for two parts with draw rules."""
         self.parts = tuple(parts)
         self.before = self._overriding("before")
         self.hidden = self._overriding("hidden")
@@ -164,7 +164,7 @@ class PartHooks:
 
 
 def part_of(parts: Iterable[object], kind: type[Kind]) -> Kind:
-    """The one of these that is of a class. Raises LookupError if there is none."""
+    """The object of this class. Raises LookupError if there is none."""
     for part in parts:
         if isinstance(part, kind):
             return part
@@ -173,15 +173,15 @@ def part_of(parts: Iterable[object], kind: type[Kind]) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """What a part's executor is made over."""
+    """Memory and streams that a part's executor is made over."""
 
     memory: PagedMemory
     make_stream: Callable[[], CopyStream]
-    """Makes streams for copies beside the computation."""
+    """Makes streams for copies that run during the computation."""
 
 
 class DevicePart(ABC):
-    """What one part has on a device, from the moment when the weights are there."""
+    """One part's state on a device, from the moment when the weights are there."""
 
     @property
     def nbytes(self) -> int:
@@ -189,19 +189,19 @@ class DevicePart(ABC):
         return 0
 
     def workspace_bytes(self) -> int:
-        """Bytes that its work takes at most besides the cache. Measured, while there is no cache."""
+        """Most bytes that its work takes besides the cache. Measured while there is no cache."""
         return 0
 
     def inputs(self, max_tokens: int, samples: int) -> ModelInputs:
-        """What the model reads of the part in steps of a batch of this size. At most one part of a device has any."""
+        """Inputs of the model for the part in a batch of this size. At most one part of a device has any."""
         return TOKENS_ONLY
 
     def widest(self, rows: int) -> Sequence[PartPlan]:
-        """What it adds to the steps that take most memory, of so many segments."""
+        """The part's plans in the steps that take most memory, each of `rows` segments."""
         return ()
 
     def widened(self) -> AbstractContextManager[object]:
-        """Held while the widest steps are measured: the part's work is the largest that it can be."""
+        """Context in which the widest steps are measured: the part's work is the largest that it can be."""
         return NOTHING
 
     def shaped(self, shape: EngineShape) -> EngineShape:

@@ -10,25 +10,25 @@ from holdfast.lm.kernels.collectives.peer_memory import PeerMemory, copy, signal
 from holdfast.lm.models.base import ModelSpec
 
 STREAM_SLOTS = 2
-"""Streams that a device holds which it has not taken in. While it computes a step, the next one arrives."""
+"""Streams that a device holds before it takes them in. While it computes a step, the next one arrives."""
 
 FLAG_BYTES = 128
-"""Room of a number that tells how many streams or tokens have come, or have been taken in."""
+"""Bytes for a counter of the streams or tokens that have come, or that were taken in."""
 
 
 class PeerLink(StageLink):
     """Streams and tokens go straight into memory of the device that needs them.
 
-    Each counts what it has sent, and tells the receiver by that number; the receiver tells how many streams it has
-    taken in, for a sender that is STREAM_SLOTS ahead. No call makes the host wait. A stream is copied aside first, so
-    that what computes next need not wait for the link. Tokens need no answer: the last stage sends those of a step
-    after the first stage has taken in those of TOKEN_SLOTS steps before.
+    Each sender counts its messages and writes that number to the receiver. The receiver writes back how many streams it
+    has taken in, for a sender that is STREAM_SLOTS ahead. No call makes the host wait. A stream is copied aside first,
+    so that later computation need not wait for the link. Tokens need no answer: the last stage sends the tokens of a
+    step after the first stage has taken in those of TOKEN_SLOTS steps before.
     """
 
     def __init__(self, memory: PeerMemory, layout: Layout, spec: ModelSpec, max_tokens: int, max_rows: int) -> None:
-        """`memory` is of all ranks, of `num_bytes` bytes, not opened, and this link's alone.
+        """`memory` spans all ranks, with `num_bytes` bytes on each. It is not opened yet, and no other link uses it.
 
-        A step has at most so many tokens and sampled rows.
+        A step has at most `max_tokens` tokens and `max_rows` sampled rows.
         """
         rank, last = memory.rank, layout.pp - 1
         shard, stage = layout.shard_of(rank), layout.stage_of(rank)
@@ -49,7 +49,7 @@ class PeerLink(StageLink):
 
     @staticmethod
     def num_bytes(spec: ModelSpec, max_tokens: int, max_rows: int) -> int:
-        """Bytes of memory on every device, for steps of at most so many tokens and sampled rows."""
+        """Bytes of memory on every device, for steps of at most this many tokens and sampled rows."""
         stream, tokens = _slot_bytes(spec, max_tokens, max_rows)
         return 3 * FLAG_BYTES + STREAM_SLOTS * stream + TOKEN_SLOTS * tokens
 
@@ -59,7 +59,7 @@ class PeerLink(StageLink):
         slot, self._sent = self._sent % STREAM_SLOTS, self._sent + 1
         current, aside = torch.cuda.current_stream(self._device), self._aside[slot][: len(stream)]
         if self._sent > STREAM_SLOTS:
-            # The copy aside before has been sent once the next stage has taken it in.
+            # This slot's earlier copy has been sent once the next stage has taken it in.
             wait(self._own + FLAG_BYTES, self._sent - STREAM_SLOTS, current)
         aside.copy_(stream)
         self._sender.wait_stream(current)

@@ -20,7 +20,7 @@ from holdfast.lm.kernels.collectives.torch_group import TorchGroup
 from holdfast.lm.models.base import ModelSpec
 
 TIMEOUT = timedelta(hours=1)
-"""The longest that a message between processes takes. Whoever watches them ends them long before."""
+"""The longest that a message between processes takes. A process that hangs is ended long before."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -28,7 +28,7 @@ class Place:
     """One rank's place. All ranks make theirs at the same time, and wait for each other in doing so."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, meeting: str, host: int | None = None) -> None:
-        """`meeting` is a directory of these ranks alone, where they leave word how they can be reached.
+        """`meeting` is a directory of these ranks alone, where each leaves the address at which it can be reached.
 
         `host` is the file descriptor of the memory for the rank's part of the host tier, if another rank maps it too.
         """
@@ -44,9 +44,9 @@ class Place:
             self.group = self._group_of(f"stage {layout.stage_of(rank)}", layout.ranks_of(layout.stage_of(rank)))
 
     def link(self, spec: ModelSpec, max_tokens: int, max_rows: int) -> StageLink | None:
-        """What carries streams and tokens between the stages; None if there is only one.
+        """The link for streams and tokens between the stages; None if there is only one stage.
 
-        `spec` is that of this rank's part; a step has at most so many tokens and sampled rows.
+        `spec` describes this rank's part. A step has at most `max_tokens` tokens and `max_rows` sampled rows.
         """
         if self.layout.pp == 1:
             return None

@@ -20,7 +20,7 @@ LIFETIME = 86_400
 CONNECT_SECONDS, ANSWER_SECONDS = 0.2, 2.0
 """How long the service may take to accept a connection, and to answer."""
 HEAD = struct.Struct("<4sQ")
-"""Before a block's bytes: MAGIC and the checksum."""
+"""Header before a block's bytes: MAGIC and the checksum."""
 MAGIC = b"HFK2"
 
 
@@ -42,9 +42,9 @@ class RemoteStore:
         self._prefix = b"holdfast:" + hashlib.sha256(about.encode()).hexdigest()[:32].encode() + b":"
         self._lifetime = lifetime
         self.where = shown(url)
-        """The service, for people."""
+        """The service's address, for people."""
         self.trouble = "no answer yet"
-        """Why the last call that failed did, for people."""
+        """Reason why the last failed call failed, for people."""
 
     def check(self) -> Outcome:
         """Whether the service can be written to now: failed if not, and then `trouble` says why.
@@ -70,7 +70,7 @@ class RemoteStore:
         return ["done" if answer == 1 else "missing" for answer in answers]
 
     def write(self, blocks: Sequence[TierBlock], data: Sequence[Pieces]) -> list[Outcome]:
-        """Store these blocks. Those that the service has live longer, and are not sent again."""
+        """Store these blocks. Blocks that the service already has get a new lifetime, and are not sent again."""
         with self._client.pipeline(transaction=False) as pipeline:
             for block in blocks:
                 pipeline.expire(self._name(block), self._lifetime)
@@ -91,7 +91,7 @@ class RemoteStore:
         return outcomes
 
     def read(self, blocks: Sequence[TierBlock], targets: Sequence[Pieces]) -> list[Outcome]:
-        """Read these blocks into `targets`. Those that are not `done` leave anything there."""
+        """Read these blocks into `targets`. The target of a block that is not `done` may hold anything."""
         with self._client.pipeline(transaction=False) as pipeline:
             for block in blocks:
                 pipeline.getex(self._name(block), ex=self._lifetime)
@@ -149,7 +149,7 @@ def client_of(url: str) -> redis.Redis:
             url,
             socket_connect_timeout=CONNECT_SECONDS,
             socket_timeout=ANSWER_SECONDS,
-            retry=Retry(NoBackoff(), 0),  # the books leave a service alone that has failed
+            retry=Retry(NoBackoff(), 0),  # `LowerTiers` avoids a service that has failed
         )
     except ValueError as error:
         raise ValueError(f"remote_cache is {shown(url)!r}, which is no URL of a Redis service: {error}") from None

@@ -21,7 +21,7 @@ STREAM_TAG, TOKENS_TAG = 0, 1
 
 
 class StageLink(Protocol):
-    """What one device sends to, and receives from, the devices of other stages with its share of each layer.
+    """Messages between one device and the devices of other stages that have its share of each layer.
 
     Everything arrives in the order in which it was sent. Sending waits for nobody, and never for the host; receiving
     makes the computation wait. All devices of a pipeline call this for the same steps in the same order.
@@ -55,7 +55,7 @@ class GlooLink(StageLink):
         self._processes, self._rank, self._tp = processes, rank, layout.tp
         self._first, self._last = layout.shard_of(rank), layout.ranks - layout.tp + layout.shard_of(rank)
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        """What is being sent, which must stay as it is until then."""
+        """Messages that are being sent. Their tensors must not change until then."""
 
     def send(self, stream: torch.Tensor) -> None:
         self._send(stream, self._rank + self._tp, STREAM_TAG)
@@ -81,9 +81,9 @@ class GlooLink(StageLink):
 class TokensUnderWay(NamedTuple):
     """Tokens that a step sampled on the last stage, and that the first one has not taken in."""
 
-    rows: torch.Tensor  # [R] int64: whose they are
+    rows: torch.Tensor  # [R] int64: the rows of these tokens
     numbers: npt.NDArray[np.int64]
-    """The same on the host."""
+    """The numbers in `rows`, on the host."""
 
 
 class StageEnd:
@@ -114,9 +114,9 @@ class StageEnd:
             last_token.index_copy_(0, rows, self._link.receive_tokens(len(numbers)))
 
     def leave(self, staged: StagedStep, rows: torch.Tensor, given: torch.Tensor) -> None:
-        """Pass on what a step gave: its stream [T, width], or on the last stage its tokens [R].
+        """Pass on a step's results: its stream [T, width], or on the last stage its tokens [R].
 
-        `rows` [R] are those that sampled.
+        `rows` [R] are the rows that sampled.
         """
         if not self.last:
             self._link.send(given)

@@ -1,4 +1,4 @@
-"""TierThreads: threads that move blocks between the host tier and the tiers behind it, beside the loop."""
+"""TierThreads: threads that move blocks between the host tier and the lower tiers while the loop runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("holdfast.engine")
 class TierThreads:
     """Does the jobs of `LowerTiers`. Reads come before writes that have not begun.
 
-    A job touches only blocks of the host that the books hold or reserve for it, so it needs no lock.
+    A job touches only host blocks that `LowerTiers` holds or reserves for it, so it needs no lock.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TierThreads:
 
     @property
     def busy(self) -> bool:
-        """Whether a job has not ended, or has and was not taken. Nobody waits for a check."""
+        """Whether a job is under way, or has ended and was not taken. Checks do not count."""
         return self._under_way > 0 or bool(self._ended)
 
     @property

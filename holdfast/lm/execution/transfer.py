@@ -1,4 +1,4 @@
-"""Transfers: copies of blocks between device and host, on their own streams beside the computation."""
+"""Transfers: copies of blocks between device and host, on streams of their own, during the computation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from holdfast.lm.models.base import LayerCache, LayerCaches
 from holdfast.lm.types import BlockCopy, CopyTime, StepPlan, TierCopied
 
 GROUPS = 4
-"""A plan that awaits its own swap-in gets it in this many groups of layers, and starts once the first is complete."""
+"""Groups of layers in which a plan that awaits its own swap-in gets it. It starts once the first is complete."""
 
 
 class SwappingInLayers:
     """The layers' caches while they are swapped in. Reading a layer makes the computation wait for that layer's copy.
 
     So the first layers compute while later ones are still being copied (Pensieve §4.3.3). Pensieve does this for every
-    swap-in. Here only a plan that awaits its own copies does, which is a plan with nothing else to compute, and the
-    layers are copied in `GROUPS` groups. Beside other sequences, a sequence joins once its whole copy is there.
+    swap-in. Here only a plan that awaits its own copies does it: it has nothing else to compute. Its layers are copied
+    in `GROUPS` groups. While other sequences run, a sequence joins once its whole copy is there.
     """
 
     def __init__(self, layers: Sequence[LayerCache], events: Sequence[CopyEvent]) -> None:
@@ -63,9 +63,9 @@ class Transfers:
         self._groups = [slice(first, first + step) for first in range(0, len(layers), step)]
 
     def begin(self, plan: StepPlan) -> LayerCaches:
-        """Start a plan's copies; the layers' caches for its computation, which must be started next.
+        """Start a plan's copies. Returns the layers' caches for its computation, which must be started next.
 
-        These are the object given to `Transfers`, unless the plan awaits its own copies.
+        These are the caches given to `Transfers`, unless the plan awaits its own copies.
         """
         layers: LayerCaches = self._layers
         copies = plan.copies
@@ -102,7 +102,7 @@ class Transfers:
         return TierCopied(swapped_out, swapped_in, tuple(copies))
 
     def _passed(self, queue: deque[_CopiesInFlight], wait: bool, copies: list[CopyTime]) -> int:
-        """Move complete copies from `queue` to `copies`; the last plan with all its copies complete."""
+        """Move complete copies from `queue` to `copies`. Returns the last plan with all its copies complete."""
         begun = self._begun
         while queue:
             step, parts, blocks = queue[0]

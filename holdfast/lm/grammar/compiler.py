@@ -20,15 +20,15 @@ from holdfast.lm.grammar.trial import ENGINE_STACK, NICENESS, Vocabulary, on_sta
 from holdfast.lm.grammar.trials import Trials
 
 KEPT = 256
-"""Compiled grammars that are kept for further requests, each as often as it is compiled."""
+"""Number of compiled grammars that are kept for further requests. Each copy counts."""
 KEPT_BYTES = 256 << 20
-"""Most bytes of the compiled grammars that are kept. The last one is kept whatever it takes."""
+"""Most bytes of the compiled grammars that are kept. The last one is kept whatever its size."""
 BYTES_PER_CHARACTER = 400
-"""What a compiled grammar takes where it was not tested here. A regular expression of 250 KB takes 370 a character."""
+"""Bytes of a compiled grammar that was not tested here. A regular expression of 250 KB takes 370 a character."""
 MOST_THREADS = 16
-"""Threads that compute masks, at most. 64 masks of 50 us each take a millisecond on four of them."""
+"""Most threads that compute masks. 64 masks of 50 us each take a millisecond on four of them."""
 SHORT = 0.05
-"""Seconds within which a grammar is compiled that is worth compiling once for each of these threads."""
+"""Most seconds of compilation for a grammar that is worth compiling once for each of these threads."""
 MOST_SECONDS = 10.0
 """Most processor time that testing one grammar may take."""
 
@@ -41,12 +41,12 @@ def mask_threads() -> int:
 class Compiled:
     """A grammar's matchers at the beginning of an answer.
 
-    All copies of one share its lexer, behind a lock, so their masks are computed one after another. Therefore a grammar
-    that several requests have is compiled several times.
+    All copies of one matcher share its lexer and the lexer's lock, so their masks are computed one after another.
+    Therefore a grammar of several requests is compiled several times.
     """
 
     def __init__(self, first: LLMatcher, lexer: int, seconds: float, size: int) -> None:
-        """`lexer` is a number of its own. It took so many `seconds` to compile, and takes `size` bytes."""
+        """`lexer` numbers the lexer. Compiling it took `seconds`, and it takes `size` bytes."""
         self.matchers, self.seconds, self.size = [(first, lexer)], seconds, size
         self._given = 0
 
@@ -74,16 +74,16 @@ class GrammarCompiler:
     ) -> None:
         """`tokenizer` reads the tokenizer of Hugging Face's library, as JSON, when it is first needed.
 
-        `vocab_size` is the number of a token's logits. `most` matchers of `most_bytes` are kept, at most so many
-        `lexers` of a grammar: by default as many as threads compute masks. Testing one may take `most_seconds`.
-        `tested` says that another compiler has tested all that come.
+        `vocab_size` is the number of a token's logits. At most `most` matchers of at most `most_bytes` are kept, and at
+        most `lexers` of one grammar: by default as many as threads compute masks. Testing one may take `most_seconds`.
+        `tested` says that another compiler has tested all grammars that come.
         """
         self._read, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._reading, self._keeping = threading.Lock(), threading.Lock()
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._compiling: dict[Grammar, Future[Compiled]] = {}
-        """Those that one thread compiles for the first time, while others that need them wait."""
+        """Grammars that one thread compiles for the first time, while others that need them wait."""
         self._most, self._most_bytes, self._lexers = most, most_bytes, lexers or mask_threads()
         self._numbers = itertools.count()
         self._trials = None if tested else Trials(lambda: self._vocabulary(self._text()), most_seconds)
@@ -122,15 +122,15 @@ class GrammarCompiler:
     def begin(self, grammar: Grammar) -> tuple[LLMatcher, int]:
         """A matcher at the beginning of an answer, and the number of its lexer, which others may share.
 
-        Compiles the grammar where `prepare` has not, or not lately. Raises GrammarError with the reason, where it has a
-        mistake, exceeds a limit, or matches nothing.
+        Compiles the grammar if `prepare` has not, or not lately. Raises GrammarError, with the reason, for a grammar
+        that has a mistake, exceeds a limit, or matches nothing.
         """
         compiled = self._get(grammar)
         with self._keeping:
             return compiled.copy()
 
     def discard(self, grammar: Grammar, lexer: int) -> None:
-        """Keep a lexer no longer that has exceeded a limit: all further copies of its matcher would fail with it."""
+        """Drop a lexer that has exceeded a limit: all further copies of its matcher would fail with it."""
         with self._keeping:
             if (kept := self._kept.get(grammar)) is not None:
                 kept.matchers = [each for each in kept.matchers if each[1] != lexer]
@@ -189,7 +189,7 @@ class GrammarCompiler:
         return self._trials.test(grammar)
 
     def _made(self, grammar: Grammar) -> LLMatcher:
-        """A matcher, in a thread with more stack than it had in its test, behind all others of this process."""
+        """A matcher, made in a thread with more stack than its test had, and with a lower priority than others."""
         tokenizer, made = self.tokenizer(), list[LLMatcher]()
 
         def make() -> None:
@@ -234,7 +234,7 @@ class GrammarCompiler:
                     raise GrammarError("this model names no end-of-sequence token, which an answer by a grammar needs")
                 text = self._text()
                 if self._trials is not None:
-                    with contextlib.suppress(OSError):  # its first test says so
+                    with contextlib.suppress(OSError):  # its first test reports it
                         self._trials.begin(self._vocabulary(text))  # it reads the text while we do
                 self._tokenizer = read_vocabulary(text, self._vocab_size, self._ends)
             return self._tokenizer

@@ -24,7 +24,7 @@ def schema_grammar(schema: Schema, *, lenient: bool = False, layout: Mapping[str
     """JSON that a schema describes.
 
     `lenient` ignores keywords that llguidance does not know, instead of refusing the schema. `layout` has options of
-    llguidance's compiler; by default JSON is on one line. What the schema itself has in `x-guidance` goes first.
+    llguidance's compiler; by default JSON is on one line. Options of the schema's own `x-guidance` take precedence.
     """
     return Grammar("json", json.dumps(laid_out(schema, lenient=lenient, layout=layout), ensure_ascii=False))
 

@@ -11,9 +11,9 @@ from collections import defaultdict, deque
 from typing import NamedTuple
 
 MOST_CHARACTERS = 1 << 16
-"""Most characters of a grammar in GBNF. So many take 0.1 s, in Python."""
+"""Most characters of a grammar in GBNF. Converting this many takes 0.1 s, in Python."""
 MOST_GROUPS = 64
-"""Most parentheses of it that are open at a time."""
+"""Most parentheses that are open at a time."""
 
 _LARK = re.compile(r"^[^\S\n]*(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 _TOKEN = re.compile(
@@ -50,7 +50,7 @@ Pieces = list[str]
 
 
 class _Group:
-    """What stands between two parentheses, or behind `::=`, as far as it is read."""
+    """The elements between two parentheses, or after `::=`, as far as they are read."""
 
     def __init__(self) -> None:
         self.alternatives: list[list[Pieces]] = [[]]
@@ -63,7 +63,7 @@ class _Group:
         self.open = True
 
     def repeat(self, times: str) -> None:
-        """Let the last element come so often."""
+        """Let the last element come this often."""
         element = self.alternatives[-1][-1]
         self.alternatives[-1][-1] = ["(", *element, ")", times] if len(element) > 1 else [*element, times]
         self.open = False
@@ -134,7 +134,7 @@ def _rules(text: str) -> dict[str, Pieces]:
 
 
 def _body(text: str, tokens: list[_Token], at: int) -> tuple[Pieces, int]:
-    """What follows `::=`, and the token after it."""
+    """The pieces after `::=`, and the index of the token that follows them."""
     groups = [_Group()]
     while True:
         token, group = tokens[at], groups[-1]

@@ -36,7 +36,7 @@ class Matchers:
     """
 
     def __init__(self, compiler: GrammarCompiler, threads: int | None = None) -> None:
-        """`threads` compute masks beside each other; by default half of the machine's cores."""
+        """`threads` compute masks at the same time; by default half of the machine's cores."""
         self._compiler = compiler
         self._threads = threads or mask_threads()
         self._rows: dict[int, _State] = {}
@@ -102,9 +102,9 @@ class Matchers:
         )
 
     def forced(self, rows: Sequence[ConstrainedRow]) -> tuple[Forced, ...]:
-        """What must follow the tokens that a step's rows have drawn, where rows may skip draws.
+        """Tokens that must follow those that a step's rows have drawn, where rows may skip draws.
 
-        Nothing is told of a row that has gone on meanwhile.
+        Rows that have gone on meanwhile are left out.
         """
         found = []
         for each in rows:

@@ -23,7 +23,7 @@ _LARK = re.compile(
     """,
     re.VERBOSE,
 )
-"""The parts of a Lark grammar that are told apart here. Each looks no further than it reaches, or 99 characters."""
+"""The parts of a Lark grammar that matter here. Each pattern reads no further than its part, or 99 characters."""
 
 
 def depth_of(text: str) -> int:
@@ -136,7 +136,7 @@ def _objects(schema: object) -> Iterator[dict[str, Any]]:
 
 
 def _pointed(schema: object, reference: str) -> object:
-    """What a JSON pointer behind `#` names; None for one that names nothing."""
+    """The value that a JSON pointer after `#` names; None if it names nothing."""
     found = schema
     for step in unquote(reference.removeprefix("#")).split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")

@@ -1,7 +1,8 @@
-"""Shares: how long the grammars of one tenant may hold up a step. What is slow beyond it gives up.
+"""Shares: how long the grammars of one tenant may hold up a step. Rows that exceed it give up.
 
 A step draws when the masks of all its rows are there, so one slow grammar holds up every stream. The test of a grammar
-follows two random answers, and a hostile grammar can be slow where those do not come. So the time is watched here.
+follows two random answers, and a hostile grammar can be slow where those answers do not come. So the time is watched
+here.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 QUICK = 0.001
-"""Seconds of a row's mask, or of reading one token, that count for nobody. A usual one takes 50 us."""
+"""Seconds of a row's mask, or of reading one token, that count for no tenant. A usual one takes 50 us."""
 SHARE = 0.03
-"""Seconds beyond QUICK that the rows of one tenant may take of a step, together."""
+"""Most seconds beyond QUICK that the rows of one tenant may take of a step, together."""
 ROWS_PER_THREAD = 1
-"""Rows of each thread between two looks at the clock."""
+"""Rows of each thread between two checks of the clock."""
 
 
 class Row(Protocol):
-    """What is known of a row that shares a step's time."""
+    """The state of a row that shares a step's time."""
 
     tenant: str
     lexer: int
     slow: float
     """Seconds of its last mask or token; 0 if that was quick."""
     failed: bool
-    """Whether it takes no more time."""
+    """Whether the row has given up and takes no further time."""
 
 
 class Shares:
     """The time of each tenant's rows in the current step."""
 
     def __init__(self, threads: int) -> None:
-        """Work on rows is done by so many `threads`."""
+        """Work on rows is divided among `threads` threads."""
         self._threads = threads
         self._taken: defaultdict[str, float] = defaultdict(float)
-        """By tenant, seconds beyond QUICK."""
+        """Seconds beyond QUICK in this step, by tenant."""
 
     def begin(self) -> None:
         """Begin a step."""
@@ -50,7 +51,8 @@ class Shares:
     def each(self, rows: Sequence[Row], work: Callable[[list[int]], object]) -> None:
         """Do work for rows, given by their indices, some at a time: rows that were quick first.
 
-        Once their tenant's share is used up, rows fail instead. Those that were slow come last, so it is they.
+        Once their tenant's share is used up, rows fail instead. Rows that were slow come last, so they are the ones
+        that fail.
         """
         for part in self._parts(rows):
             left = []
@@ -74,10 +76,10 @@ class Shares:
             self._count([row], elapsed(began))
 
     def _parts(self, rows: Sequence[Row]) -> list[list[int]]:
-        """The indices of rows in the order of the work, for each look at the clock.
+        """The indices of rows in the order of the work, one part for each check of the clock.
 
-        A part is of one tenant, but for the few quick rows that each tenant has beyond its last whole part. It takes
-        rows from all over their order by lexer, as rows with one lexer wait for each other.
+        A part is of one tenant, except that the few quick rows left over by each tenant's whole parts share parts. A
+        part takes rows from all over their order by lexer, as rows with one lexer wait for each other.
         """
         quick, slow = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
         for index in sorted(range(len(rows)), key=lambda index: (rows[index].slow, rows[index].lexer)):
@@ -108,6 +110,6 @@ def now() -> tuple[float, float]:
 
 
 def elapsed(since: tuple[float, float]) -> float:
-    """Seconds since then in which this process ran. A busy machine's pauses are nobody's fault."""
+    """Seconds since then in which this process ran. The pauses of a busy machine do not count."""
     wall, processor = now()
     return min(wall - since[0], processor - since[1])

@@ -1,4 +1,4 @@
-"""Grammars as llguidance reads them, and the limits within which it does. For engines and for their test process."""
+"""Grammars as llguidance reads them, and the limits for them. For engines and for their test process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from holdfast.lm.grammar.dialects import ONE_LINE
 from holdfast.lm.grammar.references import depth_of, lark_references, schema_references
 
 if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # its stub alone has it
+    from llguidance._lib import JsonCompileOptions  # only its stub has it
 
 MOST_SYMBOLS = 30_000
-"""Most symbols of a compiled grammar. So many take seconds and 100 MB."""
+"""Most symbols of a compiled grammar. Compiling this many takes seconds and 100 MB."""
 MOST_DEPTH = 64
-"""Most brackets and braces of a schema that are open at a time. llguidance bounds those of other grammars."""
+"""Most brackets and braces of a schema that are open at a time. llguidance bounds other grammars itself."""
 MOST_REFERENCES = 500
 """Most definitions on one chain of references. llguidance compiles each inside of the one that refers to it."""
 LEXER_FUEL = 1_000_000
@@ -28,7 +28,7 @@ MASK_FUEL, MASK_ITEMS = 200_000, 10_000
 LEXER_STATES = 100_000
 """Most states of a grammar's lexer. They come as answers are written, and take 500 bytes each."""
 REASON_LENGTH = 1000
-"""Most characters of llguidance's reason that are told."""
+"""Most characters of llguidance's reason that are reported."""
 
 
 class GrammarError(ValueError):
@@ -48,7 +48,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def read_vocabulary(tokenizer: str, vocab_size: int, ends: list[int]) -> LLTokenizer:
-    """A tokenizer of Hugging Face's library, as JSON, for a model with so many logits. Raises GrammarError."""
+    """A tokenizer of Hugging Face's library, as JSON, for a model with `vocab_size` logits. Raises GrammarError."""
     try:
         # Slices speed up masks within strings; they change none.
         return LLTokenizer(
@@ -105,7 +105,7 @@ def check_matcher(grammar: Grammar, matcher: LLMatcher) -> None:
 
 
 def mask_words(vocab_size: int) -> int:
-    """32-bit words of a mask for so many tokens, an even number."""
+    """32-bit words of a mask for this many tokens, an even number."""
     return 2 * -(-vocab_size // 64)
 
 
@@ -121,7 +121,7 @@ def without_spares(tokenizer: str, vocab_size: int) -> str:
 
 
 def in_brief(reason: object) -> str:
-    """A reason on one line, and not too long: what it quotes of a grammar is cut, so that the limit behind is told."""
+    """A reason on one line, not too long. Its quotes of a grammar are cut, so that the limit after them is reported."""
     text = re.sub(r"(\S{40})\S{40,}(\S{10})", r"\1…\2", re.sub(r"\s+", " ", str(reason)).strip())
     half = REASON_LENGTH // 2
     return text if len(text) <= REASON_LENGTH else f"{text[:half]} … {text[-half:]}"

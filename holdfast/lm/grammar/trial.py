@@ -1,9 +1,9 @@
-"""The test process of grammars: does with a grammar all that an engine will do, where a crash harms nobody.
+"""The test process of grammars: does with a grammar all that an engine will do, where a crash does no harm.
 
 llguidance compiles grammars by recursion, so a hostile one can overflow its stack, take all memory, or take for ever.
-`main` runs in a process of its own, reads the vocabulary, and then only forks: each child tests one grammar after
-another, under limits of time, memory and stack that are below an engine's own, and the kernel ends it where it exceeds
-one. A fork takes milliseconds, so a crash costs the next grammar nothing. `Trials` is the other side.
+`main` runs in a process of its own, reads the vocabulary, and then only forks. Each child tests one grammar after
+another, under limits of time, memory and stack that are below an engine's own. The kernel ends a child that exceeds a
+limit. A fork takes milliseconds, so a crash costs the next grammar nothing. `Trials` is the other side.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ WALK_TOKENS = 64
 WALK_SECONDS = 0.5
 """Most processor time of that walk. Masks hold up all other rows of a step, so a slow grammar is refused."""
 GROWTH, GROWTH_LIMIT = 32, 48 << 20
-"""How often a compiled grammar is expected to grow as much as in a second walk, and most bytes of it: LEXER_STATES."""
+"""Expected growth of a compiled grammar, as a multiple of that in a second walk; most bytes of it (LEXER_STATES)."""
 NICENESS = 10
-"""How much an engine's own threads come before tests and compilations of grammars."""
+"""Nice value of tests and compilations of grammars. An engine's own threads come first."""
 MESSAGE_LIMIT = 1 << 28
 """Most bytes of a message. The largest one is a tokenizer."""
 PR_SET_PDEATHSIG = 1
 
 
 class Vocabulary(msgspec.Struct, array_like=True):
-    """The first message: what grammars are tested with."""
+    """The first message: the vocabulary with which grammars are tested."""
 
     tokenizer: str
     vocab_size: int
@@ -91,9 +91,9 @@ class Passed(msgspec.Struct, array_like=True, tag="passed"):
     """A grammar can be followed."""
 
     size: int
-    """Bytes that it takes once it is compiled, and is expected to take when it has been followed for a while."""
+    """Bytes of the compiled grammar, including its expected growth while it is followed."""
     spent: bool = False
-    """Whether the child ends after it."""
+    """Whether the child ends after this test."""
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def _reap(pid: int) -> int:
-    """Kill one of our children, if it has not ended, and say how it ended."""
+    """Kill one of our children, if it has not ended, and return how it ended."""
     found, status = os.waitpid(pid, os.WNOHANG)
     if not found:
         os.kill(pid, signal.SIGKILL)
@@ -184,7 +184,7 @@ def _reap(pid: int) -> int:
 
 
 def _be_child(orders: socket.socket, ours: socket.socket, theirs: socket.socket, tester: Tester) -> None:
-    """Test grammars until there are no more; never returns."""
+    """Test grammars until no further one comes; never returns."""
     status = 1
     try:
         if sys.platform == "linux":
@@ -204,10 +204,10 @@ def _be_child(orders: socket.socket, ours: socket.socket, theirs: socket.socket,
 
 
 class Tester:
-    """Tests grammars in this process, which a hostile one ends."""
+    """Tests grammars in this process, which a hostile grammar ends."""
 
     def __init__(self, tokenizer: LLTokenizer, ends: list[int], seconds: float) -> None:
-        """`ends` are the end-of-sequence tokens. A test may take so many `seconds` of processor time."""
+        """`ends` are the end-of-sequence tokens. A test may take `seconds` of processor time."""
         self._tokenizer, self._seconds = tokenizer, seconds
         self._ends = sum(1 << token for token in set(ends))
         self._begun = address_space()
@@ -238,7 +238,7 @@ class Tester:
         return address_space() - self._begun > SPENT
 
     def _size(self, grammar: Grammar) -> int:
-        """Bytes that a grammar takes. Raises what it raises."""
+        """Bytes that a grammar takes. Raises the errors of its test."""
         kept: list[LLMatcher] = []
         before = allocated()
 
@@ -285,7 +285,7 @@ def walk(grammar: Grammar, matcher: LLMatcher, ends: int, seed: int) -> None:
 
 
 def drawn(mask: int, choose: random.Random) -> int | None:
-    """The first token that a mask allows behind a random place in it; None if it allows none."""
+    """The first token that a mask allows after a random place in it; None if it allows none."""
     if not mask:
         return None
     behind = mask >> (at := choose.randrange(mask.bit_length()))
@@ -293,7 +293,7 @@ def drawn(mask: int, choose: random.Random) -> int | None:
 
 
 def on_stack(size: int, work: Callable[[], None]) -> None:
-    """Do work in a thread with a stack of so many bytes. Raises what it raises."""
+    """Do work in a thread with a stack of `size` bytes. Raises the work's error."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -315,7 +315,7 @@ def on_stack(size: int, work: Callable[[], None]) -> None:
 
 
 _starting = threading.Lock()
-"""Held while a thread starts with another size of stack, which Python has one setting for."""
+"""Held while a thread starts with another stack size. Python has one setting for all threads."""
 
 
 def too_large(grammar: Grammar) -> str:

@@ -1,4 +1,4 @@
-"""Trials: whether grammars are safe to compile here, found out in a process that may crash of it."""
+"""Trials: test whether grammars are safe to compile here, in a process that may crash."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KNOWN = 4096
 IDLE = 4
 """Children that are kept for further grammars."""
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL", "TMPDIR")
-"""What the test process may know of our environment."""
+"""Environment variables that the test process gets."""
 START = "import sys; sys.path[:] = sys.argv[1:]; from holdfast.lm.grammar.trial import main; main()"
 
 
@@ -56,11 +56,11 @@ class Trials:
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], seconds: float) -> None:
-        """`vocabulary` reads what the test process needs. A test may take so many `seconds` of processor time."""
+        """`vocabulary` reads the data that the test process needs. A test may take `seconds` of processor time."""
         self._vocabulary, self._seconds = vocabulary, seconds
         self._keeping, self._starting = threading.Lock(), threading.Lock()
         self._verdicts: OrderedDict[bytes, Passed | str] = OrderedDict()
-        """By digest: a grammar that passed, or why it is refused."""
+        """Verdicts by digest: a grammar that passed, or why it is refused."""
         self._idle: list[_Child] = []
         self._process: _Process | None = None
         self._closed = False
@@ -135,7 +135,7 @@ class Trials:
         return self._process
 
     def _why(self, grammar: Grammar, status: int, error: Exception) -> str:
-        """Why a child ended in a test. Raises TrialsFailed if the grammar is not to blame."""
+        """Why a child ended in a test. Raises TrialsFailed if the grammar did not cause it."""
         if self._closed:
             raise TrialsFailed("the engine ends")
         seconds = f"{self._seconds:g} s"
@@ -161,13 +161,13 @@ class _Child(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether it still waits for a grammar: it was not killed from outside meanwhile."""
+        """Whether the child still waits for a grammar, and was not killed from outside."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         return not poll.poll(0)
 
     def ask(self, message: bytes) -> bytes:
-        """What it answers. Raises OSError, ValueError or EOFError if there is nothing."""
+        """The child's answer. Raises OSError, ValueError or EOFError if there is none."""
         send(self.connection, message)
         if (answer := receive(self.connection)) is None:
             raise EOFError("it has ended")
@@ -183,7 +183,7 @@ class _Process:
         self._orders.settimeout(ANSWER_SECONDS)
         self._ordering = threading.Lock()
         environment = {name: value for name in ENVIRONMENT if (value := os.environ.get(name)) is not None}
-        # The same packages as ours, wherever they lie: PYTHONPATH may name some of them.
+        # Pass our search path on: PYTHONPATH may name the folders of some packages.
         path = [str(Path(__file__).parents[3]), *(place for place in sys.path if Path(place).is_absolute())]
         with theirs:
             self._process = subprocess.Popen(
@@ -215,13 +215,13 @@ class _Process:
         return _Child(self, number, connection)
 
     def reap(self, child: _Child) -> int:
-        """End a child and say how it ended. Raises OSError, ValueError or EOFError."""
+        """End a child and return how it ended. Raises OSError, ValueError or EOFError."""
         child.connection.close()
         self._connections.discard(child.connection)
         return self._order(encode(Reap(child.pid)))[0]
 
     def _order(self, order: bytes) -> tuple[int, int | None]:
-        """The number, and perhaps the open file, that an order is answered with. Ends the process if there is none."""
+        """The number, and perhaps the open file, that answer an order. Ends the process if there is none."""
         with self._ordering:
             try:
                 send(self._orders, order)

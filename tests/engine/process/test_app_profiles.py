@@ -29,7 +29,7 @@ APP = "tiny_apps:adding"
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Engines find the modules of tests, and keep profiles apart from the user's."""
+    """Let engines find the modules of tests, and keep profiles apart from the user's."""
     monkeypatch.chdir(Path(tiny_apps.__file__).parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -41,7 +41,7 @@ def types() -> dict[Cell, int]:
 
 @pytest.fixture
 def measured(types: dict[Cell, int], monkeypatch: pytest.MonkeyPatch) -> Found:
-    """A stored profile by which the largest size is 32, twice that of the cell's own."""
+    """A stored profile by which the largest size is 32: twice the cell's own."""
 
     def costs(*given: Any, largest: int, **options: Any) -> tuple[CellCost, ...]:
         assert largest == 64

@@ -1,4 +1,4 @@
-"""The engine of an application, in a process of its own behind AppClient."""
+"""The engine of an application, in a process of its own, used through AppClient."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.conftest import build_app
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines find the modules of tests."""
+    """Let engines find the modules of tests."""
     monkeypatch.chdir(Path(tiny_apps.__file__).parent)
 
 

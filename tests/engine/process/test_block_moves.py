@@ -1,8 +1,8 @@
-"""Loans and rooms beside random histories: others read and fill the host tier while requests run on both tiers.
+"""Loans and rooms during random histories: others read and fill the host tier while requests run on both tiers.
 
 The histories are those of `tests/lm/scheduler/test_histories.py`. Their device checks that each segment reads its own
-context, and so what comes from elsewhere. A room's blocks are written at any time from when they are given out, and
-each block of a loan must hold what its digest says at any time until the loan ends.
+context, and with it the blocks that come from elsewhere. A room's blocks are written at any time from when they are
+given out. Each block of a loan must match its digest at any time until the loan ends.
 """
 
 from collections import Counter
@@ -119,7 +119,7 @@ def play(seed, **options):
             history.abort()
         history.step()
     history.end_moves()
-    history.host_blocks, tier = 0, history.host_blocks  # no more moves
+    history.host_blocks, tier = 0, history.host_blocks  # no further moves
     history.drain()
     assert not history.moves or history.moves._filling == 0
     assert not tier or history.scheduler.pool.host.held == 0
@@ -157,7 +157,7 @@ def idle_engine(host_blocks=16, tokens=20):
 
 
 def run(moves, scheduler, device):
-    """Advance the moves, and do steps, until there is nothing to do. Returns what it tells."""
+    """Advance the moves, and do steps, until there is nothing to do. Returns the messages to the client."""
     told = list(moves.answers())
     while scheduler.has_work() or moves.ready:
         plan = scheduler.schedule(100.0)

@@ -1,4 +1,4 @@
-"""Building an engine: what it measures, allocates and reports, and that the loop it gives serves requests."""
+"""Building an engine: it measures, allocates and reports, and its loop serves requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.scheduling import create_requests
 
 
 def run_to_the_end(loop):
-    """What each request was given."""
+    """Tokens of each request."""
     tokens = {}
     while loop.has_work():
         for output in loop.step() or ():

@@ -1,4 +1,4 @@
-"""Two chunk services over sockets: whatever cuts a move, both sides' books end whole and no wrong byte is found."""
+"""Two chunk services over sockets: wherever a move is cut, both sides' memory is sound and no wrong byte is found."""
 
 import random
 import socket
@@ -62,7 +62,7 @@ class Side:
         return self.moves.call(work).result(5)
 
     def keep(self, numbers):
-        """Have these blocks on the host."""
+        """Store these blocks on the host."""
 
         def keep():
             for number in numbers:
@@ -84,7 +84,7 @@ class Side:
         return self.told[number]
 
     def check(self):
-        """Nothing is held any more, and what is found is right."""
+        """Check that nothing is held, and that all blocks found are right."""
         deadline = time.monotonic() + 5
         while self.do(lambda: self.host.held or self.moves._filling):
             assert time.monotonic() < deadline, "a block is held, or kept for a move that has ended"
@@ -102,7 +102,7 @@ class Side:
 
 @pytest.fixture
 def sides(monkeypatch):
-    """Two sides, of which one has blocks 0 to 39. Batches and loans are small."""
+    """Two sides. One has blocks 0 to 39. Batches and loans are small."""
     monkeypatch.setattr(chunk_service, "MOST_BLOCKS", 7)
     with ExitStack() as stack:
         pair = Side(), Side()
@@ -114,7 +114,7 @@ def sides(monkeypatch):
 
 @contextmanager
 def between(address, spoil):
-    """A proxy: its address. `spoil(data, at)` gives what is passed on of what the source sends; None cuts."""
+    """Start a proxy. Returns its address. `spoil(data, at)` gives the bytes to pass on of the source's; None cuts."""
     host, port = address.split(":")
     server = socket.create_server(("127.0.0.1", 0))
     opened = []
@@ -181,7 +181,7 @@ def test_what_has_moved_goes_first_at_its_source(sides):
 
     source.do(compute)
     assert target.fetch(numbers, source.service.address).tokens == 10
-    target.fetch([999], source.service.address)  # by its answer the source has read all that came before
+    target.fetch([999], source.service.address)  # by its answer the source has read all earlier messages
     source.check()
     assert set(source.do(order)[:10]) == set(numbers)
 

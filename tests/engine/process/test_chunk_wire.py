@@ -1,4 +1,4 @@
-"""The connection between two engines: who may talk, what arrives, and what ends it."""
+"""The connection between two engines: peers that may talk, messages that arrive, and errors that end it."""
 
 import random
 import socket
@@ -32,7 +32,7 @@ OURS = Terms(b"secret", "model, float32, (2, 2, 16, 2, 16)", 1000)
 
 @contextmanager
 def listening(terms=OURS, answer=lambda peer: None):
-    """An engine that accepts one connection and answers it: its address, and what it raises or gives."""
+    """An engine that accepts one connection and answers it: its address, and its result or error."""
     with closing(socket.create_server(("127.0.0.1", 0))) as server, ThreadPoolExecutor(1) as pool:
 
         def serve():
@@ -70,7 +70,7 @@ def test_a_side_without_the_secret_is_refused(theirs):
 
 
 def test_a_source_without_the_secret_is_refused():
-    """It accepts whoever connects, and sends a proof of its own making."""
+    """An engine that accepts any peer, and sends a forged proof."""
 
     def pretend(server):
         connection, _ = server.accept()
@@ -118,7 +118,7 @@ def test_what_a_client_said_once_opens_no_second_connection():
 
 
 class Catching:
-    """A socket that keeps what it is to send."""
+    """A socket that keeps the bytes it is to send."""
 
     def __init__(self, sent):
         self.sent = sent

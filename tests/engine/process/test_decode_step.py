@@ -1,4 +1,4 @@
-"""A decode step passes few files, and the architecture's page lists exactly those."""
+"""A decode step passes few files, and the architecture's page lists exactly these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cost model corrected by what steps take in the loop."""
+"""A cost model corrected by the times of steps in the loop."""
 
 import itertools
 
@@ -27,7 +27,7 @@ COST = CostModel(
 
 
 class Slower:
-    """Takes so much longer than the model says, for steps of decodes and for others, more or less."""
+    """An executor slower than the model, by about one factor for decode steps and another for others."""
 
     def __init__(self, decodes, others):
         self.factors = others, decodes

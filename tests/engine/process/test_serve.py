@@ -20,7 +20,7 @@ from tests.scheduling import FakeDevice, create_requests, create_scheduler, run_
 
 
 class Script:
-    """A client that says what is scripted: all that stands before a `None` has arrived before the next step."""
+    """A client with a script: all messages before a `None` have arrived before the next step."""
 
     def __init__(self, *messages):
         self.messages = deque(messages)

@@ -1,4 +1,4 @@
-"""Arrays as the tensors of messages: whatever goes in comes out, and bytes that do not fit are refused."""
+"""Arrays as the tensors of messages: arrays return unchanged, and bytes that do not fit are refused."""
 
 from __future__ import annotations
 

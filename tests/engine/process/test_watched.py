@@ -1,4 +1,4 @@
-"""What an engine tells while it is watched, and that it is as before when it is not."""
+"""An engine reports its work while it is watched, and is unchanged while it is not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.scheduling import FakeDevice, create_requests, create_scheduler
 
 
 class Clock:
-    """Passes by a fixed time at each look."""
+    """A clock that advances by a fixed time at each look."""
 
     def __init__(self, tick=0.01):
         self.now, self.tick = 100.0, tick

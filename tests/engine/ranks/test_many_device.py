@@ -46,23 +46,23 @@ from tests.tokenizers_made import byte_level
 BLOCK = 4 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block: layers, keys and values, tokens, heads, head size, bytes."""
 TIERS = {"cache_gb": 24.5 * BLOCK / 1e9, "host_cache_gb": 60.5 * BLOCK / 1e9, "chunk_size": 16, "headroom": 0.0}
-"""So few blocks that running sequences are suspended to the host."""
+"""Tiers so small that running sequences are suspended to the host."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=45)
 FILTERED = SamplingParams(temperature=1.0, top_k=20, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, seed=11, max_tokens=12, ignore_eos=True)
 ROWS = Grammar("regex", r'(\{"identifier": [0-9]{1,2}, "valid": (true|false)\}, ){20}')
-"""Most of its text is forced."""
+"""A grammar by which most of the text is forced."""
 FORCED = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, grammar=ROWS)
 TOLD = replace(FORCED, seed=4, max_tokens=12, top_k=9, logprobs=1)
-"""Each of its tokens is drawn."""
+"""Sampling in which each token is drawn."""
 COUNTED = replace(TOLD, seed=6, logprobs=None, repetition_penalty=1.3, logit_bias=((40, 2.0),))
 KINDS = GREEDY, FILTERED, DRAWN, FORCED, TOLD, COUNTED
 
 
 @pytest.fixture(scope="module")
 def make_engine(tmp_path_factory):
-    """Makes engines of one small model, by what differs in their configuration."""
+    """Makes engines of one small model, by the options in which they differ."""
     directory = tmp_path_factory.mktemp("models") / "four-layers"
     make(directory, "Llama", num_hidden_layers=4, max_position_embeddings=512, eos_token_id=1)
     byte_level().save(str(directory / "tokenizer.json"))
@@ -77,7 +77,7 @@ def make_engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(make_engine):
-    """The tokens that one process gives a request, with nothing beside it."""
+    """The tokens that one process gives a request, with no other request."""
     loop = make_engine().loop
 
     @cache
@@ -99,7 +99,7 @@ def engine(request, make_engine):
 
 
 def run_to_the_end(loop, tokens=None):
-    """What each request was given."""
+    """Tokens of each request."""
     tokens = {} if tokens is None else tokens
     while loop.has_work():
         for output in loop.step() or ():
@@ -204,7 +204,7 @@ def chain_of(tokens):
 
 
 def turn(engine, tokens):
-    """The greedy answer to a prompt, and how many of its tokens were there."""
+    """The greedy answer to a prompt, and how many of the prompt's tokens were cached."""
     engine.loop.add(Request("turn", tokens, LONG, arrival=time.monotonic()))
     answer, cached = [], 0
     while engine.loop.stats().waiting or engine.loop.stats().running:
@@ -215,7 +215,7 @@ def turn(engine, tokens):
 
 
 def fetch(source, target, tokens, stop=False):
-    """Fetch the state of these tokens from an engine, or stop as soon as that has begun. What the target says of it."""
+    """Fetch the state of these tokens from an engine, or stop once that has begun. Returns the target's answer."""
     chain, told, deadline = chain_of(tokens), [], time.monotonic() + 20
     target.handler(MoveHandler).receive(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))
     if stop:
@@ -234,7 +234,7 @@ def fetch(source, target, tokens, stop=False):
 
 
 def talk(alone, seed, turns):
-    """The prompts of a conversation's turns, each with what one process answers."""
+    """The prompts of a conversation's turns, each with one process's answer."""
     choose, tokens = random.Random(seed), ()
     for _ in range(turns):
         tokens += prompt_of(choose, 150 if not tokens else 5)
@@ -257,7 +257,7 @@ def test_a_conversation_moves_to_an_engine_of_its_layout_then_to_disk_and_goes_o
     target.handler(TierHandler).flush(target.loop, 5)
     target.close()
     if layout["pp"] > 1:
-        return  # below, no layout differs
+        return  # the rest is alike for all layouts
     again = make_engine(**config, **layout)
     assert again.handler(ChunkFinder).find(1, chain_of(third[0])) == ChunksFound(1, device=0, host=0, lower=240)
     assert turn(again, third[0]) == (third[1], 240)
@@ -320,7 +320,7 @@ class Rank0:
 
 
 class OtherRanks:
-    """What is known of the other ranks: the test says what they answer."""
+    """The other ranks as rank 0 sees them. The test sets their answers."""
 
     def __init__(self, layout, **words):
         self.layout, self.said, self.waited, self.words = layout, [], [], words

@@ -1,4 +1,4 @@
-"""Ranks that die, hang or fail: all others end with them, and whoever waits learns which one it was, and why."""
+"""Ranks that die, hang or fail: all others end with them, and callers learn which rank it was, and why."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def engine(small):
 
 
 async def until_dead(client, harm):
-    """Let two streams begin, then do `harm`; what ended the streams, and after how many seconds."""
+    """Let two streams begin, then do `harm`. Returns the error that ended them, and after how many seconds."""
 
     async def read(prompt):
         async with aclosing(client.stream(prompt, ENDLESS)) as deltas:

@@ -1,4 +1,4 @@
-"""The measured points: what is padded costs what it is padded to, and steps of any mix what such steps took."""
+"""The measured points: padded steps cost as much as their padded size, and mixed steps as much as measured ones."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_without_padding_points_stay_as_measured() -> None:
 
 
 def alone(query: int, context: int) -> float:
-    """What a segment's attention takes by itself on a device made up for these tests."""
+    """Seconds of a segment's attention by itself, on a device made up for these tests."""
     return 1e-8 * query * context
 
 
 def step(spans: list[tuple[int, int]]) -> float:
-    """What a step takes there: far chunks half as much again as alone, each of few decodes more than of many."""
+    """Seconds of a step there: far chunks take 1.5 times as long as alone, and few decodes longer each than many."""
     tokens = sum(stop - start for start, stop in spans)
     seconds = 0.003 + 1e-5 * tokens
     for start, stop in spans:
@@ -81,7 +81,7 @@ def made_up(monkeypatch):
 def test_predictions_match_whole_steps_rather_than_parts_measured_alone(made_up, spans):
     cost = measure_cost(made_up, name="m")
     least = 0.0001  # decodes count from the shortest context that is measured
-    if len(spans) == 17:  # beside a chunk they add what they add to one another
+    if len(spans) == 17:  # next to a chunk they add as much as to one another
         expected = step([(3584, 4096)]) + 16 * 1e-5 + 16 * alone(1, 2000) * (1 + 7 / 16)
     else:
         expected = step(spans)
@@ -108,7 +108,7 @@ def test_an_estimate_takes_few_steps_and_is_near_enough(made_up, monkeypatch, lo
 
 
 class PowerLimited:
-    """The device and executor made up above, faster behind lighter work."""
+    """The device and executor made up above, faster after lighter work."""
 
     def __init__(self, about: SimpleNamespace, burst: Burst) -> None:
         self.__dict__ |= vars(about) | dict(device=torch.device("cuda"), kind="cuda", executor=self)

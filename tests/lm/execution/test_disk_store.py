@@ -1,4 +1,4 @@
-"""The disk tier's files: what a kill, a flipped bit, another engine and another model find there."""
+"""The disk tier's files after a kill or a flipped bit, and as another engine or another model finds them."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ def read(store, number, slot):
 
 
 def in_parts(data, count):
-    """A block as so many ranks keep it."""
+    """A block as several ranks keep it."""
     share = -(-len(data) // count)
     return tuple(data[at : at + share] for at in range(0, len(data), share))
 

@@ -157,7 +157,7 @@ def test_the_cost_model_covers_budget_and_contexts(device: PagedDevice) -> None:
 
 @pytest.fixture
 def measured(device: PagedDevice, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """The steps that measuring a cost model takes."""
+    """The steps by which a cost model is measured."""
     plans: list[StepPlan] = []
     submit = device.executor.submit
 

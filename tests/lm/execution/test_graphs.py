@@ -1,4 +1,4 @@
-"""Which sizes are captured; that graphs compute what the model computes is shown by the parity tests on a GPU."""
+"""Which sizes are captured. The parity tests on a GPU show that graphs compute the model's results."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_start_with_256_sequences_captures_half_of_all_graphs() -> None:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[StepGraphs, list[Any], list[Any], MagicMock]:
-    """Graphs that are not captured; what would be captured, what is run, and the batch."""
+    """Graphs that are not captured. Returns them, lists of the captured and the run work, and the batch."""
     captured: list[Any] = []
     run: list[Any] = []
 
@@ -159,7 +159,7 @@ def test_capturing_ends_where_memory_does(recorded: Any, monkeypatch: pytest.Mon
 
 
 class Others(Group):
-    """A group whose other device says `done` of each size."""
+    """A group whose other device answers `done` for each size."""
 
     def __init__(self, done: int = 1) -> None:
         self._done = done
@@ -356,7 +356,7 @@ def test_there_is_a_body_for_every_step_also_before_all_are_captured(most: int) 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding attends to uninitialized memory
 def test_graphs_of_stages_give_the_logits_of_the_whole_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What graphs capture runs here without a graph, padded; the oracle computes the step as it is, in PyTorch."""
+    """The captured work runs here without a graph, padded. The oracle computes the unpadded step in PyTorch."""
 
     def capture(self: StepGraphs, work: Any, size: int, segments: int | None = None) -> Captured:
         metadata = self._attention.reserve(min(segments or size, 6), size if segments else None)
@@ -427,7 +427,7 @@ def test_graphs_of_stages_give_the_logits_of_the_whole_model(checkpoint: Path, m
 def test_graphs_compute_each_uploaded_step_with_its_own_adapters(
     few: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What graphs capture runs here without a graph, padded; the oracle computes the step as it is, in PyTorch.
+    """The captured work runs here without a graph, padded. The oracle computes the unpadded step in PyTorch.
 
     Steps of more than `few` tokens gate while they add adapters.
     """

@@ -158,7 +158,7 @@ def test_blocks_in_pieces_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_copies_blocks_in_pinned_shared_memory_beside_its_host(descriptor: int) -> None:
-    """As a rank's part of the host tier that rank 0 maps as well."""
+    """A rank's part of the host tier, which rank 0 maps as well."""
     kept = cache(1000, shared_memory(descriptor, 1000 * BLOCK_BYTES))
     seen = HostPart.shared(descriptor, 1000, BLOCK_BYTES).data
     flat = torch.empty(0, dtype=torch.uint8).set_(kept.data.untyped_storage())

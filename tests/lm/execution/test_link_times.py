@@ -23,7 +23,7 @@ def test_links_between_ranks_are_timed_by_size(tp, pp):
             rank.group(), link, first=stage == 0, last=stage == pp - 1, stages=pp, width=64, max_tokens=200,
             dtype=torch.float32, device=torch.device("cpu"),
         )  # fmt: skip
-        return times, link  # what it has sent goes on while it exists
+        return times, link  # messages that it has sent go on while it exists
 
     times, _ = in_ranks(layout, timed)[0]
     for found, there in ((times.all_reduce, tp > 1), (times.send, pp > 1)):

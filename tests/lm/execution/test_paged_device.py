@@ -1,4 +1,4 @@
-"""The paged device: what it measures, refuses and allocates."""
+"""The paged device: measuring, refusals and allocation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_memory_measurement_adds_up(model: Model) -> None:
 
 
 class Noting(DevicePart):
-    """Takes some memory, adds to the engine's shape, and notes what it is made over."""
+    """A part that takes some memory, adds to the engine's shape, and notes the resources of its executor."""
 
     nbytes = 1000
 

@@ -1,6 +1,6 @@
-"""Greedy tokens and logits are those of Hugging Face, for native models and for those of the generic route.
+"""Greedy tokens and logits equal those of Hugging Face, for native models and on the generic route.
 
-With keys and values in FP8 they are those of Hugging Face over a cache that rounds likewise.
+With keys and values in FP8, they equal those of Hugging Face over a cache that rounds likewise.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_tokens_are_equal_in_large_steps_with_shared_prefixes(case: Case) -> Non
 
 @dataclass
 class Case:
-    """A model, requests for it, Transformers' own module and what it generates for them."""
+    """A model, requests for it, and Transformers' own module with the tokens that it generates for them."""
 
     model: Model
     kv_cache_dtype: str
@@ -129,7 +129,7 @@ def test_chunked_logits_equal_those_of_one_forward_pass(case: Case) -> None:
             expected = case.module(whole, **options).logits[0, len(request.prompt) - 1 : -1]
         if float((torch.stack(logits[request.id]) - expected).abs().max()) > 1e-4:
             off.append(request.id)
-    # What lies in the middle of two numbers of FP8 may go to either, by the order in which sums were taken. A single
+    # A value midway between two numbers of FP8 may go to either, by the order in which sums were taken. A single
     # one moves the logits of all that read it, by 0.01 to 2 in these models.
     assert len(off) <= (REQUESTS // 8 if case.kv_cache_dtype == "fp8" else 0), off
 

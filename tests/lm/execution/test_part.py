@@ -1,4 +1,4 @@
-"""Parts of an executor: only the hooks that they override are called, and their plans alone are read."""
+"""Parts of an executor: only the hooks that they override are called, and only their plans are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["model"]
 
 
 class Watching(PartExecutor):
-    """Notes when it is called."""
+    """A part that notes its calls."""
 
     plans = (AdapterPlan,)
 
@@ -40,7 +40,7 @@ class Watching(PartExecutor):
 
 
 class Following(PartExecutor):
-    """Has rules for draws, which allow all."""
+    """A part with rules for draws, which allow all tokens."""
 
     def rules(self, staged: StagedStep) -> DrawRules:
         return EVERY_TOKEN

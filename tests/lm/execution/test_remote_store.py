@@ -1,4 +1,4 @@
-"""The remote tier over a Redis service in this process: what engines share, and a service that fails."""
+"""The remote tier over a Redis service in this process: blocks that engines share, and a service that fails."""
 
 import socket
 import threading

@@ -57,7 +57,7 @@ LAYOUTS = {"tp2": Layout(tp=2), "tp4": Layout(tp=4), "pp2": Layout(pp=2), "pp3":
 
 @dataclass
 class Ran:
-    """What steps gave: by step, its logits and its tokens."""
+    """Results of steps: logits and tokens, by step."""
 
     logits: list[torch.Tensor]
     tokens: list[tuple[int, ...]]
@@ -96,7 +96,7 @@ class Staged(Watched):
         assert given.shape == (len(step.ids), self.spec.stream_width)
         self._everyone.send([given.contiguous()], self._after, 0).wait()
         rows = len(step.ids) if step.sample_at is None else len(step.sample_at)
-        return given.new_zeros(rows, self.spec.own_vocab_size)  # what it samples goes nowhere
+        return given.new_zeros(rows, self.spec.own_vocab_size)  # its samples go nowhere
 
 
 class Recorded(PagedExecutor):
@@ -121,9 +121,9 @@ CONFIG = EngineConfig(block_size=4, token_budget=BUDGET, max_sequences=REQUESTS)
 
 
 def whole(model: Decoder, requests: Sequence[Request]) -> tuple[list[StepPlan], Ran]:
-    """The steps of the requests on one device with little memory, and what they gave.
+    """Run the requests on one device with little memory. Returns the steps and their results.
 
-    Every token of the steps is known: what the last stage samples goes nowhere here.
+    Every token of the steps is known: the last stage's samples go nowhere here.
     """
     watched = Watched(model)
     device = allocated(watched, CONFIG, BLOCKS)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def whole(model: Decoder, requests: Sequence[Request]) -> tuple[list[StepPlan], 
 
 
 def in_shards(directory: Path, layout: Layout, plans: Sequence[StepPlan], **options: Any) -> list[tuple[Decoder, Ran]]:
-    """The same steps on every rank of a layout: each one's part of the model, and what it gave."""
+    """Run equal steps on every rank of a layout. Returns each rank's part of the model, and its results."""
 
     def work(rank: Rank) -> tuple[Decoder, Ran]:
         group = rank.group()
@@ -193,7 +193,7 @@ def requests_of(draw: random.Random) -> list[Request]:
 
 
 def check(directory: Path, layout: Layout, **options: Any) -> list[Decoder]:
-    """Compare a layout's logits and tokens with those of the whole model; the parts of the model."""
+    """Compare a layout's logits and tokens with those of the whole model. Returns the parts of the model."""
     model = load(directory, device="cpu", **options)
     assert isinstance(model, Decoder)
     plans, expected = whole(model, requests_of(random.Random(1)))

@@ -1,4 +1,4 @@
-"""A real model gives the same tokens with drafts as without, whatever happens meanwhile."""
+"""A real model gives equal tokens with and without drafts, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FREE = CostModel(
     attention_contexts=(1, 64),
     attention_seconds=((0.0, 0.0), (0.0, 0.0)),
 )
-"""Rows cost nothing, so drafts pay wherever they are right now and then."""
+"""A cost model in which rows cost nothing, so drafts pay wherever they are sometimes right."""
 FEW = ((3, 40.0), (7, 40.0), (9, 39.0))
 """Answers of few tokens repeat themselves."""
 KINDS: tuple[dict[str, Any], ...] = (
@@ -80,7 +80,7 @@ def requests(seed: int) -> list[Request]:
 
 
 def play(model: Model, seed: int, speculation: Any, **options: Any) -> tuple[Answers, set[str], SchedulerStats]:
-    """What requests are answered that come and are aborted at random, who was aborted, and the stats."""
+    """Answers of requests that come and are aborted at random, the ids of the aborted ones, and the stats."""
     choose = random.Random(seed)
     host = choose.choice((0, 40))
     config = EngineConfig(

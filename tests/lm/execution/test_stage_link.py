@@ -27,7 +27,7 @@ def spec_of(*, first, last):
 
 
 class OneLink:
-    """A link whose tokens a test gives; it keeps what is sent."""
+    """A link whose tokens come from the test. It keeps all messages that are sent."""
 
     def __init__(self):
         self.tokens, self.streams, self.sent, self.sent_tokens = deque(), deque(), [], []
@@ -145,7 +145,7 @@ def test_streams_and_tokens_pass_three_stages_of_two_devices_in_order():
 
     def work(rank):
         link = GlooLink(rank.processes(range(layout.ranks)), layout, rank.rank)
-        links.append(link)  # what it is still sending must not end with it
+        links.append(link)  # messages on their way must not end with it
         stage, got = layout.stage_of(rank.rank), []
         for step in range(steps):
             stream = torch.full((step + 1, WIDTH), float(step + 100 * layout.shard_of(rank.rank)))

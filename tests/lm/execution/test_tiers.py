@@ -77,7 +77,7 @@ def converse(
     device_blocks: int = DEVICE_BLOCKS,
     **streams: Any,
 ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], SchedulerStats]:
-    """Conversations that take turns at random, branch and are broken off: each turn's prompt and answer, the stats."""
+    """Conversations that take turns at random, branch and break off. Returns the turns (prompt, answer) and stats."""
     config = EngineConfig(
         block_size=BLOCK_SIZE, token_budget=BUDGET, max_sequences=ROWS, kv_cache_dtype=small.kv_cache_dtype
     )

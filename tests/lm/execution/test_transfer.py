@@ -1,4 +1,4 @@
-"""Transfers between the tiers: what waits for what, with copies that are as late as they may be, and on a GPU."""
+"""Transfers between the tiers: which copies wait for which, when all are as late as they may be, and on a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan(
 
 
 def held(data: torch.Tensor, block: int) -> float:
-    """What one layer's keys hold in a block."""
+    """Values of one layer's keys in a block."""
     return float(data[block].mean())
 
 

@@ -68,7 +68,7 @@ def one_thread() -> None:
 
 
 def case_of(module: Any, directory: Path, lengths: list[int], device: str = "cpu", **options: Any) -> Case:
-    """Requests of these prompt lengths, some of which begin alike, and what Transformers generates for them."""
+    """Requests of these prompt lengths, some with equal beginnings, and the tokens that Transformers generates."""
     draw = random.Random(2)
     start = tuple(draw.randrange(1, VOCAB) for _ in range(lengths[0] // 2))
     requests, expected = [], {}

@@ -1,4 +1,4 @@
-"""GrammarCompiler: what it takes, what it refuses and why, and that compiled grammars are kept."""
+"""GrammarCompiler: grammars that it accepts, those that it refuses and why, and that compiled ones are kept."""
 
 from __future__ import annotations
 

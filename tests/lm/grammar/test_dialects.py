@@ -1,4 +1,4 @@
-"""Other ways to write a grammar give what they say."""
+"""Other ways to write a grammar match the texts that they describe."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ AMBIGUOUS = (
     f'start: "{"x" * 120}" a\na: a a | a a a | a a a a | "a" | b | c\nb: a b | b a | "a" | a a a | b a b | c a\n'
     'c: a b a | b b a | "a" | c c | c a b'
 )
-"""A grammar that is slow behind 120 letters, where its test does not come."""
+"""A grammar that is slow after 120 letters, where its test does not come."""
 
 
 def sampling(grammar: Grammar, **params: object) -> Sampling:
@@ -80,7 +80,7 @@ def test_what_must_follow_is_told_and_is_all_that_the_mask_allows(compiler: Gram
     matchers.read([following], [forced.tokens[0]])
     assert matchers.forced([following]) == (Forced(0, forced.tokens[1:]),)
     assert matchers.forced([row]) == (), "it has gone on"
-    # The scheduler goes on behind all of them; the segment has those that were not drawn.
+    # The scheduler continues after all of them. The segment has the tokens that were not drawn.
     stop = PROMPT + 1 + len(forced.tokens)
     behind = row._replace(start=PROMPT + 1, stop=stop, tokens=forced.tokens)
     assert allowed(matchers, [behind], []) == [[END]]

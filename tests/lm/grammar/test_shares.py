@@ -1,4 +1,4 @@
-"""Shares: a tenant's slow rows give up before they hold up a step for long, and nobody else's do."""
+"""Shares: a tenant's slow rows give up before they hold up a step for long, and no other tenant's rows do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.lm.grammar.shares import QUICK, SHARE, Shares
 class Row:
     tenant: str
     takes: float = 0.0
-    """Seconds of its work."""
+    """Seconds of the row's work."""
     lexer: int = 0
     slow: float = 0.0
     failed: bool = False
@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def step(clock: Clock, of: Shares, rows: list[Row]) -> list[int]:
-    """Do the work of one step. Returns the rows that got some."""
+    """Do the work of one step. Returns the rows that were worked on."""
     done: list[int] = []
     of.begin()
     of.each(rows, clock.work(rows, done))

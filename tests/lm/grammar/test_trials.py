@@ -1,4 +1,4 @@
-"""Trials: a hostile grammar ends its test, and nothing else."""
+"""Trials: a hostile grammar ends its test process's child, and nothing else."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_the_test_process_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs. One that has ended may wait for somebody to ask how."""
+    """Whether a process runs. A process that has ended may remain until its parent asks for its status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

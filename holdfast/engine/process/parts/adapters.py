@@ -56,7 +56,7 @@ class AdapterHandler(Handler):
             self.unload(message.number, message.adapter)
 
     def load(self, number: int, name: str, path: str) -> None:
-        """Begin to read an adapter; `answers` says what became of it."""
+        """Begin to read an adapter; `answers` reports the result."""
         reading = self._reader.submit(self._store.read, name, path)
         self._reading.append((number, name, reading))
         reading.add_done_callback(lambda _: self._wake())
@@ -68,12 +68,12 @@ class AdapterHandler(Handler):
         return info
 
     def unload(self, number: int, adapter: str) -> None:
-        """Forget an adapter once its requests have ended; `answers` says when."""
+        """Forget an adapter once its requests have ended; `answers` reports when."""
         self._unloading[adapter] = number
         self._part.remove(adapter)
 
     def answers(self) -> Iterator[messages.FromEngine]:
-        """What has become of loads, unloads, and of requests whose adapter cannot be read any more."""
+        """Results of loads and unloads, and failures of requests whose adapter can no longer be read."""
         while self._part.refused:
             request, adapter = self._part.refused.popleft()
             name = adapter.partition("@")[0]
@@ -102,7 +102,7 @@ class AdapterHandler(Handler):
 
 
 class AdapterBuilder(PartBuilder):
-    """Builds what serves adapters, and reads those that the configuration names."""
+    """Builds the store and handler of adapters, and reads the adapters that the configuration names."""
 
     name = "adapters"
 

@@ -17,9 +17,9 @@ from holdfast.lm.grammar.sources import GrammarError
 from holdfast.lm.parts.grammars.device import GrammarDevice
 
 THREADS, OWN_THREADS = 4, 2
-"""Grammars that are compiled at a time, and most of them for one tenant."""
+"""Most grammars that are compiled at a time, in all and for one tenant."""
 MOST_TENANTS = 16
-"""Tenants of which one grammar at least is compiled at a time: none waits for another's."""
+"""Tenants of which at least one grammar is compiled at a time: none waits for another's grammar."""
 
 log = logging.getLogger("holdfast.engine")
 
@@ -41,7 +41,7 @@ class _Job:
         threading.Thread(target=self._work, args=(compiler, wake), name="holdfast-grammar", daemon=True).start()
 
     def announce(self) -> int:
-        """The grammar is announced for all requests so far. Returns how often it has to be: 0 if it was before."""
+        """Announce the grammar for all requests so far. Returns how often to announce it: 0 if this was done before."""
         if not self.tested or self.announced:
             return 0
         self.announced = True
@@ -65,7 +65,7 @@ class _Job:
 
 
 class GrammarHandler(Handler, Gate):
-    """Takes requests that have a grammar. For the thread of the loop, but for what compiles.
+    """Takes requests that have a grammar. For the thread of the loop, apart from the compiling threads.
 
     Requests with one grammar wait for one job. Tenants take turns, so none waits for the jobs of another.
     """
@@ -79,11 +79,11 @@ class GrammarHandler(Handler, Gate):
     ) -> None:
         """`add` queues a request. `wake` is called in another thread when a grammar has been tested or compiled.
 
-        `announce` is called for each request when its grammar was tested: whoever compiles it too should begin.
+        `announce` is called for each request when its grammar was tested: a rank that compiles it too should begin.
         """
         self._add, self._compiler, self._wake, self._announce = add, compiler, wake, announce
         self._jobs: dict[Grammar, _Job] = {}
-        """All that wait or run."""
+        """All jobs that wait or run."""
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         """By tenant, jobs that have not begun; first the tenant whose turn it is."""
 
@@ -116,7 +116,7 @@ class GrammarHandler(Handler, Gate):
                 return
 
     def answers(self) -> Iterator[messages.FromEngine]:
-        """Queue the requests whose grammar is compiled; the refusals of others."""
+        """Queue the requests whose grammar is compiled; give the refusals of others."""
         for job in [job for job in self._jobs.values() if job.began]:
             done = job.done  # what it did before is visible then
             for _ in range(job.announce()):
@@ -182,7 +182,7 @@ class GrammarRefusal(Handler, Gate):
 
 
 class GrammarBuilder(PartBuilder):
-    """Builds what compiles grammars, for an allocated device. Where they cannot be followed, all are refused."""
+    """Builds the compiler of grammars for an allocated device. A device that cannot follow grammars refuses all."""
 
     name = "grammars"
     is_optional = True

@@ -1,4 +1,4 @@
-"""Moves of KV blocks between engines: where this engine's blocks are, and what brings others to it."""
+"""Moves of KV blocks between engines: where this engine's blocks are, and how others come to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.types import EngineShape
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
-"""Of each file of weights, what tells models of one name apart."""
+"""Number and size of the samples of each file of weights. They distinguish models of one name."""
 
 
 class ChunkFinder(Handler):
@@ -53,7 +53,7 @@ class ChunkFinder(Handler):
 
 
 class MoveHandler(Handler):
-    """Brings blocks from other engines, and gives them this one's."""
+    """Brings blocks from other engines, and gives them this engine's blocks."""
 
     receives = (messages.FetchChunks, messages.StopFetch)
 
@@ -93,7 +93,7 @@ class MoveHandler(Handler):
 
 
 class MoveBuilder(PartBuilder):
-    """Builds what says where blocks are, and what moves them if the configuration and the device allow it."""
+    """Builds the handler that finds blocks, and the one that moves them if configuration and device allow it."""
 
     name = "moves"
     is_optional = True
@@ -128,7 +128,7 @@ class MoveBuilder(PartBuilder):
 
 
 def terms_of(site: Site, shape: EngineShape, parts: Sequence[HostPart]) -> Terms:
-    """What engines must agree on before blocks move between them."""
+    """Facts in which engines must agree before blocks move between them."""
     block = layout_of(site.config, site.blocks, parts)
     layout = f"{shape.model}, {shape.precision}, {block}, {digest_of_files(site.config, site.checkpoint)}"
     return Terms(site.order.chunk_secret or secrets.token_bytes(32), layout, site.blocks.block_bytes)

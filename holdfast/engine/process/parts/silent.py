@@ -18,7 +18,7 @@ from holdfast.loop.contracts import Observer
 
 
 class DraftBuilder(PartBuilder):
-    """Builds what guesses tokens, so that one step verifies several of them."""
+    """Builds the drafter, which guesses tokens so that one step verifies several of them."""
 
     name = "drafts"
 
@@ -30,7 +30,7 @@ class DraftBuilder(PartBuilder):
 
 
 class TraceBuilder(PartBuilder):
-    """Builds what writes each step to a file."""
+    """Builds the trace, which writes each step to a file."""
 
     name = "trace"
 
@@ -51,7 +51,7 @@ class TraceBuilder(PartBuilder):
 
 
 class HostTierBuilder(PartBuilder):
-    """Makes the host tier usable bit by bit, beside the first requests, where its memory has to be locked."""
+    """Makes the host tier usable bit by bit, during the first requests, where its memory has to be locked."""
 
     name = "host tier"
 
@@ -82,7 +82,7 @@ class RankHandler(Handler):
 
 
 class RankBuilder(PartBuilder):
-    """Builds what watches the processes of other ranks."""
+    """Builds the handler that watches the processes of other ranks."""
 
     name = "ranks"
 

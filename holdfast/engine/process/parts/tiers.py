@@ -1,4 +1,4 @@
-"""The tiers behind the host tier: threads move their blocks, and their jobs are handed over between two steps."""
+"""The tiers below the host tier: threads move their blocks, and their jobs are handed over between two steps."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PAUSE = 0.002
 
 
 class Threads(Protocol):
-    """Does jobs beside the loop: `holdfast.lm.execution.tier_threads.TierThreads`."""
+    """Does jobs while the loop runs: `holdfast.lm.execution.tier_threads.TierThreads`."""
 
     @property
     def busy(self) -> bool:
-        """Whether a job has not ended, or has and was not taken."""
+        """Whether a job is under way, or has ended and was not taken."""
         ...
 
     def start(self, jobs: Iterable[TierJob]) -> None:
@@ -57,7 +57,7 @@ class Threads(Protocol):
 
 
 class TierHandler(Handler):
-    """Between a scheduler, which decides what is moved, and the threads that move it."""
+    """Connects a scheduler, which decides what to move, and the threads that move it."""
 
     def __init__(self, scheduler: Scheduler, threads: Threads, clock: Clock) -> None:
         self._scheduler, self._threads, self._clock = scheduler, threads, clock
@@ -72,7 +72,7 @@ class TierHandler(Handler):
         return self._part.awaited
 
     def exchange(self) -> None:
-        """Report to the scheduler what has been moved, and begin what it wants moved."""
+        """Report moved blocks to the scheduler, and begin the moves that it wants."""
         now, ended = self._clock(), self._threads.take()
         if ended:
             self._part.done(ended, now)
@@ -83,7 +83,7 @@ class TierHandler(Handler):
         return ()
 
     def flush(self, loop: LanguageLoop, seconds: float) -> None:
-        """End all requests, and write idle state to the tiers behind the host, for so long at most."""
+        """End all requests, and write idle state to the tiers below the host, for at most this long."""
         self._scheduler.abort_all()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -97,7 +97,7 @@ class TierHandler(Handler):
 
 
 class TierBuilder(PartBuilder):
-    """Builds what moves blocks between the host tier and the tiers behind it."""
+    """Builds the threads that move blocks between the host tier and the tiers below it."""
 
     name = "lower tiers"
 
@@ -122,12 +122,12 @@ class TierBuilder(PartBuilder):
         self._handler.exchange()
 
     def close(self) -> None:
-        """Stop what is being moved. The host's memory may go then."""
+        """Stop the moves. The host's memory may be freed then."""
         self._threads.close()
 
 
 def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape]:
-    """The threads of the tiers behind the host tier, and the engine's shape with them.
+    """The threads of the tiers below the host tier, and the engine's shape with them.
 
     State of other weights or another layout is never read. Raises ValueError and OSError.
     """
@@ -167,13 +167,13 @@ def answers_now(remote: RemoteStore) -> bool:
 
 
 def layout_of(config: EngineConfig, device: PagedDevice | ManyDevice, parts: Sequence[HostPart]) -> str:
-    """What a block is made of, in words: the bytes of each rank, and what rank 0's are."""
+    """The layout of a block, in words: the bytes of each rank, and the contents of rank 0's."""
     data = device.memory.cache.data
     sizes = "+".join(str(part.block_bytes) for part in parts)
     return f"tp {config.tp}, pp {config.pp}, {sizes} bytes, {data.dtype} {tuple(data[:, :, 0].shape)}"
 
 
 def versions_of_files(checkpoint: Checkpoint) -> str:
-    """What tells a checkpoint's weights from others that `digest_of_model` does not read."""
+    """Names, sizes and times of a checkpoint's files. They distinguish weights that `digest_of_model` does not read."""
     files = sorted(checkpoint.directory.glob("*.safetensors"))
     return repr([(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files])

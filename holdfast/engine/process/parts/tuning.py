@@ -1,4 +1,4 @@
-"""Tuning: what trains adapters in the gaps of an engine, and takes jobs for it."""
+"""Tuning: the training of adapters in the gaps of an engine, and the jobs for it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class TuningOnDevice(TuningDevice[Trainer]):
     """An engine's training on its device."""
 
     def __init__(self, config: EngineConfig, order: Order, model: Decoder, adapters: AdapterDevice) -> None:
-        """Its adapters are served from `adapters`."""
+        """The trained adapters are served from `adapters`."""
         self.notice = Notice(order.wake)
-        """What the trainer calls when it is done with a state."""
+        """The trainer calls this when it is done with a state."""
 
         def make_trainer(cache: KVCache) -> Trainer:
             with order.stages.stage("tuning"):
@@ -112,7 +112,7 @@ class TuningBuilder(PartBuilder):
 
 
 def training_workspace(config: EngineConfig, model: Decoder) -> int:
-    """Bytes that units of the largest micro-batch take beside the cache. Measured for one sequence."""
+    """Most bytes that units of the largest micro-batch take besides the cache. Measured for one sequence."""
     most = config.tuning_micro_batch if config.tuning_micro_batch != "auto" else MICRO_BATCHES[-1]
     tokens = min(most, model.decoder.max_positions)
     return workspace_bytes(model, tokens, config.max_adapter_rank) * most // tokens

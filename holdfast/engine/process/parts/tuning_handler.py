@@ -2,7 +2,7 @@
 
 Files are read in a thread of its own, and states are written in one of the trainer's; the loop waits for neither. A job
 ends here in this order: the scheduler has it off the device, the trainer has stored all of it, its adapter is read and
-served, its owner is told.
+served, and its owner gets the report.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast.training.trainer import Trainer
 log = logging.getLogger("holdfast.engine")
 
 LEAST_MICRO_BATCH = 512
-"""Tokens. Where the engine chooses a micro-batch, it is no smaller for the sake of time."""
+"""Fewest tokens of a micro-batch that the engine chooses. It is no smaller for the sake of time."""
 REASON_CHARACTERS = 500
 CHECK_SECONDS = 0.02
 """Seconds between two checks of all jobs while steps follow each other. One that has ended or has stored a step is
@@ -43,22 +43,24 @@ checked at once."""
 
 @dataclass(frozen=True, slots=True)
 class TuningRules:
-    """What the engine's configuration says about jobs."""
+    """The settings of the engine's configuration for jobs."""
 
     base_model: str
-    """What checkpoints name as their base."""
+    """Name of the base model in checkpoints."""
     base_digest: str
     micro_batch: int | None
-    """None: chosen for each job."""
+    """Tokens of a micro-batch; None: chosen for each job."""
     target: float | None
-    """Seconds between tokens."""
+    """Most seconds between tokens; None: no target."""
     bound: float
-    """Of the deferral rule, in seconds; where there is no target. A request waits for one iteration in any case, so a
-    bound of 0 or infinity makes none longer than DEFAULT_BOUND."""
+    """Bound of the deferral rule, in seconds; used where there is no target.
+
+    A request waits for one iteration in any case, so a bound of 0 or infinity makes none longer than DEFAULT_BOUND.
+    """
     max_rank: int
-    """Of the adapters that are served."""
+    """Largest rank of the adapters that are served."""
     threads: int
-    """CPU threads, on which the last bits depend; 0 on a GPU."""
+    """CPU threads, which affect the last bits of results; 0 on a GPU."""
 
 
 @dataclass(eq=False)
@@ -76,7 +78,7 @@ class _Open:
     left: bool = False
     off_device: bool = False
     reading: list[Future[Any]] = field(default_factory=list)
-    """Reads the adapter of a job that is complete; empty before."""
+    """The read of a complete job's adapter; empty before."""
 
     def leave(self, *, cancelled: bool) -> None:
         """The owner gives the job up, for good if it is `cancelled`."""
@@ -84,19 +86,19 @@ class _Open:
         self.left = True
 
     def fail(self, reason: str) -> None:
-        """The job cannot go on."""
+        """Note that the job cannot go on."""
         self.failure = reason
 
     def leave_device(self) -> None:
-        """The scheduler has the job off the device."""
+        """Note that the scheduler has the job off the device."""
         self.off_device = True
 
     def stored(self, checkpoint: Path | None) -> None:
-        """A step is stored, and with it this newest adapter, if it was written."""
+        """Note that a step is stored, with this newest adapter if it was written."""
         self.checkpoint = str(checkpoint or self.checkpoint)
 
     def report(self, status: str) -> None:
-        """The owner is about to know of this status."""
+        """Note that the owner is about to know of this status."""
         self.reported = status
 
 
@@ -112,11 +114,11 @@ class Notice:
         self._wake()
 
     def give(self) -> None:
-        """Say so in the loop's own thread."""
+        """Give notice to the loop's own thread."""
         self.given = True
 
     def clear(self) -> None:
-        """What there is to find is looked for now."""
+        """Take the notice: the loop checks for news now."""
         self.given = False
 
 
@@ -128,7 +130,7 @@ class TuningHandler(Handler):
     def __init__(
         self, tuner: Tuner, trainer: Trainer, adapters: AdapterHandler, rules: TuningRules, notice: Notice
     ) -> None:
-        """`notice` is what the trainer was made to call when it is done with a state."""
+        """The trainer was made to call `notice` when it is done with a state."""
         self._tuner, self._trainer, self._adapters, self._rules = tuner, trainer, adapters, rules
         self._notice = notice
         self._reader = ThreadPoolExecutor(1, "holdfast-read-job")
@@ -137,9 +139,9 @@ class TuningHandler(Handler):
         self._open: dict[str, _Open] = {}
         self._answers: deque[messages.FromEngine] = deque()
         self._steps: list[tuple[str, int]] = []
-        """The step under way when `between_steps` was asked last, if there was one."""
+        """The running job and its step when `between_steps` was last called; empty if none ran."""
         self._checked_at = 0.0
-        """When all jobs were checked last."""
+        """Time when all jobs were last checked."""
 
     @property
     def ready(self) -> bool:
@@ -173,13 +175,13 @@ class TuningHandler(Handler):
             self.change(message.number, message.job, message.action)
 
     def start(self, number: int, job: JobStart) -> None:
-        """Begin to read a job; `answers` says what became of it."""
+        """Begin to read a job; `answers` reports the result."""
         reading = self._reader.submit(self._prepare, job)
         self._reading.append((number, job, reading))
         reading.add_done_callback(lambda _: self._notice())
 
     def change(self, number: int, job: str, action: messages.JobAction) -> None:
-        """Pause, resume, cancel or leave a job; `answers` says what became of it."""
+        """Pause, resume, cancel or leave a job; `answers` reports the result."""
         if job not in self._open:
             self._answers.append(messages.JobRefused(number, f"there is no open job {job}", True))
             return
@@ -194,7 +196,7 @@ class TuningHandler(Handler):
         self._answers.append(messages.JobChanged(number))
 
     def answers(self) -> Iterator[messages.FromEngine]:
-        """What has become of jobs since the last call."""
+        """Results and events of jobs since the last call."""
         while self._answers:
             yield self._answers.popleft()
         while self._reading and self._reading[0][2].done():
@@ -243,7 +245,7 @@ class TuningHandler(Handler):
             raise ValueError(f"a file of job {start.id} cannot be read or written: {error.strerror}") from None
 
     def _new_job(self, start: JobStart, directory: Path) -> TrainingJob:
-        """The job as it will always be, with what was left to the engine. Raises ValueError, OSError."""
+        """The job in its final form, with the choices left to the engine. Raises ValueError, OSError."""
         for name, digest in ((EXAMPLES_FILE, start.data_digest), (VALIDATION_FILE, start.validation_digest)):
             if digest and digest_of(directory / name) != digest:
                 raise ValueError(f"{name} of job {start.id} is not the file of its digest")
@@ -275,7 +277,7 @@ class TuningHandler(Handler):
         )
 
     def _sized(self, given: Hyperparameters, longest: int, *, most: int) -> Hyperparameters:
-        """With the micro-batch that suits the target, or the bound, and the memory that may be lent.
+        """The hyperparameters with the micro-batch that suits the target or the bound, and the memory that may be lent.
 
         `longest` is the number of tokens of the longest example; no step has more than `most`.
         """
@@ -344,11 +346,11 @@ class TuningHandler(Handler):
             return "ending"
 
     def _events(self) -> list[JobEvent]:
-        """What has happened, in order."""
+        """Events since the last call, in order."""
         events: list[JobEvent] = []
         while self._tuner.ended:
             self._open[self._tuner.ended.popleft()].leave_device()
-        # A job that has settled has told all its steps before this looks for reports.
+        # A settled job has reported all its steps before this looks for reports.
         settled = {job for job in self._open if self._trainer.settled(job)}
         leaving = {job for job in settled if self._open[job].off_device}
         for report in self._trainer.reports():
@@ -376,7 +378,7 @@ class TuningHandler(Handler):
         return events
 
     def _visible(self, job: str, known: _Open, settled: bool) -> str:
-        """The status that a job's owner should know of; `settled`: all of it is stored, and all its steps are told."""
+        """The status that a job's owner should know of. `settled`: all of it is stored, and all steps are reported."""
         status = self._status(job)
         if status == "paused" and (self._trainer.is_resident(job) or not settled):
             return known.reported  # it leaves the device, or its state is on the way to the disk
@@ -390,7 +392,7 @@ class TuningHandler(Handler):
         return [JobStatus(known.start.id, status)]  # type: ignore[arg-type]
 
     def _end(self, job: str, known: _Open) -> list[JobEvent]:
-        """End a job that is off the device and stored; of one that is complete, once its adapter is served."""
+        """End a job that is off the device and stored; a complete one only once its adapter is served."""
         if known.cancelled and not known.failure:
             self._forget(job, self._trainer.discard)
             return [JobEnded(job, "cancelled")]

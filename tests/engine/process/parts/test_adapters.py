@@ -1,4 +1,4 @@
-"""Adapters of an engine that serves: loaded beside running requests, forgotten once theirs have ended."""
+"""Adapters of an engine that serves: loaded while requests run, forgotten once their own requests have ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 class Client:
-    """Says the next thing of a script once its condition holds, keeps all answers, and ends the engine at the end."""
+    """Sends the next message of a script once its condition holds, keeps all answers, then ends the engine."""
 
     def __init__(self, script: list[Callable[[Client], messages.ToEngine | None]]) -> None:
         self.script = deque(script)

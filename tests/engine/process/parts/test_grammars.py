@@ -1,4 +1,4 @@
-"""GrammarHandler: who waits for whom while grammars are compiled."""
+"""GrammarHandler: which requests wait for which while grammars are compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGER = 90.0
 
 
 class Compiler:
-    """Takes as long for each grammar as the test says."""
+    """A compiler that takes as long for each grammar as the test says."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
@@ -50,7 +50,7 @@ class Compiler:
             self._changed.notify_all()
 
     def await_tests(self, count: int) -> list[str]:
-        """The grammars whose tests have begun, once there are so many."""
+        """The grammars whose tests have begun, once there are `count`."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._tests()) >= count, PATIENCE)
             return self._tests()
@@ -60,7 +60,7 @@ class Compiler:
 
 
 class Made:
-    """A handler with what came of its requests."""
+    """A handler, with the outcomes of its requests."""
 
     def __init__(self) -> None:
         self.compiler, self.events = Compiler(), list[str]()

@@ -74,6 +74,22 @@ async def test_an_engine_with_another_clock_answers_and_its_times_are_ours(small
             await client.close()
 
 
+async def test_times_stay_in_order_where_another_clock_is_known_badly(small, elsewhere):
+    with Distant() as process:
+        client = await EngineClient.start(small(), process=process)
+        try:
+            known = client.ahead
+            for error in (-0.2, 0.2):
+                client.ahead = known + error
+                deltas = [
+                    delta async for delta in client.stream([5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True))
+                ]
+                timings = deltas[-1].timings
+                assert timings.arrival <= timings.scheduled <= timings.first_token <= time.monotonic()
+        finally:
+            await client.close()
+
+
 async def test_a_checkpoint_that_the_host_lacks_is_named_with_the_host(small, monkeypatch):
     monkeypatch.setattr(
         "holdfast.engine.client.client.for_other_hosts", lambda config, found: small(model="/models/none")

@@ -516,7 +516,9 @@ class Stream:
         tokens, reason = output.tokens, output.finish_reason
         ended = reason is not None
         if not self._count:
-            self._first, self._scheduled, self._cached = now, scheduled, output.cached_tokens
+            # Another host's clock is known to within half a round trip, so its times may seem to lie outside of ours.
+            self._scheduled = min(max(scheduled, self.request.arrival), now)
+            self._first, self._cached = now, output.cached_tokens
             self._by_tier = output.cached_by_tier
         self._vector = output.vector or self._vector
         self._last = now

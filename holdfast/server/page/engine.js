@@ -34,7 +34,7 @@ class Panel {
     this.owner = owner;
     this.recording = recording;
     this.selected = null;
-    this.textAt = 0;
+    this.textAt = -Infinity;
     const canvas = el('canvas', { class: 'e-lanes', 'aria-hidden': 'true' });
     const blocks = el('canvas', { class: 'e-map', 'aria-hidden': 'true' });
     this.tip = el('div', { class: 'e-tip', hidden: true });
@@ -93,7 +93,7 @@ class Panel {
 
   /** Bring the texts up to date with the next frame. */
   rewrite() {
-    this.textAt = 0;
+    this.textAt = -Infinity;
     this.owner.dirty = true;
   }
 
@@ -496,7 +496,7 @@ class EngineView {
 
   seek(clock) {
     this.clock = Math.min(this.longest, Math.max(0, clock));
-    for (const panel of this.panels) panel.textAt = 0;
+    for (const panel of this.panels) panel.textAt = -Infinity;
     this.dirty = true;
   }
 

@@ -78,7 +78,8 @@ def table(page: Any, summary: str) -> list[list[str]]:
     """Return the rows of one of the tables that can be opened."""
     details = page.locator("details", has_text=summary)
     if not details.evaluate("each => each.open"):
-        details.locator("summary").click()
+        # A key, because the page may move under a mouse between its press and its release.
+        details.locator("summary").press("Enter")
     getattr(page, "page", page).wait_for_timeout(600)
     details.locator("tbody tr").first.wait_for()  # On a busy machine its first rows come later.
     rows: list[list[str]] = details.locator("tbody tr").evaluate_all(

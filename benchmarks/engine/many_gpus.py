@@ -334,6 +334,12 @@ def bring(source: Any, target: Any, prompt: tuple[int, ...]) -> Any:
     return told[0]
 
 
+def wait_for_the_host_tier(engine: Any) -> None:
+    """Wait until all host memory is pinned, because blocks come back only to memory that is."""
+    while engine.loop.stats().host_blocks_ready < engine.info.num_host_blocks:
+        time.sleep(0.01)
+
+
 def moved(arguments: argparse.Namespace) -> None:
     """Each answer is compared with that of the engine where the conversation began: the same steps over the same state.
 
@@ -348,8 +354,7 @@ def moved(arguments: argparse.Namespace) -> None:
         kept = dict(disk_cache_dir=tempfile.mkdtemp(prefix="many-gpus-"), disk_cache_gb=400 * BLOCK / 1e9)
         source, target = (engine_of(layout, SMALL_SHAPE, **options, **more) for more in ({}, kept))
         for engine in (source, target):
-            while engine.loop.stats().host_blocks_ready < engine.info.num_host_blocks:
-                time.sleep(0.01)
+            wait_for_the_host_tier(engine)
         choose, turns, wrong = random.Random(7), [], []
         for number in range(6):
             first = tuple(choose.choices(range(1, VOCAB), k=choose.randint(100, 300)))
@@ -368,6 +373,7 @@ def moved(arguments: argparse.Namespace) -> None:
         for engine in (source, target):
             engine.close()
         again = engine_of(layout, SMALL_SHAPE, **options, **kept)
+        wait_for_the_host_tier(again)
         for number, (prompt, expected) in enumerate(turns):
             found = answer(again.loop, prompt)
             if found[0] != expected or not found[1]:

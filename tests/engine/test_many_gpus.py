@@ -43,7 +43,8 @@ def test_random_histories_on_two_gpus_give_the_tokens_of_one(layout: str, family
     gaps = [line["gap"] for line in lines if line["kind"] == "gap"]
     # Steps of other sizes round differently, so the argmax differs if two tokens are equally likely.
     assert sum(len(line["wrong_from"]) for line in histories) == len(gaps) <= len(histories)
-    assert all(0.0 <= gap < 1e-4 for gap in gaps)
+    # One GPU holds two such tokens in either order, depending on the step.
+    assert all(abs(gap) < 1e-4 for gap in gaps), gaps
     assert all(line["suspended"] and line["swapped_in"] for line in histories)
 
 

@@ -33,6 +33,7 @@ from holdfast.lm.grammar.sources import mask_words
 from holdfast.lm.kernels.attention.backends import attention_for
 from holdfast.lm.kernels.attention.protocol import CapturableAttention
 from holdfast.lm.kernels.cache.kv_cache import KVCache, copy_blocks
+from holdfast.lm.kernels.capture import free_workspaces
 from holdfast.lm.kernels.fp8 import FP8
 from holdfast.lm.kernels.sampling.masks import forbid
 from holdfast.lm.kernels.sampling.sampler import Sampler
@@ -228,8 +229,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             compile_once(partial(self._run_all, works), *self._compiled_for)
             self._run_at_once(works)
         torch.cuda.synchronize(self.device)
-        # cuBLAS allocated a workspace for each thread: free them.
-        torch._C._cuda_clearCublasWorkspaces()
+        free_workspaces()  # cuBLAS allocated one for each thread
         torch.cuda.empty_cache()
 
     def _run_at_once(self, works: list[Callable[[], object]]) -> None:

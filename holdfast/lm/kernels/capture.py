@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from holdfast.core.collector import collector_off
+
+
+_captured: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+"""Graphs of this process that can still be replayed."""
 
 
 @contextmanager
@@ -17,5 +22,18 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 
     Other threads may allocate or free memory meanwhile. Raises the exceptions of the block and of CUDA.
     """
+    _captured.add(graph)
     with collector_off(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         yield
+
+
+def free_workspaces() -> bool:
+    """Free the workspaces that cuBLAS keeps for each thread and stream, and return whether that was safe.
+
+    Captured products write to the workspaces of their capture whenever they are replayed. So nothing is freed while
+    this process has a captured graph, as it does if it built an engine before.
+    """
+    if _captured:
+        return False
+    torch._C._cuda_clearCublasWorkspaces()
+    return True

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from holdfast.lm.kernels.capture import capture
+from holdfast.lm.kernels.capture import capture, free_workspaces
 
 pytestmark = pytest.mark.gpu
 
@@ -50,3 +50,18 @@ def test_another_thread_may_pin_memory_during_a_capture() -> None:
         other.join()
     graph.replay()
     assert value.tolist() == [1.0] * 8 and pinned[0].is_pinned()
+
+
+def test_workspaces_are_freed_only_when_no_graph_may_write_to_them() -> None:
+    gc.collect()
+    assert free_workspaces()
+    factors, product = torch.rand(2, 512, 512, device="cuda"), torch.empty(512, 512, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        product.copy_(factors[0] @ factors[1])
+    assert not free_workspaces()
+    graph.replay()
+    torch.testing.assert_close(product, factors[0] @ factors[1])
+    del graph
+    gc.collect()
+    assert free_workspaces()

@@ -11,7 +11,6 @@ import torch
 
 from holdfast.core.collector import collector_off
 
-
 _captured: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 """Graphs of this process that can still be replayed."""
 

@@ -5,8 +5,9 @@ from collections import deque
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.standard import parts_of_rows
 from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.row_kind import RowKind
 from holdfast.lm.scheduler.row_policies import RowPolicy
-from holdfast.lm.scheduler.row_scheduler import RowScheduler
+from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import PENDING, Abilities, RowBytes, RowPlan, RowResult, RowShape, StepResult, TierCopied
 from tests.scheduling import model_state, sampled_from
 
@@ -20,19 +21,29 @@ def shape_of_rows(memory=1000, *, host=0, quantum=1, abilities=ABLE, size=POSITI
 
 
 def create_row_scheduler(
-    policy=None, *, shape=None, threshold=1.0, max_sequences=4, max_model_len=128, headroom=0.0, eos=(), **options
+    policy=None,
+    *,
+    shape=None,
+    threshold=1.0,
+    max_sequences=4,
+    max_model_len=128,
+    headroom=0.0,
+    eos=(),
+    prefill_ahead=0,
+    **options,
 ):
     policy = policy or StallFree(64)
-    return RowScheduler(
+    to_completion = isinstance(policy, RowPolicy) and policy.to_completion
+    pool = RowPool(shape or shape_of_rows(), threshold=threshold, to_completion=to_completion)
+    return Scheduler(
         policy,
-        RowPool(shape or shape_of_rows(), threshold=threshold),
+        RowKind(pool, longest=max_model_len, prefill_ahead=prefill_ahead),
         parts_of_rows(),
         max_sequences=max_sequences,
         max_model_len=max_model_len,
         vocab_size=1 << 20,
         headroom=headroom,
         eos_token_ids=eos,
-        to_completion=isinstance(policy, RowPolicy) and policy.to_completion,
         **options,
     )
 
@@ -228,8 +239,8 @@ def check_rows(scheduler):
         raise RuntimeError(f"a row has two owners: {held}, {pool.ended}, {queues.free_rows}")
     if len({*queues.free_rows}) != len(queues.free_rows):
         raise RuntimeError(f"a row is free twice: {queues.free_rows}")
-    if {*pool.ended} != {*queues._ended}:
-        raise RuntimeError(f"rows {sorted(pool.ended)} have ended, and {sorted(queues._ended)} have names")
+    if {*pool.ended} != {*pool.ended_names}:
+        raise RuntimeError(f"rows {sorted(pool.ended)} have ended, and {sorted(pool.ended_names)} have names")
     states = {entry.cache for entry in entries if entry.cache in pool.members or entry.cache in pool.ahead}
     if {*pool.members, *pool.ahead} != states or pool.members.keys() & pool.ahead.keys():
         raise RuntimeError("memory is counted for a state that no sequence has, or twice")

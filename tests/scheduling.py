@@ -10,6 +10,7 @@ from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.parts.standard import parts_of_requests
 from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
 from holdfast.lm.parts.tiers.planner import TierPart
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import PENDING, StepPlan, StepResult, TierCopied
@@ -47,7 +48,7 @@ def create_scheduler(
         parts = [*parts, TierPart(LowerTiers(pool, lower, prices, 0.0))]
     return Scheduler(
         policy or StallFree(budget),
-        pool,
+        PagedKind(pool),
         (*parts, *parts_of_requests()),
         max_sequences=max_sequences,
         max_model_len=max_model_len,

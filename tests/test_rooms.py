@@ -297,3 +297,52 @@ def test_the_search_for_assignments_to_other_objects_finds_each_form() -> None:
     assert of("given.x = Made()") == {"given"}
     assert of("self.loop.executor = given") == {"self.loop"} and of("each = given(); each.x = 1") == {"each"}
     assert of("self.x = 1") == of("each = Made(given); each.x = 1") == of("x = given.x") == set()
+
+
+WHOLE = {"Scheduler", "Queues", "PagedBuilder", "RowBuilder"}
+"""Classes of the scheduler that no other class inherits from: a memory kind is given to them."""
+
+
+def subclasses(tree: ast.Module, names: set[str]) -> set[str]:
+    """The classes of a module that inherit from one of these names."""
+    bases = {
+        node.name: {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    return {name for name, own in bases.items() if own & names}
+
+
+def memories() -> set[str]:
+    """The classes that hold the state of sequences, or one sequence's part of it."""
+    rooms = [module for module in HOLDFAST.modules if module.name.startswith("lm.memory.")]
+    classes = [node.name for module in rooms for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    return {name for name in classes if name.endswith(("Pool", "Memory", "State", "Cache"))}
+
+
+def classes_asked_for(tree: ast.Module) -> set[str]:
+    """The names of all classes that a module tests objects for."""
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"]
+    return {name.id for test in tests for name in ast.walk(test.args[1]) if isinstance(name, ast.Name)}
+
+
+def test_no_class_inherits_from_the_scheduler_its_queues_or_the_builder_of_a_memory_kind() -> None:
+    assert {m.name: found for m in HOLDFAST.modules if (found := subclasses(m.tree, WHOLE))} == {}
+
+
+def test_nothing_asks_which_memory_it_has() -> None:
+    assert {"BlockPool", "RowPool", "HostPool", "SequenceCache", "RowState"} <= memories()
+    assert {m.name: found for m in HOLDFAST.modules if (found := classes_asked_for(m.tree) & memories())} == {}
+
+
+def test_the_searches_for_subclasses_and_tests_of_classes_find_each_form() -> None:
+    tree = ast.parse("class Mine(scheduler.Scheduler): pass\nclass Other(Queues[int]): pass\nclass Third(Part): pass")
+    assert subclasses(tree, WHOLE) == {"Mine", "Other"}
+    assert classes_asked_for(ast.parse("isinstance(self.pool, RowPool | BlockPool) and isinstance(x, (A, B))")) == {
+        "RowPool", "BlockPool", "A", "B",
+    }  # fmt: skip
+
+
+def test_no_method_of_a_language_model_has_another_type_than_the_one_it_overrides() -> None:
+    lm = ROOT / "holdfast" / "lm"
+    assert [str(file) for file in lm.rglob("*.py") if "ignore[override]" in file.read_text()] == []

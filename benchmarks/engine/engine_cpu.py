@@ -21,6 +21,7 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.loader import load
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import MemoryMeasurement
@@ -73,7 +74,7 @@ def holdfast(prompts: list[list[int]], generated: int, steps_in_flight: int) -> 
     shape, executor = device.allocate(sizes), device.executor
     scheduler = Scheduler(
         StallFree(shape.token_budget),
-        BlockPool(blocks, config.block_size),
+        PagedKind(BlockPool(blocks, config.block_size)),
         max_sequences=len(prompts),
         max_model_len=model.spec.max_model_len,
         headroom=0.0,

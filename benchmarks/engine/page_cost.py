@@ -40,6 +40,7 @@ from holdfast.core.types import Request, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.process.watched import Watched
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import LanguageLoop, StepPlan, StepResult, TierCopied
@@ -120,7 +121,9 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
     """What watching adds to the processor time of a step of the loop, over a cache of many conversations."""
     each = arguments.blocks // arguments.conversations
     pool = BlockPool(arguments.blocks + 64 * arguments.streams, 16, host_blocks=arguments.blocks // 4)
-    scheduler = Scheduler(StallFree(2048), pool, max_sequences=arguments.streams, max_model_len=1 << 20, sharing=True)
+    scheduler = Scheduler(
+        StallFree(2048), PagedKind(pool), max_sequences=arguments.streams, max_model_len=1 << 20, sharing=True
+    )
     executor = Resting(0.0)
     engine: LanguageLoop = Loop(scheduler, executor, 2, time.monotonic)
     for number in range(arguments.conversations):

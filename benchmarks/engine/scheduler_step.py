@@ -22,6 +22,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, Retention, RetentionRule, cost_by_position
 from holdfast.lm.parts.standard import parts_of_requests
 from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import LatencyTarget
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan, StepResult
@@ -72,7 +73,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         policy = make_policy(name, token_budget=2048, capacity=capacity)
     scheduler = Scheduler(
         policy,
-        BlockPool(options.running * ((prompt + length) // options.block_size + 2), options.block_size),
+        PagedKind(BlockPool(options.running * ((prompt + length) // options.block_size + 2), options.block_size)),
         parts_of_requests(),
         max_sequences=options.running,
         max_model_len=2 * length,

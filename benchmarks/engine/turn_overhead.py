@@ -28,6 +28,7 @@ from holdfast.engine.client.client import Delta, Timings, Usage
 from holdfast.engine.client.text import Text
 from holdfast.engine.messages import EngineInfo, Submit, decode_to_engine, encode
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import MemoryMeasurement, StepPlan, StepResult
@@ -56,7 +57,7 @@ class Instant:
         )  # fmt: skip
         info = self.info
         self.scheduler = Scheduler(
-            StallFree(info.token_budget), BlockPool(info.num_blocks, info.block_size),
+            StallFree(info.token_budget), PagedKind(BlockPool(info.num_blocks, info.block_size)),
             max_sequences=info.max_sequences, max_model_len=info.max_model_len, vocab_size=info.vocab_size,
             sharing=True,
         )  # fmt: skip

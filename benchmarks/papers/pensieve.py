@@ -57,6 +57,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule, cost_by_position
 from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.order import make_order
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan, StepResult, TierCopied
@@ -404,7 +405,7 @@ def play(options: argparse.Namespace, eviction: str, device: int, host: int, sta
     rule = RetentionRule(EVICTIONS[eviction], lambda at: CHUNK * (token + pair * at), CHUNK // BLOCK, BLOCK)
     scheduler = Scheduler(
         StallFree(2048),
-        BlockPool(device // BLOCK, BLOCK, rule=rule, host_blocks=host // BLOCK),
+        PagedKind(BlockPool(device // BLOCK, BLOCK, rule=rule, host_blocks=host // BLOCK)),
         max_sequences=256,
         max_model_len=device,
         sharing=stateful,
@@ -648,7 +649,7 @@ def fitted(args: argparse.Namespace) -> None:
             host_blocks = HOST_BLOCKS if mode == "tiers" else 0
             pool = BlockPool(BLOCKS, 16, rule=rule, host_blocks=host_blocks, low_water=config.swap_threshold)
             scheduler = Scheduler(
-                Gathering(config.fixed_token_budget or 2048, args.join_every), pool, max_sequences=512,
+                Gathering(config.fixed_token_budget or 2048, args.join_every), PagedKind(pool), max_sequences=512,
                 max_model_len=FITTED_LONGEST, vocab_size=VOCABULARY, headroom=config.headroom,
                 sharing=config.prefix_sharing, order=make_order(config),
             )  # fmt: skip

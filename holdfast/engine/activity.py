@@ -13,8 +13,6 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.lm.memory.block_map import BlockMap, ConversationBlocks
-from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.queue_report import QueueReport, report_queues
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -232,10 +230,9 @@ class Scene:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        pool = scheduler.queues.pool
         lower = next((part.lower for part in scheduler.parts if isinstance(part, TierPart)), None)
-        self._maps = [BlockMap(pool, lower)] if isinstance(pool, BlockPool) else []
-        """The map of paged memory, if that is what the scheduler has."""
+        self._maps = [BlockMap(pool, lower) for pool in scheduler.block_pools]
+        """The maps of paged memory."""
         for name in scheduler.entries:
             self.meet(name)
 
@@ -243,8 +240,8 @@ class Scene:
         """Follow the blocks of a request, because a step computes part of its prompt."""
         entries = self._scheduler.entries
         for map_ in self._maps:
-            if request in entries and isinstance(cache := entries[request].cache, SequenceCache):
-                map_.meet(request, cache)
+            if request in entries:
+                map_.meet(request, entries[request].cache)
 
     def meet_all(self, plan: StepPlan) -> None:
         """Follow the blocks of all requests for which a new plan does more than decode."""

@@ -27,6 +27,7 @@ from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.order import make_order
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.part import Part
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import (
@@ -36,8 +37,8 @@ from holdfast.lm.scheduler.policies import (
     compute_token_budget,
     whole_tiles,
 )
+from holdfast.lm.scheduler.row_kind import RowKind
 from holdfast.lm.scheduler.row_policies import RowPolicy
-from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, RowShape
 
@@ -229,20 +230,16 @@ def make_scheduler(
     if shape.rows is not None:
         if stages > 1:
             raise ValueError(f"a pipeline has {stages} stages; padded rows run on one")
-        return RowScheduler(
-            policy,
-            RowPool(
-                shape.rows,
-                threshold=config.shrink_threshold,
-                rule=rule,
-                keeps=config.prefix_sharing,
-                low_water=config.swap_threshold,
-            ),
-            parts_of_rows(),
-            **settings,
-            prefill_ahead=config.states_ahead,
+        rows = RowPool(
+            shape.rows,
+            threshold=config.shrink_threshold,
+            rule=rule,
+            keeps=config.prefix_sharing,
+            low_water=config.swap_threshold,
             to_completion=isinstance(policy, RowPolicy) and policy.to_completion,
         )
+        kind = RowKind(rows, longest=shape.max_model_len, prefill_ahead=config.states_ahead)
+        return Scheduler(policy, kind, parts_of_rows(), **settings)
     again = partial(cost.recompute, config.block_size) if cost is not None else None
     prices = None
     if shape.block_bytes and shape.num_host_blocks and again is not None:
@@ -263,7 +260,7 @@ def make_scheduler(
         parts.append(TierPart(LowerTiers(pool, shape.lower, below, now)))
     if config.chunk_host and shape.num_host_blocks:
         parts.append(MovePart())
-    return Scheduler(policy, pool, parts, **settings, stages=stages)
+    return Scheduler(policy, PagedKind(pool), parts, **settings, stages=stages)
 
 
 def make_drafter(config: EngineConfig, shape: EngineShape, kind: str) -> Drafter | None:

@@ -64,9 +64,9 @@ def take(loop, given):
 
 def check_empty(loop):
     stats = loop.stats()
-    pool = loop.planner._pool
+    pool = loop.planner.pool
     assert (stats.waiting, stats.running) == (0, 0)
-    if loop.planner._queues.to_completion:  # rows of the last batch leave when the next one begins
+    if loop.planner.pool.to_completion:  # rows of the last batch leave when the next one begins
         assert not pool.members
         return
     assert stats.blocks_used == 0
@@ -100,7 +100,7 @@ def test_if_memory_runs_out_the_batch_shrinks_and_no_request_fails(bloom, monkey
     for number, prompt in enumerate(prompts):
         assert tuple(given[str(number)][0]) == generate_alone(module, prompt, 20)
     assert failed and loop.stats().shrinks >= 1
-    assert loop.planner._pool.memory < loop.planner._pool.shape.memory
+    assert loop.planner.pool.memory < loop.planner.pool.shape.memory
     check_empty(loop)
     loop.close()
 
@@ -162,7 +162,7 @@ def test_conversations_with_aborts_in_little_memory_get_the_tokens_of_the_model_
             talk += [*tokens, *draw_prompts(choose.randint(1, 4), seed=choose.randrange(99))[0]]
         check_empty(loop)
     # Rows that stay until their batch ends have continued by then, so no state of them is of use.
-    assert (loop.stats().prefix_hits > 0) != loop.planner._queues.to_completion
+    assert (loop.stats().prefix_hits > 0) != loop.planner.pool.to_completion
     loop.close()
 
 
@@ -244,7 +244,7 @@ def test_a_profile_of_rows_is_estimated_corrected_in_service_and_used_by_the_nex
     directory, _ = bloom
     loop, _, estimate, stages = start(with_target(directory, tbt_target=50.0))
     assert stages == ["estimating the device's pace"] and not estimate.measured
-    assert isinstance(estimate.cost, PaddedCost) and estimate.rows == loop.planner._pool.shape
+    assert isinstance(estimate.cost, PaddedCost) and estimate.rows == loop.planner.pool.shape
     stream, *prompts = draw_prompts(5, *([70] * 6))
     serve(loop, [request(0, stream, 40), *(request(n, each, 2) for n, each in enumerate(prompts, 1))])
     policy = loop.planner._policy

@@ -15,9 +15,9 @@ from holdfast.lm.choice import (
     make_scheduler,
     steps_in_flight,
 )
+from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
-from holdfast.lm.scheduler.row_scheduler import RowScheduler
 from holdfast.lm.types import EngineShape, RowPlan
 from tests.lm.scheduler.test_latency_target import COST
 from tests.padded_rows import ABLE, shape_of_rows
@@ -112,7 +112,7 @@ def padded(**options):
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_name_plans_padded_rows(name):
     scheduler = make_scheduler(padded(scheduler=name, prefix_sharing=False), ROWS, None)
-    assert isinstance(scheduler, RowScheduler)
+    assert isinstance(scheduler.pool, RowPool)
     for request in create_requests(5, 8):
         scheduler.add(replace(request, prompt=(1,) * len(request.prompt)))
     plan = scheduler.schedule(0.0)

@@ -141,11 +141,11 @@ class Moves:
 
 
 def two_tiers(scheduler: Scheduler) -> tuple[BlockPool, HostPool]:
-    """The memory of a scheduler and its host tier. Raises ValueError if there is none."""
-    pool = scheduler.pool
-    if not isinstance(pool, BlockPool) or not isinstance(pool.host, HostPool):
-        raise ValueError("there is no host tier, through which blocks move")
-    return pool, pool.host
+    """The pool of a scheduler's blocks and its host tier. Raises ValueError if there is none."""
+    for pool in scheduler.block_pools:
+        if pool.host is not None:
+            return pool, pool.host
+    raise ValueError("there is no host tier, through which blocks move")
 
 
 class Loan:

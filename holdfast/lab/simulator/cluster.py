@@ -209,8 +209,9 @@ class Replica:
         clock = VirtualClock()
         loop, executor, *_ = make_loop(config, profile, clock, pipeline=pipeline, pace=pace, watch=watch)
         planner = loop.planner
-        assert isinstance(planner, Scheduler) and isinstance(planner.memory, BlockPool)
-        return cls(name, clock, loop, executor, planner.memory)
+        assert isinstance(planner, Scheduler)
+        (pool,) = planner.block_pools
+        return cls(name, clock, loop, executor, pool)
 
     @property
     def size(self) -> int:

@@ -63,10 +63,13 @@ class DrawRules:
 
     restricts = False
     """Whether some row may not draw every token: only then is `masks` called."""
-    waits = False
-    """Whether `masks` would wait for the tokens of a step that the device may still compute."""
     reads = False
     """Whether later rules follow from the step's tokens: only then are `drawn`, `read` and `results` called."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether `masks` would wait for the tokens of a step that the device may still compute."""
+        return False
 
     def masks(self) -> torch.Tensor:
         """The masks [M, W] int32 of the rows `StagedStep.masked`, on the device."""

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.host_pool import HostPool
+from holdfast.lm.memory.protocol import AnyState
 from holdfast.lm.memory.retention import Use
-from holdfast.lm.memory.sequence_cache import SequenceCache
 
 TIERS_BELOW = {
     "f": "being brought back to the host",
@@ -63,7 +63,7 @@ class _Conversation:
 
     def __init__(self, number: int, request: str, digests: list[bytes], last: float) -> None:
         self.number, self.request, self.digests, self.last = number, request, digests, last
-        self.cache: SequenceCache | None = None
+        self.cache: AnyState | None = None
         """The cache of its latest request, until that request ends."""
         self.tail = UNKNOWN
         """The digest by which its next request is known."""
@@ -122,7 +122,7 @@ class BlockMap:
         self._at = 0
         self._costs: dict[int, float] = {}
 
-    def meet(self, request: str, cache: SequenceCache) -> None:
+    def meet(self, request: str, cache: AnyState) -> None:
         """Start or continue a conversation for a request that is planned for the first time.
 
         Its cache must know the digests of its prompt.

@@ -14,7 +14,7 @@ from holdfast.lm.memory.prefix_index import PrefixIndex
 from holdfast.lm.memory.prices import Link, Prices
 from holdfast.lm.memory.protocol import Found, SequenceState
 from holdfast.lm.memory.retention import MIN_AGE, IdleBlocks, RetentionRule, Use, Victims
-from holdfast.lm.types import BlockCopy, BlockMove
+from holdfast.lm.types import BlockCopy, BlockMove, TierCopied
 
 TIERS = {
     "u": "on the device, in use",
@@ -103,6 +103,7 @@ class BlockPool:
         """Most blocks that a failed call of `fits` asked for since the last `swap_out`."""
         self.lent = 0
         """Blocks that are lent to a part, the highest ones."""
+        self.can_lend = True
         self.kept_below: Callable[[bytes], bool] | None = None
         """Whether a tier below the host has the block of this digest. None: there is no lower tier."""
         self.prices = prices
@@ -532,6 +533,40 @@ class BlockPool:
         self.swapped_out += len(copies)
         self.copies.start_swap_out(copies, last_use, step, owned)
         return tuple(copies)
+
+    def shortage(self, found: Found, length: int, reserved: int) -> str:
+        """Why a waiting sequence may not start: see `SequenceMemory.shortage`."""
+        needed = self.needed(found, length)
+        if needed > self.available - reserved:
+            return "no blocks"
+        return "copies under way" if needed > self.allocatable else ""
+
+    def stats(self) -> Mapping[str, int]:
+        """The fields of SchedulerStats that say how full both tiers are, and what moved between them."""
+        host = self.host
+        tier = {} if host is None else {
+            "host_blocks_total": host.num_blocks,
+            "host_blocks_ready": host.ready,
+            "host_blocks_cached": host.cached,
+            "host_blocks_dropped": host.dropped,
+        }  # fmt: skip
+        return {
+            "blocks_total": self.num_blocks,
+            "blocks_used": self.used,
+            "blocks_cached": self.cached,
+            "blocks_swapped_in": self.swapped_in,
+            "blocks_swapped_out": self.swapped_out,
+            "tokens_dropped": self.dropped * self.block_size,
+            **tier,
+        }
+
+    def copied(self, copied: TierCopied) -> None:
+        """Finish the copies that are complete, and learn from the time that those from the host took."""
+        self.finish_swap_out(copied.swapped_out)
+        self.copies.finish_swap_in(copied.swapped_in)
+        for copy in copied.times:
+            if copy.inward:
+                self.host_link.observe(copy.bytes, copy.seconds)
 
     def finish_swap_out(self, step: int) -> None:
         """Finish the copies to the host that plan `step` and earlier plans began."""

@@ -1,16 +1,28 @@
-"""The scheduler's view of memory, whatever holds the state of a sequence: blocks, or a row of a padded batch.
+"""The protocol of a memory kind: paged blocks, rows of a padded batch, or whatever else holds the state of sequences.
 
-Sizes are in blocks. Where state is not paged a block is one position, so `block_size` is 1.
+| verb | of the memory | of one sequence's state |
+|---|---|---|
+| is there room | `admits`, `needed`, `holds`, `can_grow`, `shortage` | |
+| find | | `match`, `lacking`, `touch`, `missing` |
+| allocate, fork | | `allocate`, with state that `match` found: it is shared, or copied |
+| append | `can_grow` | `grow`, `plan`, `rollback`, `cache_blocks` |
+| free | `freed_by` | `end`, `suspend` |
+| swap | `swap_out`, `copied` | `allocate`, which returns the copies from the host |
+| lend | `can_lend`, `lend`, `reclaim`, `lent` | `move` |
+| report | `stats`, `shortage` | `blocks`, `digests` |
+
+Sizes are in blocks. Where state is not paged a block is one position, so `block_size` is 1. The scheduler's side of a
+kind, with the builder of its plans, is `lm.scheduler.kind.MemoryKind`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any, Protocol, TypeVar
 
 from holdfast.lm.memory.copy_ledger import CopyLedger
 from holdfast.lm.memory.host_pool import HostPool
-from holdfast.lm.types import BlockCopy
+from holdfast.lm.types import BlockCopy, BlockMove, TierCopied
 
 
 class Found(Sized, Protocol):
@@ -49,6 +61,14 @@ class SequenceState(Protocol[FoundT]):
         """The block table. Always empty where state is not paged."""
         ...
 
+    @property
+    def digests(self) -> list[bytes]:
+        """The digests of its first blocks, as far as they were needed; empty if the sequence shares no blocks.
+
+        Always the same list. Callers must not change it.
+        """
+        ...
+
     def missing(self, length: int) -> tuple[tuple[int, int], ...]:
         """The ranges of [0, length) that are not resident and that no plan computes yet, in ascending order."""
         ...
@@ -65,6 +85,10 @@ class SequenceState(Protocol[FoundT]):
         """Find the kept state of these tokens. The last token never counts: it must be computed to give logits."""
         ...
 
+    def lacking(self, tokens: Sequence[int]) -> dict[int, bytes]:
+        """The digests of all full blocks that no tier of the memory has, by place. The last token never counts."""
+        ...
+
     def touch(self, tokens: Sequence[int], now: float) -> None:
         """Count the kept state of a waiting sequence as used now, so that it stays until the sequence starts."""
         ...
@@ -76,6 +100,14 @@ class SequenceState(Protocol[FoundT]):
         """
         ...
 
+    def occupy(self, row: int) -> None:
+        """The sequence has this row of the plans from now on, until `end` or `suspend`. Called after `allocate`."""
+        ...
+
+    def move(self, places: Mapping[int, int]) -> None:
+        """Replace blocks of the table whose contents moved: `places` maps old to new (`SequenceMemory.lend`)."""
+        ...
+
     def grow(self, now: float) -> None:
         """Add room for at least one more position. The memory must allow it (`SequenceMemory.can_grow`)."""
         ...
@@ -84,8 +116,18 @@ class SequenceState(Protocol[FoundT]):
         """Let others find all computed state of these known tokens."""
         ...
 
-    def free(self, now: float) -> None:
-        """Give up the room. State that others can find stays until its place is needed."""
+    def end(self, tokens: Sequence[int], now: float) -> bool:
+        """Give up the room, because the sequence has ended with these tokens. Others may find its state.
+
+        Returns whether its row is free, if it has one. It is not while the batch still computes it.
+        """
+        ...
+
+    def suspend(self, now: float) -> bool:
+        """Give up the room, because the sequence must wait. It finds as much of its state again as stays (`match`).
+
+        Returns whether that state is on the host, or goes there.
+        """
         ...
 
 
@@ -107,6 +149,8 @@ class SequenceMemory(Protocol[FoundT]):
     """Number of blocks whose state was lost so far: no tier has it."""
     lent: int
     """Blocks that are lent to a part now. They come back when it gives them up (`Part.make_room`)."""
+    can_lend: bool
+    """Whether it lends blocks at all."""
 
     @property
     def available(self) -> int:
@@ -175,8 +219,31 @@ class SequenceMemory(Protocol[FoundT]):
         """Begin to copy idle state to the host in plan `step` of `num_tokens` tokens. Returns the copies to do."""
         ...
 
-    def finish_swap_out(self, step: int) -> None:
-        """Finish the copies to the host that plan `step` and earlier plans began."""
+    def copied(self, copied: TierCopied) -> None:
+        """Take note of the copies between the tiers that are complete."""
+        ...
+
+    def lend(self, count: int, now: float, *, most_moves: int) -> tuple[BlockMove, ...]:
+        """Lend up to `count` more blocks to a part. `lent` says how many in all.
+
+        The plan must do the returned moves first, at most `most_moves`, and every state must name the new places at
+        once (`SequenceState.move`).
+        """
+        ...
+
+    def reclaim(self, count: int) -> None:
+        """Take `count` of the lent blocks back. They are free at once. Raises RuntimeError if fewer are lent."""
+        ...
+
+    def shortage(self, found: FoundT, length: int, reserved: int) -> str:
+        """Why a waiting sequence of `length` positions may not start and leave `reserved` blocks available.
+
+        "no blocks" or "copies under way", two of `queue_report.REASONS`; empty if memory does not keep it.
+        """
+        ...
+
+    def stats(self) -> Mapping[str, int]:
+        """The fields of SchedulerStats that the memory knows."""
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from holdfast.lm.memory.host_pool import HostPool
 from holdfast.lm.memory.kept_rows import KeptRows
 from holdfast.lm.memory.protocol import SequenceState
 from holdfast.lm.memory.retention import RetentionRule
-from holdfast.lm.types import BlockCopy, RowMove, RowMoveKind, RowShape
+from holdfast.lm.types import BlockCopy, BlockMove, RowMove, RowMoveKind, RowShape, TierCopied
 
 Place = Literal["nowhere", "apart", "batch"]
 
@@ -64,14 +64,20 @@ class RowState:
     """
 
     __slots__ = (
-        "_pool", "_root", "ahead", "capacity", "kept", "lost_alone", "next_full", "place", "planned", "resumed", "row",
-        "since", "slot", "source",
+        "_pool", "_root", "ahead", "capacity", "digests", "kept", "lost_alone", "name", "next_full", "place", "planned",
+        "resumed", "row", "since", "slot", "source",
     )  # fmt: skip
 
     blocks: Sequence[int] = ()
 
-    def __init__(self, pool: RowPool, root: bytes | None = None) -> None:
-        """`root` starts the chain of digests (`Identity.root`). None: other requests may not use this state."""
+    def __init__(self, pool: RowPool, root: bytes | None = None, name: str = "") -> None:
+        """`root` starts the chain of digests (`Identity.root`). None: other requests may not use this state.
+
+        `name` is the id of the sequence.
+        """
+        self.name = name
+        self.digests: list[bytes] = []
+        """Always empty: state is not paged."""
         self._pool = pool
         self._root = root
         self.planned = 0
@@ -119,6 +125,10 @@ class RowState:
             return FoundRow(self.planned, self.slot, on_host=True)
         return self._pool.find(self._root, tokens)
 
+    def lacking(self, tokens: Sequence[int]) -> dict[int, bytes]:
+        """Nothing: there are no blocks that another tier could have."""
+        return {}
+
     def touch(self, tokens: Sequence[int], now: float) -> None:
         """Count the kept state of an ended sequence as used now. A suspended state stays in any case."""
         found = self._pool.find(self._root, tokens)
@@ -150,6 +160,9 @@ class RowState:
             self._pool.move("load", row, self.slot, self.planned)
             self._forget_slot()
             self.place = "apart"
+
+    def move(self, places: Mapping[int, int]) -> None:
+        """Do nothing: there are no blocks that could move."""
 
     def wait_ahead(self) -> None:
         """Count the state outside the batch until `embed`."""
@@ -216,13 +229,33 @@ class RowState:
             self._pool.settle(self.kept, self._root, tokens[: self.planned], self.planned, now)
         self.kept = -1
 
+    def leave_batch(self, known: int | None = None) -> None:
+        """Compute nothing more: the row leaves the batch, or stays in it until the batch ends, if the pool says so.
+
+        The state of a row that leaves may serve the next turn of a conversation. `known` is passed to `keep`.
+        """
+        if self._pool.to_completion and self.place == "batch":
+            self.run_on()
+        else:
+            self.keep(known)
+
+    def end(self, tokens: Sequence[int], now: float) -> bool:
+        """Give up the row and the memory, because the sequence has ended with these tokens. Others may find its state.
+
+        Returns whether its row is free. It is not while it stays in the batch until the batch ends.
+        """
+        self.leave_batch(len(tokens))
+        self.settle(tokens, now)
+        self.free(now)
+        return self.row not in self._pool.ended
+
     def free(self, now: float) -> None:
         """Give up the state, wherever it is, and count it as not computed."""
         self.leave()
         self._forget_slot()
         self.planned = 0
 
-    def suspend(self) -> bool:
+    def suspend(self, now: float) -> bool:
         """Give up the row. Its state goes to the host if there is room, and is computed again later if not.
 
         Returns whether it went to the host.
@@ -243,6 +276,7 @@ class RowState:
         """Leave the sequence and stay in the batch, where its row is computed until the batch ends."""
         assert self.place == "batch"
         self._pool.ended[self.row] = self.planned
+        self._pool.ended_names[self.row] = self.name
         self._vanish()
 
     def lose(self) -> None:
@@ -295,13 +329,16 @@ class RowPool:
         rule: RetentionRule | None = None,
         keeps: bool = True,
         low_water: float = 0.25,
+        to_completion: bool = False,
     ) -> None:
         """`threshold` is the share of the memory above which rows leave.
 
         While less than the share `low_water` is free, states of ended sequences are copied to the host.
 
-        `rule` ranks the states of ended sequences; `keeps` False keeps none of them.
+        `rule` ranks the states of ended sequences; `keeps` False keeps none of them. `to_completion` leaves the rows of
+        ended sequences in the batch until all its sequences have ended.
         """
+        self.to_completion = to_completion
         self.shape = shape
         self.keeps = keeps and shape.abilities.keeps_state and shape.abilities.continues
         """Whether states of ended sequences stay. False if the model gives none out, or if they serve no other prompt.
@@ -319,6 +356,7 @@ class RowPool:
         """Always None: states on the host are not blocks."""
         self.lent = 0
         """No position is ever lent."""
+        self.can_lend = False
         self._now = 0.0
         """The latest `now` of any call, in seconds."""
         self.swapped_in = 0
@@ -330,6 +368,8 @@ class RowPool:
         """States that were computed before the batch had a place for them."""
         self.ended: dict[int, int] = {}
         """Length by row, of states that stay in the batch although their sequences have ended."""
+        self.ended_names: dict[int, str] = {}
+        """Id of the sequence by row, of the same states."""
         self.shrinks = 0
         """Number of times that the device ran out of memory."""
         self.host_used = 0
@@ -516,6 +556,40 @@ class RowPool:
         while self._storing and self._storing[0][0] <= step:
             self._storing.popleft()
 
+    def copied(self, copied: TierCopied) -> None:
+        """Finish the stores that are complete. Loads need no note: what reads a state waits for it on the device."""
+        self.finish_swap_out(copied.swapped_out)
+
+    def lend(self, count: int, now: float, *, most_moves: int) -> tuple[BlockMove, ...]:
+        """Lend nothing: the batch is as wide as its longest row, so no part of it can serve anything else."""
+        return ()
+
+    def reclaim(self, count: int) -> None:
+        """Raises RuntimeError, as nothing is ever lent."""
+        if count:
+            raise RuntimeError(f"{count} blocks are to be reclaimed, and padded rows lend none")
+
+    def shortage(self, found: FoundRow, length: int, reserved: int) -> str:
+        """Whether a row has memory for one more position; a longer one may need more to start."""
+        return "no blocks" if self.available - reserved < 1 else ""
+
+    def stats(self) -> Mapping[str, int]:
+        """The fields of SchedulerStats that the memory knows, where blocks are positions."""
+        position = self.shape.bytes.position
+        return {
+            "blocks_total": self.num_blocks,
+            "blocks_used": self.used,
+            "blocks_cached": self.cached,
+            "blocks_swapped_in": self.swapped_in,
+            "blocks_swapped_out": self.swapped_out,
+            "tokens_dropped": self.dropped,
+            "host_blocks_total": self.shape.host_memory // position,
+            "host_blocks_ready": self.shape.host_memory // position,
+            "host_blocks_cached": (self.host_used + self.kept.host_bytes) // position,
+            "rows_wide": self.width,
+            "shrinks": self.shrinks,
+        }
+
     # Moves of states.
 
     def move(self, kind: RowMoveKind, row: int = -1, slot: int = -1, length: int = 0) -> None:
@@ -635,8 +709,12 @@ class RowPool:
     def drop_ended(self, rows: Iterable[int]) -> None:
         """Record that these ended rows leave the batch."""
         for row in rows:
-            del self.ended[row]
             self.move("drop", row)
+            self.forget_ended(row)
+
+    def forget_ended(self, row: int) -> None:
+        """Record that an ended row is not in the batch any more."""
+        del self.ended[row], self.ended_names[row]
 
     # Shrinking, when there is less memory than was measured.
 

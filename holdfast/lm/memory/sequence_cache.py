@@ -185,6 +185,9 @@ class SequenceCache:
                 self._islands.append((start, stop))
         self._set_next_full()
 
+    def occupy(self, row: int) -> None:
+        """Do nothing: the plan that starts the sequence writes its block table to its row."""
+
     def grow(self, now: float) -> None:
         """Add a block at the end of the table."""
         self.blocks += self._pool.allocate(1, now)
@@ -209,6 +212,21 @@ class SequenceCache:
             pool.cache_block(self.blocks[index], self._digests[index], index)
         self._cached = full
         self.next_full = (full + 1) * pool.block_size
+
+    def end(self, tokens: Sequence[int], now: float) -> bool:
+        """Free all blocks, because the sequence has ended. Its row is free, too."""
+        if self.blocks:
+            self.free(now)
+        return True
+
+    def suspend(self, now: float) -> bool:
+        """Free all blocks, because the sequence must wait. Its full blocks become idle.
+
+        With a host tier they are copied there (Pensieve §4.3.5), and copied back when the sequence starts again. Blocks
+        that were dropped meanwhile, and its last one, are computed again. Returns whether there is a host tier.
+        """
+        self.free(now)
+        return self._pool.host is not None
 
     def free(self, now: float) -> None:
         """Free all blocks. Among blocks of equal value, those freed first are evicted first."""

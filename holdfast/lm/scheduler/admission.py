@@ -1,4 +1,4 @@
-"""Admission: whether a waiting sequence starts, and with which blocks."""
+"""Admission: whether a waiting sequence starts, and with which room in memory."""
 
 from __future__ import annotations
 
@@ -14,27 +14,22 @@ NO_LIMIT = sys.maxsize
 
 
 class Admission:
-    """Gives waiting sequences rows and blocks for one step, and lets them run once their state has arrived."""
+    """Gives waiting sequences rows and blocks for one step, and lets those run whose state is there."""
 
-    __slots__ = ("_now", "_number", "_queues", "_writes", "swap_in")
+    __slots__ = ("_now", "_number", "_queues", "_swap_in", "_writes")
 
-    def __init__(self, queues: Queues, number: int, now: float, writes: list[TableWrite]) -> None:
-        """`number` is the step's and `now` its time in seconds; block tables are added to `writes`.
+    def __init__(
+        self, queues: Queues, number: int, now: float, writes: list[TableWrite], swap_in: list[BlockCopy]
+    ) -> None:
+        """`number` is the step's and `now` its time in seconds.
 
-        Sequences whose state has arrived from the host start to run. If nothing runs, all of them do: the step waits.
+        Block tables are added to `writes`, and the copies from the host that the step begins to `swap_in`.
         """
-        self.swap_in: list[BlockCopy] = []
-        """Copies from the host that the step begins."""
         self._queues = queues
         self._number = number
         self._now = now
         self._writes = writes
-        if queues.swapping_in:
-            idle = not queues.running
-            for entry in tuple(queues.swapping_in):
-                entry.swap_in_step = queues.pool.copies.swap_in_step(entry.cache.blocks)
-                if idle or entry.swap_in_step < 0:
-                    queues.join(entry)
+        self._swap_in = swap_in
 
     def start(self, entry: Entry, *, most: int, at_once: bool) -> bool:
         """Start a waiting sequence if blocks for all its known positions are free after the headroom is set aside.
@@ -53,7 +48,7 @@ class Admission:
         found: Found = entry.cache.match(sequence.tokens if entry.uses_kept else sequence.tokens[:1])
         if sequence.length - len(found) * pool.block_size > most:
             return False
-        if found.host and self.swap_in and len(self.swap_in) + len(found.host) > pool.max_copies:
+        if found.host and self._swap_in and len(self._swap_in) + len(found.host) > pool.max_copies:
             return False  # copies run one after the other: a step begins no more than one sequence needs
         while not pool.admits(found, sequence.length, reserved):
             short = pool.needed(found, sequence.length) + reserved - pool.available
@@ -61,7 +56,7 @@ class Admission:
                 return False
         copies = queues.start(entry, found, self._now)
         pool.copies.start_swap_in([copy.target for copy in copies], self._number)
-        self.swap_in += copies
+        self._swap_in += copies
         if entry.cache.blocks:
             self._writes.append(TableWrite(entry.row, 0, tuple(entry.cache.blocks)))
         entry.swap_in_step = pool.copies.swap_in_step(found.shared if not copies else entry.cache.blocks)

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from holdfast.core.columns import Columns
-from holdfast.lm.scheduler.admission import NO_LIMIT, Admission
-from holdfast.lm.scheduler.entries import AWAITED, Entry
+from holdfast.lm.scheduler.admission import Admission
+from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Decode
-from holdfast.lm.scheduler.preemption import Preemption
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.types import (
     PENDING,
+    BlockCopy,
     Forecast,
+    PartPlan,
     Sampling,
     Segment,
     StepPlan,
@@ -25,8 +26,6 @@ from holdfast.lm.types import (
 
 LAST_SAMPLED = (PENDING,)
 """The token of a decode: the last one that its row sampled."""
-ROUNDING = 1e-9
-"""A step's share of the decodes is full when less than this part of it is left."""
 
 
 def anyone(entry: Entry) -> bool:
@@ -48,12 +47,15 @@ class Policy(ABC):
         """Learn from the result of a step. Results come in the order of the plans."""
 
 
-class StepBuilder:
+class StepBuilder(ABC):
     """Plans segments while the budget lasts; a planned segment cannot be taken back.
 
     Every verb goes through the sequences in rank order. There are no phases. A sequence that lacks only the token its
     row sampled last is decoded. One that lacks more is prefilled, whether its tokens came from a client or were
     generated before a preemption.
+
+    Each kind of memory has a builder of its own, which says how these verbs use that memory: `PagedBuilder`,
+    `RowBuilder`. This class holds the plan under construction, and makes the StepPlan of it.
     """
 
     def __init__(self, queues: Queues, number: int, now: float) -> None:
@@ -84,14 +86,8 @@ class StepBuilder:
         self.swapping_in = queues.swapping_in
         """The sequences that will run once their state has arrived; read only."""
         self.pool = queues.pool
-        """The blocks; read only."""
+        """The memory; read only."""
         self._queues = queues
-        self._after_sampling = number + queues.stages
-        """`Entry.next_step` of a sequence for which this step samples one token.
-
-        When that step enters the first stage of a full pipeline, this one has left the last, and its tokens are on the
-        device.
-        """
         self._ids: list[str] = []
         self._rows: list[int] = []
         self._starts: list[int] = []
@@ -108,17 +104,60 @@ class StepBuilder:
         """Runs of decodes: the index of the first one's segment, its place in `sampling`, and their number."""
         self.due: Callable[[Entry], bool] | None = None
         """Which waiting sequences may start. None: all. Sequences that may not start hold up no other."""
-        self._preemption = Preemption(queues, number, now, self._writes)
-        self._admission = Admission(queues, number, now, self._writes)
+        self._preempted: list[str] = []
+        """Ids of the sequences that lost their rows so far."""
+        self._swap_in: list[BlockCopy] = []
+        """Copies from the host that the step begins."""
+        if queues.swapping_in:
+            queues.join_ready()
 
     @property
     def mostly_busy(self) -> bool:
         """Whether more rows are taken than free."""
         return len(self.running) + len(self._queues.swapping_in) > len(self._queues.free_rows)
 
+    @abstractmethod
     def displace(self) -> None:
         """Preempt running sequences for waiting ones of a higher class, if the order displaces at all."""
-        self._preemption.displace(self.budget, self.due)
+
+    @abstractmethod
+    def decode(self) -> None:
+        """Plan one token of every decoding sequence. Preempts sequences if memory runs out."""
+
+    @abstractmethod
+    def admit(
+        self, allow: Callable[[Entry], bool] = anyone, *, whole: bool = False, beyond_budget: bool = False
+    ) -> None:
+        """Start waiting sequences in rank order and plan their first chunks, until the first of them has to wait.
+
+        A sequence waits if `allow` refuses it, if no row or too little memory is free, or if the budget is spent. With
+        `whole` it also waits if the budget cannot hold all that it lacks. `beyond_budget` starts sequences whether or
+        not the budget lasts: `prefill` computes the rest of their prompts in later steps.
+        """
+
+    @abstractmethod
+    def compute(self, entry: Entry) -> None:
+        """Plan the positions that a running sequence lacks, as far as budget and memory last."""
+
+    @abstractmethod
+    def extend(self, decode: Decode, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Append tokens to a decode, as far as budget, memory and its limit allow; returns the appended ones.
+
+        With n appended tokens the decode gives between 0 and n + 1. Its positions count as computed only when the
+        result accepts them. The sequence sits out every step until then.
+        """
+
+    def _close(self) -> None:  # noqa: B027
+        """Plan the work that the verbs have left open. Called first in `finish`, before the parts add to the plan."""
+
+    def _state_plans(self) -> Sequence[PartPlan]:
+        """How the step treats state that is not in blocks: part plans of the memory's own. Called once per plan."""
+        return ()
+
+    def _start(self, entry: Entry, *, most: int, at_once: bool) -> bool:
+        """Start a waiting sequence if memory has room for it (`Admission.start`). Returns whether it did."""
+        admission = Admission(self._queues, self.number, self.now, self._writes, self._swap_in)
+        return admission.start(entry, most=most, at_once=at_once)
 
     @property
     def waiting(self) -> Iterable[Entry]:
@@ -157,59 +196,6 @@ class StepBuilder:
         """Let the step write these entries of block tables, after those that it has already."""
         self._writes += writes
 
-    def decode(self) -> None:
-        """Plan one token of every decoding sequence. Preempts the sequences that rank last if blocks run out.
-
-        In a pipeline a step takes its share of the decodes: by `weigh`, or else by number. Otherwise all decodes would
-        gather in one step, and the other steps in the pipeline would be empty. As many consecutive steps as there are
-        stages have room for each sequence once, so none is left out.
-        """
-        number, room, after = self.number, self.budget, self._after_sampling
-        stages, weigh, left = self._queues.stages, None, 0.0
-        if stages > 1:
-            if (weigh := self.weigh) is not None:
-                left = sum(weigh(entry) for entry in self.running if entry.decoding) / stages
-            else:
-                room = min(room, -(-len(self.running) // stages))
-        least = ROUNDING * left
-        chosen: list[Entry] = []
-        starts: list[int] = []
-        stops: list[int] = []
-        for entry in self.running:
-            if entry.next_step > number or not entry.decoding:
-                continue
-            cache = entry.cache
-            start = cache.planned
-            stop = start + 1
-            if len(chosen) >= room:
-                break
-            if stop > entry.decode_limit and not self._extend(entry, stop):
-                continue
-            chosen.append(entry)
-            starts.append(start)
-            stops.append(stop)
-            cache.planned = stop
-            entry.sequence.length = stop + 1
-            entry.next_step = after
-            if weigh is not None:
-                left -= weigh(entry)
-                if left <= least:
-                    break
-        self._decodes.append((len(self._ids), len(self.sampling), len(chosen)))
-        self._ids += [entry.id for entry in chosen]
-        self._rows += [entry.row for entry in chosen]
-        self._starts += starts
-        self._stops += stops
-        self._tokens += [LAST_SAMPLED] * len(chosen)
-        self.draws += [entry.sampling for entry in chosen]
-        self.sampling += chosen
-        self.planned += chosen
-        self.num_tokens += len(chosen)
-        self.budget -= len(chosen)
-        for part in self._queues.hooks.decoded:
-            if part.awake:
-                part.decoded(self)
-
     @property
     def decodes(self) -> Iterator[Decode]:
         """The decodes planned so far."""
@@ -221,28 +207,6 @@ class StepBuilder:
         """Have a decode compute this token instead of the one that its row sampled last."""
         self._tokens[decode.segment] = (token,)
 
-    def extend(self, decode: Decode, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Append tokens to a decode, as far as budget, free blocks and its limit allow; returns the appended ones.
-
-        With n appended tokens the decode gives between 0 and n + 1. Its positions count as computed only when the
-        result accepts them. The sequence sits out every step until then.
-        """
-        entry, index, place = decode
-        stop = self._stops[index]
-        added = tuple(tokens[: max(0, min(self.budget, entry.limit - 1 - stop))])
-        self._preemption.grow_freely(entry, stop + len(added))
-        added = added[: entry.cache.capacity - stop]
-        if added:
-            self._stops[index] += len(added)
-            self._tokens[index] += added
-            self._samples[place] = 1 + len(added)
-            self.num_tokens += len(added)
-            self.budget -= len(added)
-            entry.cache.rollback(self._starts[index])
-            entry.sequence.length += len(added)
-            entry.next_step = AWAITED
-        return added
-
     def prefill(self) -> None:
         """Plan the next chunk of every running sequence that lacks more than its last token."""
         for entry in self.running:
@@ -251,44 +215,6 @@ class StepBuilder:
             if not entry.decoding and entry.next_step <= self.number:
                 self.compute(entry)
 
-    def admit(
-        self, allow: Callable[[Entry], bool] = anyone, *, whole: bool = False, beyond_budget: bool = False
-    ) -> None:
-        """Start waiting sequences in rank order and plan their first chunks, until the first of them has to wait.
-
-        A sequence waits if `allow` refuses it, if no row or too few blocks are free, or if the budget is spent. With
-        `whole` it also waits if the budget cannot hold all that it lacks. `beyond_budget` starts sequences whether or
-        not the budget lasts: `prefill` computes the rest of their prompts in later steps.
-
-        If `due` is set, all due sequences are tried, and none holds up those that rank after it.
-        """
-        queues = self._queues
-        if self.due is not None:
-            for ready in [entry for entry in queues.waiting if self.due(entry)]:
-                if not queues.free_rows or not (self.budget > 0 or beyond_budget):
-                    return
-                if allow(ready) and not queues.is_held_back(ready, self.now):
-                    self._start(ready, most=self.budget if whole else NO_LIMIT, at_once=whole or not self._ids)
-            return
-        while (self.budget > 0 or beyond_budget) and queues.free_rows:
-            entry = queues.waiting.first()
-            if entry is None or not allow(entry):
-                return
-            if queues.is_held_back(entry, self.now):
-                continue
-            # With other segments in the step, the copies run while it computes. Otherwise it waits for them.
-            at_once = whole or beyond_budget or not self._ids
-            if not self._start(entry, most=self.budget if whole else NO_LIMIT, at_once=at_once):
-                return
-
-    def _start(self, entry: Entry, *, most: int, at_once: bool) -> bool:
-        """Start a waiting sequence if possible. Returns whether it did. Plans its first chunk if its state is there."""
-        if not self._admission.start(entry, most=most, at_once=at_once):
-            return False
-        if entry.swap_in_step < 0:
-            self.compute(entry)
-        return True
-
     def finish(self, in_flight: bool) -> StepPlan | None:
         """The plan, or None if there is nothing to do. `in_flight`: the result of an earlier plan is still to come.
 
@@ -296,6 +222,7 @@ class StepBuilder:
         """
         queues, pool, hooks = self._queues, self.pool, self._queues.hooks
         self.in_flight = in_flight
+        self._close()
         awaits = queues.awaits
         parts = [plan for part in hooks.finish if part.awake and (plan := part.finish(self)) is not None]
         if self._ids:
@@ -320,53 +247,15 @@ class StepBuilder:
             tokens=self._tokens,
             sampling=self.draws,
         )
+        parts += self._state_plans()
         samples = self._samples
         return StepPlan(
             self.number,
             segments,
             tuple(self._writes),
-            preempted=tuple(self._preemption.preempted),
+            preempted=tuple(self._preempted),
             samples=tuple([samples.get(place, 1) for place in range(len(self.sampling))]) if samples else None,
-            copies=TierCopies(tuple(self._admission.swap_in), swap_out, awaits),
+            copies=TierCopies(tuple(self._swap_in), swap_out, awaits),
             forecast=Forecast(self.num_tokens + max(0, self.budget), self.predicted),
             parts=tuple(parts),
         )
-
-    def compute(self, entry: Entry) -> None:
-        """Plan the positions that a sequence lacks, as far as the budget lasts: a segment for each missing range."""
-        sequence, cache = entry.sequence, entry.cache
-        if sequence.length > cache.capacity:  # tokens that were appended without a draw have no blocks yet
-            self._preemption.grow_to(entry, sequence.length)
-            if cache.capacity == cache.planned:
-                return
-        entry.next_step = self.number + 1
-        for start, end in cache.missing(sequence.length):
-            stop = min(end, start + self.budget, cache.capacity)
-            if self.pace is not None and (most := start + self.pace(start, stop)) < stop:
-                stop, self.budget = most, most - start
-            if start == stop:
-                break
-            last = stop == sequence.length
-            self._ids.append(entry.id)
-            self.planned.append(entry)
-            self._rows.append(entry.row)
-            self._starts.append(start)
-            self._stops.append(stop)
-            self._tokens.append(tuple(sequence.tokens[start:stop]))
-            self.draws.append(entry.sampling if last else None)
-            cache.plan(start, stop)
-            self.num_tokens += stop - start
-            self.budget -= stop - start
-            if last:
-                self.sampling.append(entry)
-                sequence.length += 1
-                entry.decoding = True
-                entry.next_step = self._after_sampling
-        cache.cache_blocks(sequence.tokens)
-
-    def _extend(self, entry: Entry, stop: int) -> bool:
-        """Whether a running sequence may be planned up to `stop`: it is below its limit and finds a block."""
-        if stop >= entry.limit or (stop > entry.cache.capacity and not self._preemption.grow(entry)):
-            return False
-        entry.decode_limit = min(entry.cache.capacity, entry.limit - 1)
-        return True

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 from holdfast.core.types import MAX_SEED, Request
 from holdfast.lm.limits import RequestLimits
-from holdfast.lm.memory.protocol import AnyMemory, AnyState
 from holdfast.lm.scheduler.entries import Entry
+from holdfast.lm.scheduler.kind import MemoryKind
 from holdfast.lm.scheduler.order import Order
 from holdfast.lm.scheduler.part import Hooks
 from holdfast.lm.types import Sampling, Sequence
@@ -23,8 +22,7 @@ class Intake:
         limits: RequestLimits,
         order: Order,
         hooks: Hooks,
-        memory: AnyMemory,
-        make_state: Callable[[Any, bytes | None], AnyState],
+        kind: MemoryKind,
         *,
         eos_token_ids: Collection[int],
         sharing: bool,
@@ -36,8 +34,7 @@ class Intake:
         self.sharing = sharing
         self.seed = seed
         self._hooks = hooks
-        self._memory = memory
-        self._make_state = make_state
+        self._kind = kind
         self._eos = frozenset(eos_token_ids)
         self._taken = 0
         """Number of requests accepted so far."""
@@ -64,7 +61,7 @@ class Intake:
             sequence=Sequence(request, seed),
             id=request.id,
             rank=self.order.rank(request, self._taken),
-            cache=self._make_state(self._memory, request.identity.root() if self.sharing else None),
+            cache=self._kind.state(request.id, request.identity.root() if self.sharing else None),
             sampling=Sampling.of(params, seed, prompt=request.answer_start, ends=ends),
             limit=min(request.answer_start + params.max_tokens, self.limits.max_model_len),
             ends=ends,

@@ -17,12 +17,14 @@ class Preemption:
     that sits the step out (`Entry.next_step`) is never a victim.
     """
 
-    __slots__ = ("_now", "_number", "_queues", "_writes", "preempted")
+    __slots__ = ("_now", "_number", "_preempted", "_queues", "_writes")
 
-    def __init__(self, queues: Queues, number: int, now: float, writes: list[TableWrite]) -> None:
-        """`number` is the step's and `now` its time in seconds; new blocks are added to `writes`."""
-        self.preempted: list[str] = []
-        """Ids of the victims so far."""
+    def __init__(self, queues: Queues, number: int, now: float, writes: list[TableWrite], preempted: list[str]) -> None:
+        """`number` is the step's and `now` its time in seconds.
+
+        New blocks are added to `writes`, and the ids of victims to `preempted`.
+        """
+        self._preempted = preempted
         self._queues = queues
         self._number = number
         self._now = now
@@ -106,4 +108,4 @@ class Preemption:
 
     def _preempt(self, victim: Entry) -> None:
         self._queues.preempt(victim, self._now)
-        self.preempted.append(victim.id)
+        self._preempted.append(victim.id)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.queues import Queues
 
@@ -98,11 +97,5 @@ def reason(queues: Queues, entry: Entry) -> str:
         return "no row"
     if sequence.in_flight:
         return "results in flight"
-    needed = 1
-    if isinstance(pool, BlockPool):
-        needed = pool.needed(entry.cache.match(sequence.tokens), sequence.length)
-    if needed > pool.available - reserved:
-        return "no blocks"
-    if needed > pool.allocatable or queues.swapping_in:
-        return "copies under way"
-    return "budget"
+    shortage = pool.shortage(entry.cache.match(sequence.tokens), sequence.length, reserved)
+    return shortage or ("copies under way" if queues.swapping_in else "budget")

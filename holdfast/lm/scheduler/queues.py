@@ -10,16 +10,27 @@ from holdfast.lm.types import BlockCopy
 
 
 class Queues:
-    """Holds every sequence that has not ended. A sequence waits, is swapping in, or runs.
+    """Holds every sequence that has not ended. A sequence waits, is swapping in, is prefilled ahead, or runs.
 
-    A running sequence has a row, and blocks for all its planned positions. A sequence that is swapping in has its row
-    and its blocks too. Copies from the host fill the blocks while others run.
+    A running sequence has a row, and room in memory for all its planned positions. A sequence that is swapping in has
+    its row and its blocks too; copies from the host fill the blocks while others run. A sequence that was prefilled
+    ahead has its row, and waits for a place in the batch of a memory whose running sequences share one.
     """
 
     def __init__(
-        self, pool: AnyMemory, max_sequences: int, headroom: float, order: Order, stages: int, hooks: Hooks
+        self,
+        pool: AnyMemory,
+        max_sequences: int,
+        headroom: float,
+        order: Order,
+        stages: int,
+        hooks: Hooks,
+        prefill_ahead: int = 0,
     ) -> None:
+        """At most `max_sequences` run, and `prefill_ahead` more have rows while they wait for a place."""
         self.pool = pool
+        self.max_sequences = max_sequences
+        self.prefill_ahead = prefill_ahead
         self.hooks = hooks
         """The parts that are notified of each change."""
         self.order = order
@@ -32,13 +43,17 @@ class Queues:
         """The sequences that a part holds, each with the part. They are not in `waiting`."""
         self.running = RankedQueue()
         self.swapping_in: list[Entry] = []
+        self.prefilled = RankedQueue()
+        """Sequences that were prefilled ahead and wait for a place in the batch."""
         self.awaits = -1
         """Number of a plan. The next plan's segments wait for the copies from the host up to this plan's. -1: none."""
         self.headroom = int(pool.num_blocks * headroom)
         """Blocks that admission leaves to running sequences."""
-        self.free_rows = list(range(max_sequences - 1, -1, -1))
+        self.free_rows = list(range(max_sequences + prefill_ahead - 1, -1, -1))
         """Rows that no sequence uses."""
         self.preemptions = 0
+        self.suspensions = 0
+        """Number of `preemptions` whose state the host tier keeps or may keep."""
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prefix_hits_on_host = 0
@@ -112,6 +127,7 @@ class Queues:
         cache, sequence = entry.cache, entry.sequence
         copies = cache.allocate(found, sequence.length, now)
         entry.row = self.free_rows.pop()
+        cache.occupy(entry.row)
         entry.decoding = False
         entry.decode_limit = entry.next_check = 0
         self.swapping_in.append(entry)
@@ -136,27 +152,67 @@ class Queues:
         entry.swap_in_step = -1
         self.running.add(entry)
 
+    def join_ready(self) -> None:
+        """Let the sequences run whose state has come from the host. If nothing runs, all do: the next step waits."""
+        idle = not self.running
+        for entry in tuple(self.swapping_in):
+            entry.swap_in_step = self.pool.copies.swap_in_step(entry.cache.blocks)
+            if idle or entry.swap_in_step < 0:
+                self.join(entry)
+
+    def prefill(self, entry: Entry) -> None:
+        """Move an entry from `swapping_in` to `prefilled`."""
+        self.swapping_in.remove(entry)
+        self.prefilled.add(entry)
+
+    def place(self, entry: Entry) -> None:
+        """Move an entry from `prefilled` to running, because the batch has a place for it."""
+        self.prefilled.remove(entry)
+        self.running.add(entry)
+
     def stop(self, entry: Entry, now: float) -> None:
-        """Remove an entry from its queue, and free its blocks and its row."""
+        """Remove an entry that has ended from its queue, and free its memory and its row.
+
+        The row is not free yet if the batch still computes it: see `SequenceState.end`.
+        """
+        tokens = entry.sequence.tokens
         if entry.row == NO_ROW:
             self._leave(entry)
+            entry.cache.end(tokens, now)
             return
+        self._vacate(entry)
+        if entry.cache.end(tokens, now):
+            self.free_rows.append(entry.row)
+        entry.row = NO_ROW
+
+    def preempt(self, entry: Entry, now: float) -> None:
+        """Move a running or prefilled entry back to waiting.
+
+        It keeps its rank, so it resumes before new work of its class. The memory says what stays of its state
+        (`SequenceState.suspend`); the rest is computed again.
+        """
+        self._vacate(entry)
+        self.suspensions += entry.cache.suspend(now)
+        self._wait_again(entry)
+
+    def lose(self, entry: Entry) -> None:
+        """Move an entry that has a row back to waiting, because its state, which memory has given up, is lost."""
+        self._vacate(entry)
+        self._wait_again(entry)
+
+    def _wait_again(self, entry: Entry) -> None:
+        self.free_rows.append(entry.row)
+        entry.row = NO_ROW
+        entry.decoding = False
+        entry.sequence.preemptions += 1
+        self.preemptions += 1
+        self.add(entry)
+
+    def _vacate(self, entry: Entry) -> None:
+        """Remove an entry that has a row from its queue."""
         for part in self.hooks.stopped:
             part.stopped(entry)
         if entry.swap_in_step >= 0:
             self.join(entry)  # its blocks are written by others only after its copies
-        self.running.remove(entry)
-        entry.cache.free(now)
-        self.free_rows.append(entry.row)
-        entry.row = NO_ROW
-
-    def preempt(self, entry: Entry, now: float) -> None:
-        """Move a running entry back to waiting. It keeps its rank, so it resumes before new work of its class.
-
-        Its full blocks become idle: with a host tier they are copied there (Pensieve §4.3.5), and copied back when it
-        is admitted again. Blocks that were dropped meanwhile, and its last one, are computed again.
-        """
-        self.stop(entry, now)
-        entry.sequence.preemptions += 1
-        self.preemptions += 1
-        self.add(entry)
+        ahead = self.prefilled and any(other is entry for other in self.prefilled)
+        (self.prefilled if ahead else self.running).remove(entry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -87,6 +87,16 @@ class Results:
                 part.sampled(plan, result, sampling, outputs)
         self._known = {entry: first for entry, first in self._known.items() if first > step + 1} if self._known else {}
         return outputs.columns(some_ended=self._ended > before)
+
+    def with_ends(self, outputs: Columns[SequenceOutput], ended: Collection[Entry]) -> Columns[SequenceOutput]:
+        """The outputs of a step, with the ends of these sequences, to which it may have given a token."""
+        given: list[str] = outputs.column("request_id")
+        silent = [entry for entry in ended if entry.id not in given]
+        more = StepOutputs(self, silent, [()] * len(silent)).columns(some_ended=True)
+        columns = {name: [*outputs.column(name), *more.column(name)] for name in outputs.by_name}
+        for entry in ended:
+            columns["finish_reason"][columns["request_id"].index(entry.id)] = entry.sequence.finish_reason
+        return Columns(SequenceOutput, **columns)
 
     def extend(self, entry: Entry, tokens: Iterable[int]) -> tuple[int, ...]:
         """Append tokens that need no draw to a decoding sequence, up to its end. Returns those that were appended.

@@ -1,20 +1,18 @@
-"""RowBuilder: a plan of padded rows under construction. RowQueues: where the sequences of padded rows stand."""
+"""RowBuilder: a plan of padded rows under construction. RowBatch: which sequences share the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
-from holdfast.lm.memory.row_pool import FoundRow, RowPool, RowState
+from holdfast.lm.memory.row_pool import RowPool, RowState
 from holdfast.lm.scheduler.admission import NO_LIMIT
 from holdfast.lm.scheduler.builder import LAST_SAMPLED, StepBuilder, anyone
-from holdfast.lm.scheduler.entries import AWAITED, NO_ROW, Entry, RankedQueue
-from holdfast.lm.scheduler.order import Order
-from holdfast.lm.scheduler.part import Hooks
+from holdfast.lm.scheduler.entries import AWAITED, NO_ROW, Entry
+from holdfast.lm.scheduler.part import Decode
 from holdfast.lm.scheduler.queues import Queues
 from holdfast.lm.scheduler.row_groups import group
-from holdfast.lm.types import Forward, RowMove, RowPlan, StepPlan
+from holdfast.lm.types import Forward, PartPlan, RowMove, RowPlan
 
 WINDOW = 4
 """Prompts are grouped among the first waiting ones: this many times the size of the largest group."""
@@ -22,93 +20,38 @@ SHORT_TAIL = 32
 """A fixed budget is exceeded by up to 1/32 for the end of a prompt, which would take a forward of its own."""
 
 
-class RowQueues(Queues):
-    """Holds every sequence of padded rows. A sequence waits, is prefilled ahead of a place in the batch, or runs."""
+class RowBatch:
+    """Which sequences of padded rows share the batch: the rules of rows for the scheduler's queues.
 
-    pool: RowPool
+    A sequence waits, is prefilled ahead of a place in the batch, or runs. The queues and the memory say which; this
+    class keeps nothing of its own.
+    """
 
-    def __init__(
-        self,
-        pool: RowPool,
-        max_sequences: int,
-        headroom: float,
-        order: Order,
-        hooks: Hooks,
-        *,
-        prefill_ahead: int,
-        to_completion: bool,
-    ) -> None:
-        """`prefill_ahead` is the most sequences that are prefilled and wait for a place.
-
-        `to_completion` leaves the rows of ended sequences in the batch until all its sequences have ended.
-        """
-        super().__init__(pool, max_sequences + prefill_ahead, headroom, order, 1, hooks)
-        self.max_sequences = max_sequences
-        self.prefill_ahead = prefill_ahead
-        self.to_completion = to_completion
-        self._ended: dict[int, str] = {}
-        """By row, the id of an ended sequence whose row stays in the batch."""
-        self.suspensions = 0
-        """Number of preemptions whose state went to the host."""
-        self.prefilled = RankedQueue()
-        """Sequences that were prefilled ahead and wait for a place in the batch."""
+    def __init__(self, queues: Queues, pool: RowPool) -> None:
+        self.queues = queues
+        self.pool = pool
 
     @property
     def places(self) -> int:
         """Number of rows that may still join the batch."""
-        return self.max_sequences - self.pool.rows
-
-    def start(self, entry: Entry, found: FoundRow, now: float) -> tuple[()]:  # type: ignore[override]
-        """Do the same as `Queues.start`, and load a suspended state into the row."""
-        super().start(entry, found, now)
-        state_of(entry).occupy(entry.row)
-        return ()
+        return self.queues.max_sequences - self.pool.rows
 
     def start_ahead(self, entry: Entry, now: float) -> None:
-        """Move a waiting entry to `prefilled`."""
-        self.start(entry, state_of(entry).match(entry.sequence.tokens), now)
-        self.swapping_in.remove(entry)
-        self.prefilled.add(entry)
+        """Move a waiting entry to those that are prefilled."""
+        self.queues.start(entry, state_of(entry).match(entry.sequence.tokens), now)
+        self.queues.prefill(entry)
         state_of(entry).wait_ahead()
 
-    def join_batch(self, entry: Entry) -> None:
-        """Move an entry from `prefilled` to running."""
-        self.prefilled.remove(entry)
-        self.running.add(entry)
+    def join(self, entry: Entry) -> None:
+        """Give a prefilled entry a place in the batch."""
+        self.queues.place(entry)
         state_of(entry).claim_place()
-
-    def stop(self, entry: Entry, now: float) -> None:
-        """Remove an entry that has ended from its queue. Its row is free, unless it stays until the batch ends."""
-        state = state_of(entry)
-        if entry.row == NO_ROW:
-            self._leave(entry)
-        else:
-            self.end_row(entry, len(entry.sequence.tokens))
-        state.settle(entry.sequence.tokens, now)
-        state.free(now)
-        self._vacate(entry)
-
-    def end_row(self, entry: Entry, known: int | None = None) -> None:
-        """End the computation of an entry: its row leaves the batch, or stays in it until the batch ends.
-
-        The state of a row that leaves may serve the next turn of a conversation. `known` is passed to `RowState.keep`.
-        """
-        if self.to_completion and state_of(entry).place == "batch":
-            state_of(entry).run_on()
-            self._ended[entry.row] = entry.id
-        else:
-            state_of(entry).keep(known)
-
-    def preempt(self, entry: Entry, now: float) -> None:
-        """Move a running or prefilled entry back to waiting. Its state goes to the host, or is computed again."""
-        self.suspensions += state_of(entry).suspend()
-        self._back(entry)
 
     def lose(self, entry: Entry) -> None:
         """Let an entry whose state the device has lost wait, with nothing computed and no token in flight."""
         state_of(entry).lose()
         if entry.row != NO_ROW:
-            self._back(entry)
+            self.queues.lose(entry)
         entry.sequence.rollback(len(entry.sequence.tokens))
         entry.next_step = 0
 
@@ -120,35 +63,15 @@ class RowQueues(Queues):
 
     def lose_ended(self, ids: Collection[str]) -> None:
         """Forget those ended rows of these sequences whose states the device has lost."""
-        gone = [row for row, name in self._ended.items() if name in ids]
+        gone = [row for row, name in self.pool.ended_names.items() if name in ids]
         for row in gone:
-            del self.pool.ended[row]
+            self.pool.forget_ended(row)
         self.free_left(gone)
-
-    def _back(self, entry: Entry) -> None:
-        self._vacate(entry)
-        entry.decoding = False
-        entry.sequence.preemptions += 1
-        self.preemptions += 1
-        self.add(entry)
-
-    def _vacate(self, entry: Entry) -> None:
-        if entry.row == NO_ROW:
-            return
-        for part in self.hooks.stopped:
-            part.stopped(entry)
-        (self.prefilled if any(other is entry for other in self.prefilled) else self.running).remove(entry)
-        row, entry.row = entry.row, NO_ROW
-        if row not in self.pool.ended:
-            self.free_rows.append(row)
 
     def free_left(self, rows: Iterable[int]) -> None:
         """Free the rows of ended sequences, unless a sequence that sampled its last token still waits for it there."""
-        held = {entry.row for entry in self.running}
-        for row in rows:
-            del self._ended[row]
-            if row not in held:
-                self.free_rows.append(row)
+        held = {entry.row for entry in self.queues.running}
+        self.queues.free_rows.extend(row for row in rows if row not in held)
 
 
 class RowBuilder(StepBuilder):
@@ -159,12 +82,12 @@ class RowBuilder(StepBuilder):
     A complete prompt joins the batch before the next decode.
     """
 
-    def __init__(self, queues: RowQueues, number: int, now: float, longest: int) -> None:
+    def __init__(self, batch: RowBatch, number: int, now: float, longest: int) -> None:
         """`longest` is the most positions of a row."""
-        super().__init__(queues, number, now)
-        self.rows = queues
-        """The queues; read only."""
-        self._pool = queues.pool
+        super().__init__(batch.queues, number, now)
+        self.batch = batch
+        """The rules of the batch; read only."""
+        self._pool = batch.pool
         self._longest = longest
         self._forwards: list[Forward] = []
         self._moves: list[RowMove] = []
@@ -172,17 +95,17 @@ class RowBuilder(StepBuilder):
         """Planned whole prompts whose forwards are not planned yet, with their lengths."""
         self._prompts = 0
         """Number of prompts, or parts of prompts, that the step computes."""
-        if not queues.running:
-            queues.drop_ended(self._pool.ended)
+        if not self.running:
+            batch.drop_ended(self._pool.ended)
 
     def displace(self) -> None:
         """Preempt running sequences for waiting ones of a higher class, if the order displaces at all."""
-        queues, pool = self.rows, self._pool
+        batch, queues, pool = self.batch, self._queues, self._pool
         for entry in queues.contenders or ():
             length = entry.sequence.length
             if entry.sequence.in_flight or not queues.running or entry.rank > queues.running.last().rank:
                 return
-            places, victims = queues.places, list[Entry]()
+            places, victims = batch.places, list[Entry]()
             found: set[RowState] = set()
             for other in reversed(queues.running):
                 if (places > 0 and pool.admits_without(found, length, queues.headroom)) or other.rank < entry.rank:
@@ -213,16 +136,16 @@ class RowBuilder(StepBuilder):
         At most `most` sequences start, in rank order, as budget, rows, memory and `allow` permit. While nothing runs,
         this is a left-padded prefill. The first prompt of an empty batch may exceed the budget.
         """
-        queues, newcomers = self.rows, list[Entry]()
+        batch, queues, newcomers = self.batch, self._queues, list[Entry]()
         decoding = self._decoding()
         self._make_room(decoding)
         self.budget -= len(decoding)
-        while queues.places > 0 and queues.free_rows and len(newcomers) < most:
+        while batch.places > 0 and queues.free_rows and len(newcomers) < most:
             entry = queues.waiting.first()
             if entry is None or not allow(entry):
                 break
             room = self.budget if decoding or newcomers else NO_LIMIT
-            if not self._admission.start(entry, most=room, at_once=True):
+            if not self._start(entry, most=room, at_once=True):
                 break
             if state_of(entry).planned:
                 self.compute(entry)
@@ -241,13 +164,13 @@ class RowBuilder(StepBuilder):
         Where the model cannot compute a prompt in chunks, prompts are whole, and the first of a step may exceed the
         budget.
         """
-        queues, chunks = self.rows, self._pool.shape.abilities.chunks
-        while (self.budget > 0 or beyond_budget) and queues.places > 0 and queues.free_rows:
+        batch, queues, chunks = self.batch, self._queues, self._pool.shape.abilities.chunks
+        while (self.budget > 0 or beyond_budget) and batch.places > 0 and queues.free_rows:
             entry = queues.waiting.first()
             if entry is None or not allow(entry):
                 return
             most = self.budget if whole or (not chunks and self._prompts) else NO_LIMIT
-            if not self._admission.start(entry, most=most, at_once=True):
+            if not self._start(entry, most=most, at_once=True):
                 return
             self.compute(entry)
 
@@ -257,7 +180,7 @@ class RowBuilder(StepBuilder):
         The group is the one of the first in rank. A sequence starts only if it fits in the memory outside of the
         headroom.
         """
-        queues, pool = self.rows, self._pool
+        batch, queues, pool = self.batch, self._queues, self._pool
         most = min(queues.prefill_ahead - len(queues.prefilled), queues.max_sequences)
         waiting = [entry for entry, _ in zip(queues.waiting, range(WINDOW * queues.max_sequences), strict=False)]
         if most <= 0 or not waiting or waiting[0].sequence.in_flight:
@@ -272,7 +195,7 @@ class RowBuilder(StepBuilder):
                 break
             if not queues.free_rows or not pool.admits_ahead(lengths[index], queues.headroom):
                 break
-            queues.start_ahead(entry, self.now)
+            batch.start_ahead(entry, self.now)
             self.compute(entry, whole=True)
 
     def embed(self, key: Callable[[Entry], Any] | None = None, *, most: int | None = None) -> None:
@@ -281,31 +204,34 @@ class RowBuilder(StepBuilder):
         A sequence of a higher class preempts the last in rank of a lower class if the order displaces (Baton §4.3).
         While nothing runs, the prefilled sequences that rank last give up their states until the first fits.
         """
-        queues, pool = self.rows, self._pool
+        batch, queues, pool = self.batch, self._queues, self._pool
         for entry in sorted(queues.prefilled, key=key or (lambda entry: entry.rank))[:most]:
             if entry.row == NO_ROW or entry.next_step > self.number:
                 continue
             state = state_of(entry)
-            while queues.places <= 0 or not pool.admits_place(state, queues.headroom if queues.running else 0):
+            while batch.places <= 0 or not pool.admits_place(state, queues.headroom if queues.running else 0):
                 victim = self._displaced_by(entry) if queues.running else self._last_prefilled(entry)
                 if victim is None:
                     return
                 self._preempt(victim)
-            queues.join_batch(entry)
+            batch.join(entry)
 
-    def finish(self, in_flight: bool) -> StepPlan | None:
+    def extend(self, decode: Decode, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Append nothing: no state of a row can forget the position of a token that is refused."""
+        return ()
+
+    def _close(self) -> None:
         self._plan_forwards()
-        if not self._ids and not in_flight:  # suspended sequences that came back lack only their last token
+        if not self._ids and not self.in_flight:  # suspended sequences that came back lack only their last token
             if not self.running:
                 self.embed()
             self.decode()
-        plan = super().finish(in_flight)
-        if plan is None:
-            return None
+
+    def _state_plans(self) -> Sequence[PartPlan]:
         self._moves += self._pool.take_moves(len(self._forwards))
-        twice = len({*self._ids}) < len(self._ids)
-        samples = (1,) * len(self.sampling) if twice else None
-        return replace(plan, samples=samples, parts=(*plan.parts, RowPlan(tuple(self._forwards), tuple(self._moves))))
+        if self.sampling and len({*self._ids}) < len(self._ids):
+            self._samples[0] = 1  # a row may be lost between its two segments, and then gives no token
+        return (RowPlan(tuple(self._forwards), tuple(self._moves)),)
 
     def _decoding(self, newcomers: bool = False) -> list[Entry]:
         """The sequences that lack only their last token. Sequences that have sampled their last one leave the batch."""
@@ -317,7 +243,7 @@ class RowBuilder(StepBuilder):
             if state.planned + 1 < entry.limit:
                 chosen.append(entry)
                 continue
-            self.rows.end_row(entry)
+            state.leave_batch()
             entry.next_step = AWAITED
         return chosen
 
@@ -343,7 +269,7 @@ class RowBuilder(StepBuilder):
             self._add(entry, 0, entry.sequence.length, tuple(entry.sequence.tokens))
             state.cache_blocks(entry.sequence.tokens)
         ended, gone = self._pool.extend_ended(self._longest)
-        self.rows.free_left(gone)
+        self.batch.free_left(gone)
         self._forward(apart=False, ended=tuple(ended))
         self._pool.note_decode(newcomers=bool(newcomers))
 
@@ -353,10 +279,10 @@ class RowBuilder(StepBuilder):
         Rows of ended sequences go first, then prefilled ones, then the longest of the last class. The first in rank
         stays, and may use all the memory.
         """
-        queues, pool = self.rows, self._pool
+        batch, pool = self.batch, self._pool
         while not pool.can_decode(state_of(entry) for entry in decoding if entry.row != NO_ROW):
             if pool.ended:
-                queues.drop_ended([max(pool.ended, key=pool.ended.__getitem__)])
+                batch.drop_ended([max(pool.ended, key=pool.ended.__getitem__)])
                 continue
             victim = self._last_prefilled() or self._longest_behind()
             if victim is None:
@@ -379,11 +305,13 @@ class RowBuilder(StepBuilder):
 
     def _last_prefilled(self, but: Entry | None = None) -> Entry | None:
         """The last in rank of the prefilled sequences that may leave."""
-        return next((each for each in reversed(self.rows.prefilled) if each is not but and self._may_leave(each)), None)
+        return next(
+            (each for each in reversed(self._queues.prefilled) if each is not but and self._may_leave(each)), None
+        )
 
     def _displaced_by(self, entry: Entry) -> Entry | None:
         """The running sequence that a prefilled one may preempt: of a lower class, and the last in rank after it."""
-        if self.rows.contenders is None:
+        if self._queues.contenders is None:
             return None
         for other in reversed(self.running):
             if other.rank < entry.rank:
@@ -396,8 +324,8 @@ class RowBuilder(StepBuilder):
         return entry.next_step <= self.number
 
     def _preempt(self, victim: Entry) -> None:
-        self.rows.preempt(victim, self.now)
-        self._preemption.preempted.append(victim.id)
+        self._queues.preempt(victim, self.now)
+        self._preempted.append(victim.id)
 
     def compute(self, entry: Entry, *, whole: bool = False) -> None:
         """Plan the positions that a sequence lacks, apart from the batch, as far as the budget lasts.
@@ -439,7 +367,7 @@ class RowBuilder(StepBuilder):
             return
         lengths = [length for _, length in self._whole]
         unequal = self._pool.shape.abilities.left_padding
-        for indices in group(lengths, most=self.rows.max_sequences, unequal=unequal):
+        for indices in group(lengths, most=self._queues.max_sequences, unequal=unequal):
             for index in sorted(indices):
                 entry, length = self._whole[index]
                 self._append(entry, 0, length, tuple(entry.sequence.tokens[:length]), samples=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from holdfast.core.columns import Columns
@@ -11,11 +10,11 @@ from holdfast.core.tokens import VOCABULARY_LIMIT
 from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.protocol import AnyMemory, AnyState
-from holdfast.lm.memory.sequence_cache import SequenceCache
-from holdfast.lm.scheduler.builder import Policy, StepBuilder
+from holdfast.lm.memory.protocol import AnyMemory
+from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.intake import Intake
+from holdfast.lm.scheduler.kind import MemoryKind
 from holdfast.lm.scheduler.order import Order, Priority
 from holdfast.lm.scheduler.part import Hooks, Part
 from holdfast.lm.scheduler.queues import Queues
@@ -26,7 +25,7 @@ P = TypeVar("P", bound=Part)
 
 
 class Scheduler:
-    """Holds each sequence, with its blocks, from its request to its end.
+    """Holds each sequence, with its state in memory, from its request to its end.
 
     `schedule` may be called again before the results of earlier plans are known. Plans must run in the order in which
     they were made, and their results come back to `update` in that order.
@@ -35,7 +34,7 @@ class Scheduler:
     def __init__(
         self,
         policy: Policy,
-        pool: AnyMemory,
+        kind: MemoryKind,
         parts: abc.Collection[Part] = (),
         *,
         max_sequences: int,
@@ -48,11 +47,10 @@ class Scheduler:
         order: Order | None = None,
         seed: int = 0,
         stages: int = 1,
-        make_state: Callable[[Any, bytes | None], AnyState] = SequenceCache,
-        make_queues: Callable[[Any, int, float, Order, int, Hooks], Queues] = Queues,
-        make_builder: Callable[[Any, int, float], StepBuilder] = StepBuilder,
     ) -> None:
-        """`parts` are called in their order. `sharing` lets requests of one identity share the state of equal prefixes.
+        """`kind` is the memory, with the builder of plans over it.
+
+        `parts` are called in their order. `sharing` lets requests of one identity share the state of equal prefixes.
 
         `served` names the model, adapter and dtype of the executor. `add` refuses any other, unless a part serves it;
         None refuses nothing.
@@ -63,32 +61,21 @@ class Scheduler:
         `stages` is the number of stages of a pipeline. A sequence sampled in step k may be in step k + stages before
         the host knows its token. It is in an earlier step only once the host knows its token. Each step takes its
         share of the decodes.
-
-        `make_state` makes the state of one sequence, given the pool and the root of its chain of digests
-        (`Identity.root`), or None if it shares nothing. `make_queues` makes the queues, and `make_builder` the
-        builder of each plan. The three belong to the kind of pool.
         """
-        hooks, order = Hooks(parts), order or Priority()
-        limits = RequestLimits(max_model_len, vocab_size, pool.longest(max_model_len), served)
+        hooks, order = Hooks((*kind.parts, *parts)), order or Priority()
+        limits = RequestLimits(max_model_len, vocab_size, kind.memory.longest(max_model_len), served)
         self._policy = policy
-        self._queues = make_queues(pool, max_sequences, headroom, order, stages, hooks)
-        for part in parts:
+        self._kind = kind
+        self._queues = Queues(kind.memory, max_sequences, headroom, order, stages, hooks, kind.prefill_ahead)
+        for part in hooks.parts:
             part.attach(self._queues)
-        self._intake = Intake(
-            limits, order, hooks, pool, make_state, eos_token_ids=eos_token_ids, sharing=sharing, seed=seed
-        )
-        self._make_builder = make_builder
+        self._intake = Intake(limits, order, hooks, kind, eos_token_ids=eos_token_ids, sharing=sharing, seed=seed)
         self._entries: dict[str, Entry] = {}
         self._results = Results(self._queues, self._end)
         self._steps = 0
         self._now = 0.0
         """The latest time that any call gave; `abort` gives none."""
         self._tokens_computed = 0
-
-    @property
-    def memory(self) -> AnyMemory:
-        """The memory that holds the sequences' state, with plans in flight counted as done."""
-        return self._queues.pool
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it could never run to its end, or if its id is taken."""
@@ -132,7 +119,7 @@ class Scheduler:
         hooks = self._queues.hooks
         for part in hooks.advance:
             part.advance(now)
-        step = self._make_builder(self._queues, self._steps, now)
+        step = self._kind.builder(self._queues, self._steps, now)
         in_flight = step.in_flight = bool(self._results.in_flight)
         for part in hooks.begin:
             part.begin(step)
@@ -152,19 +139,19 @@ class Scheduler:
 
         Raises RuntimeError if the result is another plan's, or does not hold the tokens that its plan samples.
         """
+        lost = self._kind.mark_lost(result, self._results.in_flight, self._entries, self._steps)
         submitted = self._results.take(plan, result)
-        pool = self._queues.pool
         self._now = now
-        pool.finish_swap_out(result.copied.swapped_out)
-        pool.copies.finish_swap_in(result.copied.swapped_in)
-        for copy in result.copied.times:
-            if copy.inward and isinstance(pool, BlockPool):
-                pool.host_link.observe(copy.bytes, copy.seconds)
+        self._queues.pool.copied(result.copied)
         for part in self._queues.hooks.apply:
             for entry in part.apply(plan, result, now):
                 self._end(entry, FinishReason.ABORT)
         self._policy.observe(plan, result)
-        return self._results.apply(submitted, plan, result)
+        outputs = self._results.apply(submitted, plan, result)
+        misfits = self._kind.settle(result, lost, self._queues)
+        for entry in misfits:
+            self._end(entry, FinishReason.LENGTH)
+        return self._results.with_ends(outputs, misfits) if misfits else outputs
 
     @property
     def queues(self) -> Queues:
@@ -186,32 +173,32 @@ class Scheduler:
 
     @property
     def pool(self) -> AnyMemory:
-        """The memory. Between two plans, others may hold, reserve and fill blocks of its host tier."""
+        """The memory that holds the sequences' state, with plans in flight counted as done.
+
+        Between two plans, others may hold, reserve and fill blocks of its host tier.
+        """
         return self._queues.pool
+
+    @property
+    def block_pools(self) -> abc.Collection[BlockPool]:
+        """The pools of paged blocks in the memory; none where state is not paged."""
+        return self._kind.block_pools
 
     def stats(self) -> SchedulerStats:
         """Queues and memory now, with plans in flight counted as done."""
-        queues, pool = self._queues, self._queues.pool
+        queues = self._queues
         return SchedulerStats(
             waiting=queues.num_waiting,
-            running=len(queues.running) + len(queues.swapping_in),
-            blocks_total=pool.num_blocks,
-            blocks_used=pool.used,
-            blocks_cached=pool.cached,
+            running=len(queues.running) + len(queues.swapping_in) + len(queues.prefilled),
             preemptions=queues.preemptions,
             prefix_queries=queues.prefix_queries,
             prefix_hits=queues.prefix_hits,
             tokens_computed=self._tokens_computed,
             tokens_recovered=queues.recovered,
-            host_blocks_total=pool.host.num_blocks if pool.host else 0,
-            host_blocks_ready=pool.host.ready if pool.host else 0,
-            host_blocks_cached=pool.host.cached if pool.host else 0,
-            host_blocks_dropped=pool.host.dropped if pool.host else 0,
-            blocks_swapped_in=pool.swapped_in,
-            blocks_swapped_out=pool.swapped_out,
             prefix_hits_on_host=queues.prefix_hits_on_host,
-            suspensions=queues.preemptions if pool.host else 0,
-            tokens_dropped=pool.dropped * pool.block_size,
+            suspensions=queues.suspensions,
+            rows_prefilled=len(queues.prefilled),
+            **queues.pool.stats(),
             **self._stats_of_parts(),
         )
 

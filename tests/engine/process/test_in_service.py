@@ -7,6 +7,7 @@ import pytest
 from holdfast.core.cost import CostModel
 from holdfast.engine.process.in_service import SECONDS, in_service
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepResult
@@ -49,7 +50,11 @@ class Slower:
 
 def loop_over(device):
     scheduler = Scheduler(
-        StallFree(256), BlockPool(512, 16), max_sequences=16, max_model_len=1024, vocab_size=100, headroom=0.1
+        StallFree(256),
+        PagedKind(BlockPool(512, 16)),
+        max_sequences=16,
+        max_model_len=1024,
+        vocab_size=100,
     )
     return Loop(scheduler, device, 2, lambda: device.now)
 

@@ -20,6 +20,7 @@ from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.base import Model, StepInput
 from holdfast.lm.models.loader import load
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan
@@ -185,7 +186,7 @@ def run(
     assert attention_backend == "auto" or device.memory.graphs == ()
     scheduler = Scheduler(
         StallFree(budget),
-        BlockPool(blocks, block_size),
+        PagedKind(BlockPool(blocks, block_size)),
         max_sequences=REQUESTS,
         max_model_len=model.spec.max_model_len,
         headroom=0.0,

@@ -22,6 +22,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan
@@ -130,7 +131,7 @@ def whole(model: Decoder, requests: Sequence[Request]) -> tuple[list[StepPlan], 
     executor = Recorded(watched, device.attention, device.memory)
     scheduler = Scheduler(
         StallFree(BUDGET),
-        BlockPool(BLOCKS, CONFIG.block_size),
+        PagedKind(BlockPool(BLOCKS, CONFIG.block_size)),
         max_sequences=REQUESTS,
         max_model_len=model.spec.max_model_len,
         headroom=0.0,

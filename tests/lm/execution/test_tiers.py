@@ -20,6 +20,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import SchedulerStats
@@ -86,7 +87,7 @@ def converse(
     pool = BlockPool(device_blocks, BLOCK_SIZE, rule=rule, host_blocks=HOST_BLOCKS)
     scheduler = Scheduler(
         StallFree(BUDGET),
-        pool,
+        PagedKind(pool),
         max_sequences=ROWS,
         max_model_len=small.model.spec.max_model_len,
         sharing=True,

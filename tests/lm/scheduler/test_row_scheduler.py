@@ -7,8 +7,8 @@ import pytest
 from holdfast.core.types import FinishReason
 from holdfast.lab.row_schedulers import RunToCompletion
 from holdfast.lm.scheduler.policies import StallFree
+from holdfast.lm.scheduler.row_kind import TRIES
 from holdfast.lm.scheduler.row_policies import Embedding
-from holdfast.lm.scheduler.row_scheduler import TRIES
 from holdfast.lm.types import RowPlan, RowResult, StepResult, TierCopied
 from tests.padded_rows import FakeRows, check_rows, create_row_scheduler, forwards_of, moves_of, shape_of_rows
 from tests.scheduling import answer, create_requests, run_alone

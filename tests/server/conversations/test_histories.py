@@ -45,6 +45,7 @@ from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import MemoryMeasurement, StepPlan
@@ -262,7 +263,7 @@ class Histories(RuleBasedStateMachine):
         )
         self.scheduler = Scheduler(
             StallFree(shape["budget"]),
-            self.pool,
+            PagedKind(self.pool),
             max_sequences=ROWS,
             max_model_len=blocks * size,
             vocab_size=spec.vocab_size,

@@ -106,13 +106,10 @@ class MoveBuilder(PartBuilder):
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         """Raises ValueError for an address that cannot be listened at."""
-        site, pool = self.site, served.scheduler.pool
-        if not isinstance(pool, BlockPool):
-            self._reason = excluded({self.name}, site)
-            return ()
+        site, finders = self.site, [ChunkFinder(pool) for pool in served.scheduler.block_pools]
         self._reason = excluded({self.name}, site, host_tier=served.shape.num_host_blocks > 0)
         if self._reason:
-            return (ChunkFinder(pool),)
+            return finders
         parts = site.blocks.host_parts
         moves = Moves(served.scheduler, site.clock, site.order.wake)
         try:
@@ -121,7 +118,7 @@ class MoveBuilder(PartBuilder):
         except OSError as error:
             raise ValueError(f"chunk_host is {site.config.chunk_host}: {error.strerror or error}") from None
         self._address = service.address
-        return ChunkFinder(pool), MoveHandler(moves, service)
+        return *finders, MoveHandler(moves, service)
 
     def facts(self) -> Mapping[str, Any]:
         return {"chunk_address": self._address, "chunk_reason": self._reason}

@@ -50,7 +50,7 @@ class GrammarRules(DrawRules):
         self._executor, self.rows, self._answers = executor, rows, answers
 
     @property
-    def waits(self) -> bool:  # type: ignore[override]
+    def waits(self) -> bool:
         return self._executor.unread
 
     def masks(self) -> torch.Tensor:

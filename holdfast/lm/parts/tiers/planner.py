@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from holdfast.lm.memory.sequence_cache import SequenceCache
 from holdfast.lm.parts.tiers.lower_tiers import Fetch, LowerTiers
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartQueues
@@ -66,7 +65,6 @@ class TierPart(Part):
         if entry in self._asked or sequence.in_flight or not entry.uses_kept:
             return False
         self._asked.add(entry)
-        assert isinstance(entry.cache, SequenceCache)  # padded rows have no such tiers
         missing = entry.cache.lacking(sequence.tokens)
         fetch = self.lower.fetch(missing, now) if missing else None
         if fetch is None:

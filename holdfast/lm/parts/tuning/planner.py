@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import inf
 
-from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.parts.tuning.slabs import Slabs
 from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.entries import Entry
@@ -33,7 +32,7 @@ class TuningPart(Part):
 
     def attach(self, queues: PartQueues) -> None:
         """Lend blocks of this memory. Raises ValueError where state is not paged."""
-        if not isinstance(queues.pool, BlockPool):
+        if not queues.pool.can_lend:
             raise ValueError("training needs a paged cache")
         self._slabs = Slabs(queues.pool, self.tuner, queues.headroom)
 

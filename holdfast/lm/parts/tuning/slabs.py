@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.lm.memory.block_pool import BlockPool
-from holdfast.lm.memory.sequence_cache import SequenceCache
+from holdfast.lm.memory.protocol import AnyMemory
 from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.types import BlockMove, TableWrite
@@ -31,7 +30,7 @@ class Slabs:
     free in the next plan.
     """
 
-    def __init__(self, pool: BlockPool, tuner: Tuner, headroom: int) -> None:
+    def __init__(self, pool: AnyMemory, tuner: Tuner, headroom: int) -> None:
         """`headroom` is the number of blocks that stay available for running sequences."""
         self._pool, self._tuner, self._headroom = pool, tuner, headroom
         self._piece = max(1, pool.num_blocks // PIECES)
@@ -128,7 +127,6 @@ class Slabs:
         writes = []
         for entry in entries:
             cache = entry.cache
-            assert isinstance(cache, SequenceCache)
             moved = [index for index, block in enumerate(cache.blocks) if block in places]
             if moved:
                 cache.move(places)

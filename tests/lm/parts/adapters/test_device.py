@@ -22,6 +22,7 @@ from holdfast.lm.models.peft_files import UnsupportedAdapter
 from holdfast.lm.parts.adapters.device import AdapterDevice, AdapterStore
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan
@@ -100,7 +101,7 @@ class Engine:
         self.part = AdapterPart(self.adapters)
         self.scheduler = Scheduler(
             StallFree(budget),
-            BlockPool(blocks, 4, host_blocks=host_blocks),
+            PagedKind(BlockPool(blocks, 4, host_blocks=host_blocks)),
             [self.part],
             max_sequences=sequences,
             max_model_len=case.model.spec.max_model_len,

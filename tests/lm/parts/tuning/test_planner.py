@@ -7,8 +7,9 @@ import pytest
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.row_kind import RowKind
 from holdfast.lm.scheduler.row_policies import Embedding
-from holdfast.lm.scheduler.row_scheduler import RowScheduler
+from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 from tests.padded_rows import shape_of_rows
 from tests.scheduling import answer, create_scheduler
@@ -89,4 +90,4 @@ def test_padded_rows_lend_no_blocks():
     part = TuningPart(make_tuner())
     shape = shape_of_rows()
     with pytest.raises(ValueError, match="training needs a paged cache"):
-        RowScheduler(Embedding(64), RowPool(shape), [part], max_sequences=4, max_model_len=64, vocab_size=50)
+        Scheduler(Embedding(64), RowKind(RowPool(shape), longest=64), [part], max_sequences=4, max_model_len=64)

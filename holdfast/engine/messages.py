@@ -9,10 +9,11 @@ from typing import Literal
 import msgspec
 
 from holdfast.core.columns import Columns
-from holdfast.core.config import AppConfig, EngineConfig, ExecutorName
+from holdfast.core.config import AppConfig, ExecutorName
 from holdfast.core.stages import Stage
 from holdfast.core.types import AdapterInfo, FinishReason, Identity, Request, SequenceOutput, TokenLogprobs
 from holdfast.engine.activity import StepRecord
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestLimits
 from holdfast.lm.memory.block_map import ConversationBlocks
 from holdfast.lm.scheduler.queue_report import QueueReport

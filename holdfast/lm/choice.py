@@ -6,10 +6,11 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from holdfast.core.config import EngineConfig, ExecutorName
+from holdfast.core.config import ExecutorName
 from holdfast.core.cost import CostModel, PaddedCost
 from holdfast.core.types import Identity
 from holdfast.files.imported import imported
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.prices import Prices
 from holdfast.lm.memory.retention import Cost, RetentionRule, cost_by_position
@@ -123,12 +124,12 @@ def choose_policy(config: EngineConfig, shape: EngineShape, cost: CostModel | No
     if shape.rows is not None:
         check_rows(config, shape, shape.rows)
         cost = None if cost is None else PaddedCost.of(cost)
-    if config.tbt_target is None:
+    if config.tbt_seconds is None:
         kind = find_policy(config.scheduler, shape.executor)
         return kind.sized(whole_tiles(budget, shape.tile) if kind.chunks else budget, capacity)
     if cost is None:
         raise ValueError(f"tbt_target is {config.tbt_target}, which takes a profile of the device")
-    target, tile, ceiling = config.tbt_target / 1000, min(shape.tile, capacity), whole_tiles(capacity, shape.tile)
+    target, tile, ceiling = config.tbt_seconds, min(shape.tile, capacity), whole_tiles(capacity, shape.tile)
     if config.token_budget != "auto" and stages > 1:
         return PipelineLatencyTarget(cost, target, tile=tile, ceiling=ceiling, stages=stages)
     if config.token_budget != "auto":
@@ -204,7 +205,7 @@ def make_scheduler(
     policy = policy or choose_policy(config, shape, cost, stages=stages)
     parts: list[Part] = []
     if drafter is not None and cost is not None:
-        target = inf if config.tbt_target is None else config.tbt_target / 1000
+        target = inf if config.tbt_seconds is None else config.tbt_seconds
         parts.append(SpeculationPart(drafter, cost, most=config.draft_tokens, rows=config.max_samples, target=target))
     parts += parts_of_requests()  # after drafts, which have the budget before forced tokens
     if shape.adapter_slots:

@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import ChunksFound
@@ -19,6 +18,7 @@ from holdfast.engine.process.build import build_engine
 from holdfast.engine.process.parts import tiers
 from holdfast.engine.process.parts.moves import ChunkFinder
 from holdfast.engine.process.parts.tiers import TierHandler
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.tier_threads import TierThreads
 from holdfast.lm.memory.digests import block_digests
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.training_cost import TrainingCost
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
@@ -32,6 +32,7 @@ from holdfast.engine.process.handler import Gate, Router
 from holdfast.engine.process.parts.tuning_handler import TuningHandler
 from holdfast.engine.process.requests import RequestHandler
 from holdfast.engine.process.serve import serve
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.types.tuning import TrainingReport

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import PACKED_SCHEDULERS, ROW_SCHEDULERS, SCHEDULERS, EngineConfig
+from holdfast.core.config import PACKED_SCHEDULERS, ROW_SCHEDULERS, SCHEDULERS
 from holdfast.core.cost import PaddedCost
 from holdfast.lab.schedulers import Unified
 from holdfast.lm.choice import (
@@ -15,6 +15,7 @@ from holdfast.lm.choice import (
     make_scheduler,
     steps_in_flight,
 )
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.row_pool import RowPool
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree

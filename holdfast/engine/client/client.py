@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from holdfast.core.config import EngineConfig, check_adapter_name
 from holdfast.core.types import (
     AdapterInfo,
     FinishReason,
@@ -32,8 +31,10 @@ from holdfast.engine.client.pooling import NONE, find_pooling
 from holdfast.engine.client.text import Text, TextStream
 from holdfast.engine.client.tuning import TuningClient
 from holdfast.engine.spawn import EngineProcess, Process
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.memory.digests import DigestCache, usable_blocks
+from holdfast.lm.parts.adapters.options import check_adapter_name
 from holdfast.lm.types import SchedulerStats
 
 REMEMBERED_BLOCKS = 1 << 16

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from holdfast.core.config import PAGED_OPTIONS, ROW_SCHEDULERS, EngineConfig, ExecutorName
+from holdfast.core.config import ROW_SCHEDULERS, ExecutorName, changed
 from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
@@ -34,6 +34,7 @@ from holdfast.engine.ranks.messages import Loaded, StartRank
 from holdfast.engine.ranks.paged import MoreParts, check_layout, make_paged_device, make_rank, no_more, threads_of
 from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
 from holdfast.lm.choice import choose_policy, make_scheduler, steps_in_flight
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
 from holdfast.lm.execution.part import DevicePart
@@ -308,9 +309,8 @@ def choose_device(
         if config.executor == "paged" or isinstance(error, DamagedCheckpoint):
             raise
         refusal = error.with_traceback(None)  # its frames hold tensors
-    for name in PAGED_OPTIONS:
-        if (value := getattr(config, name)) != getattr(EngineConfig, name):
-            raise UnsupportedCheckpoint(f"{refusal}; padded rows cannot run it with {name} {value}") from None
+    for name, value in changed(config, executor="paged"):
+        raise UnsupportedCheckpoint(f"{refusal}; padded rows cannot run it with {name} {value}") from None
     try:
         module = refusal.module if isinstance(refusal, NotPaged) else None
         device = make_padded_device(config, checkpoint, stages, module=module)
@@ -370,7 +370,7 @@ def find_profiles(site: Site, shape: EngineShape, path: Path, builders: Sequence
     """
     config, order = site.config, site.order
     ranks_chunks = shape.executor == "paged" and shape.num_host_blocks > 0 and config.eviction == "retention"
-    needed = isinstance(config.tbt_target, float | int) or ranks_chunks or any(b.is_priced(shape) for b in builders)
+    needed = config.tbt_seconds is not None or ranks_chunks or any(b.is_priced(shape) for b in builders)
     return [find_profile(site, shape, path)] if order.measure or order.priced or needed else []
 
 
@@ -390,9 +390,9 @@ def find_profile(site: Site, shape: EngineShape, path: Path) -> CostProfile:
         order.on_progress(f"{'measuring' if in_full else 'estimating'} the device's pace")
         with order.stages.stage("profile"):
             if isinstance(device, PagedDevice | ManyDevice):
-                profile = make_profile(device, shape, in_full=in_full)
+                profile = make_profile(site.config, device, shape, in_full=in_full)
             else:
-                profile = make_padded_profile(cast("PaddedDevice", device), shape, in_full=in_full)
+                profile = make_padded_profile(site.config, cast("PaddedDevice", device), shape, in_full=in_full)
         profile.save(path)
     return profile
 
@@ -407,9 +407,10 @@ def keep_corrected(profiles: Iterable[CostProfile], policy: Policy, path: Path) 
                 log.warning("holdfast: the corrected profile cannot be stored in %s: %s", path, error)
 
 
-def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
+def make_profile(
+    config: EngineConfig, device: PagedDevice | ManyDevice, shape: EngineShape, *, in_full: bool
+) -> CostProfile:
     """Measure the cost profile of an allocated device, or estimate it by a few steps."""
-    config = device.config
     cost = (measure_cost if in_full else estimate_cost)(device, name=shape.model)
     if in_full and device.kind == "cpu":  # on a GPU the loop takes nothing from the device
         cost = as_in_service(cost, config, shape, device.executor)
@@ -433,9 +434,11 @@ def make_profile(device: PagedDevice | ManyDevice, shape: EngineShape, *, in_ful
     )
 
 
-def make_padded_profile(device: PaddedDevice, shape: EngineShape, *, in_full: bool) -> CostProfile:
+def make_padded_profile(
+    config: EngineConfig, device: PaddedDevice, shape: EngineShape, *, in_full: bool
+) -> CostProfile:
     """`make_profile` for padded rows. The rows are empty afterwards, as before."""
-    config, executor = device.config, device.executor
+    executor = device.executor
     measure = measure_padded_cost if in_full else estimate_padded_cost
     cost: CostModel = measure(executor, shape, max_sequences=config.max_sequences, device=device.description)
     if in_full and device.kind == "cpu":

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.handler import Handler
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.ranks import AnyRanks
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.models.base import Model

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from holdfast.core.columns import Columns
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, TokenLogprobs
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import (
     CopyTime,
     MemoryMeasurement,

@@ -9,7 +9,6 @@ from functools import partial
 from math import inf
 from typing import Protocol
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams, SequenceOutput
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
@@ -20,6 +19,7 @@ from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
 from holdfast.lm.choice import capacity_of, make_scheduler, steps_in_flight
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.parts.tuning.choice import make_tuner
 from holdfast.lm.parts.tuning.tuner import Tuner
@@ -227,7 +227,7 @@ def on_rows(config: EngineConfig, profile: CostProfile) -> bool:
 
 def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
     """Number of blocks in the host tier, and seconds to copy one block."""
-    if config.host_cache_gb == "auto" or not config.host_cache_gb or not config.prefix_sharing:
+    if not config.host_cache_bytes or not config.prefix_sharing:
         return 0, 0.0  # "auto" is off: a simulation has no host memory to measure
     if not (profile.token_bytes and profile.copy_rate):
         cost = profile.cost
@@ -236,7 +236,7 @@ def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
             "both the size of a position and how fast it is copied; give the rate with --copy-gbs, or drop the tier"
         )
     block = profile.token_bytes * config.block_size
-    return int(config.host_cache_gb * 1e9 / block), block / profile.copy_rate
+    return int(config.host_cache_bytes / block), block / profile.copy_rate
 
 
 def nothing() -> None:
@@ -249,7 +249,7 @@ def _disk_tier(config: EngineConfig, shape: EngineShape) -> LowerShape:
         raise ValueError(
             "disk_cache_dir is set, and the simulated engine has no host tier before it; set host_cache_gb"
         )
-    return LowerShape(shape.block_bytes, disk_blocks=int(config.disk_cache_gb * 1e9) // shape.block_bytes)
+    return LowerShape(shape.block_bytes, disk_blocks=config.disk_cache_bytes // shape.block_bytes)
 
 
 def context_length(config: EngineConfig, profile: CostProfile) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig
 from holdfast.core.stages import Stages
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.padded.abilities import probe
@@ -75,7 +75,7 @@ class PaddedDevice(LanguageDevice):
     def __init__(
         self,
         model: UnmodifiedModel,
-        config: EngineConfig,
+        config: CoreConfig,
         *,
         name: str = "",
         stages: Stages | None = None,
@@ -303,8 +303,8 @@ class PaddedDevice(LanguageDevice):
     def _state_bytes(self, free: int, total: int, activations: int, share: float) -> int:
         """Bytes for the states of all rows. Raises MemoryError for a size that is not free, or is less than a row."""
         config, device = self.config, self.model.device
-        if config.cache_gb is not None:
-            size = int(config.cache_gb * 1e9)
+        if config.cache_bytes is not None:
+            size = config.cache_bytes
         elif self.kind == "cuda":
             reserved_by_others = total - free
             left = int(total * config.memory_fraction) - reserved_by_others
@@ -348,11 +348,10 @@ class PaddedDevice(LanguageDevice):
 
     def _host_bytes(self) -> int:
         """Bytes for states on the host. Raises MemoryError for more than the host has."""
-        wanted = self.config.host_cache_gb
+        wanted, size = self.config.host_cache_gb, self.config.host_cache_bytes
         free, total = memory_of(torch.device("cpu"))
-        if wanted == "auto":
+        if size is None:
             return min(HOST_STATE_BYTES, free // 4) if self.kind == "cuda" else 0
-        size = int(wanted * 1e9)
         if size > free:
             raise MemoryError(
                 f"host_cache_gb is {wanted}: of {total / 1e9:.1f} GB of host memory {free / 1e9:.1f} are free; choose "

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.columns import Columns
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, TokenLogprobs
 from holdfast.engine.ranks.messages import (
     Allocate,
@@ -27,6 +26,7 @@ from holdfast.engine.ranks.messages import (
     read_parts,
     write_parts,
 )
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import (
     PENDING,
     BlockCopy,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import measure_cost
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.paged_device import PagedDevice

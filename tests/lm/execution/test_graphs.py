@@ -15,8 +15,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.graphs import MAX_TOKENS, Captured, GraphSizes, StepGraphs
 from holdfast.lm.execution.paged_device import PagedDevice

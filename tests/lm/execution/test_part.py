@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import StagedStep
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.part import EVERY_TOKEN, DrawRules, PartExecutor, PartHooks, part_of

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams, TokenLogprobs
 from holdfast.lm.choice import make_drafter, make_scheduler
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load

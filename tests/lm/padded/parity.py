@@ -8,9 +8,9 @@ from copy import copy
 from itertools import count
 from typing import Any
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lm.choice import make_scheduler
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.padded.growing_layer import QUANTUM
 from holdfast.lm.types import MemoryMeasurement, RowPlan, StepPlan, StepResult

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.padded import device as padded_device
 from holdfast.lm.padded.device import PaddedDevice
 from holdfast.lm.types import Forward, MemoryMeasurement, RowMove, RowPlan, StepPlan

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
 from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.parts.adapters.planner import AdapterPart
 

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine import messages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.block_moves import Moves
@@ -17,6 +16,7 @@ from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site, excluded
 from holdfast.engine.process.parts.tiers import layout_of
 from holdfast.files.regular import open_file, read_bytes
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.types import EngineShape

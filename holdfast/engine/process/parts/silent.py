@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.engine import messages
 from holdfast.engine.process.handler import Handler
@@ -13,6 +12,7 @@ from holdfast.engine.process.part_builder import PartBuilder, Served
 from holdfast.engine.process.trace import Trace, about_engine
 from holdfast.engine.ranks.ranks import AnyRanks
 from holdfast.lm.choice import make_drafter
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import EngineShape, HostTier, StepPlan, StepResult
 from holdfast.loop.contracts import Observer
 

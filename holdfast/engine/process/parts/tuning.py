@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.training_cost import MICRO_BATCHES
 from holdfast.engine.process.handler import Handler, find
 from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site
 from holdfast.engine.process.parts.adapters import AdapterHandler
 from holdfast.engine.process.parts.tuning_handler import Notice, TuningHandler, TuningRules
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.part import DevicePart, part_of
 from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.base import Model
@@ -104,7 +104,7 @@ class TuningBuilder(PartBuilder):
             base_model=self.site.checkpoint.name,
             base_digest=base_digest,
             micro_batch=None if config.tuning_micro_batch == "auto" else config.tuning_micro_batch,
-            target=None if config.tbt_target is None else config.tbt_target / 1000,
+            target=config.tbt_seconds,
             bound=DEFAULT_BOUND if config.deferral_bound is None else config.deferral_bound,
             max_rank=config.max_adapter_rank,
             threads=torch.get_num_threads() if device.kind == "cpu" else 0,

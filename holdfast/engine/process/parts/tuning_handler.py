@@ -18,11 +18,11 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.config import check_adapter_name
 from holdfast.engine import messages
 from holdfast.engine.messages import JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
 from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.parts.adapters import AdapterHandler
+from holdfast.lm.parts.adapters.options import check_adapter_name
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import inf
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND, Deferred
+from holdfast.lm.parts.tuning.options import TuningOptions
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
@@ -18,7 +18,7 @@ from holdfast.lm.types import EngineShape
 
 
 def make_tuner(
-    config: EngineConfig,
+    config: TuningOptions,
     shape: EngineShape,
     cost: CostModel,
     sizes: TrainingShape,
@@ -37,25 +37,23 @@ def make_tuner(
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"tuning_memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
     room = None
-    if config.tbt_target is not None:
+    if config.tbt_seconds is not None:
         decodes, context = reference_step(
             config.max_sequences, shape.max_model_len, shape.cache_positions(config.block_size)
         )
         seconds = cost.step([(1, context)] * decodes)
-        room = TrainingRoom(
-            config.tbt_target / 1000, 1 - RESERVE, decodes, seconds, deviation=cost.deviation, exact=exact
-        )
+        room = TrainingRoom(config.tbt_seconds, 1 - RESERVE, decodes, seconds, deviation=cost.deviation, exact=exact)
     training = TrainingCost(cost, sizes, block_seconds=block_seconds)
     return Tuner(
         training,
         max_blocks=int(memory_fraction * shape.num_blocks),
         room=room,
-        max_launch_seconds=inf if config.tbt_target is None else LAUNCH_SHARE * config.tbt_target / 1000,
+        max_launch_seconds=inf if config.tbt_seconds is None else LAUNCH_SHARE * config.tbt_seconds,
     )
 
 
 def with_training(
-    config: EngineConfig,
+    config: TuningOptions,
     shape: EngineShape,
     cost: CostModel | None,
     policy: Policy,
@@ -76,11 +74,11 @@ def with_training(
         raise ValueError(f"a pipeline has {stages} stages; tuning runs on one")
     if config.scheduler != "stall-free":
         raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {config.scheduler}; drop one")
-    if config.tbt_target is None:
+    if config.tbt_seconds is None:
         return Deferred(policy, part, DEFAULT_BOUND if deferral_bound is None else deferral_bound)
     if deferral_bound is not None:
         raise ValueError(
             f"deferral_bound is {deferral_bound} and tbt_target is {config.tbt_target}: training goes by one of them"
         )
     assert cost is not None  # a target needs it in any case
-    return TrainingSlices(policy, part, cost, config.tbt_target / 1000, progress=progress)
+    return TrainingSlices(policy, part, cost, config.tbt_seconds, progress=progress)

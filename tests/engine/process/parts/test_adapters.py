@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.process.serve import serve
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.adapters import AdapterSlots
 from holdfast.lm.models.loader import load
 from holdfast.lm.models.peft_files import CONFIG_FILE, WEIGHTS_FILE

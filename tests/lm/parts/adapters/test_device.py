@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Identity, Request, SamplingParams
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.decoder import Decoder

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, SamplingParams
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import executor as module
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.grammar.compiler import GrammarCompiler

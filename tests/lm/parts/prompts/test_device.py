@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import TokenLogprobs
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.models.base import HiddenModel, Model
 from holdfast.lm.parts.prompts.device import PromptDevice

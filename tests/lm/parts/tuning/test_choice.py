@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.lm.choice import make_scheduler
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.tuning.choice import make_tuner
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND, Deferred
 from holdfast.lm.parts.tuning.slices import RESERVE, TrainingSlices

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.models.base import HiddenModel, Model
 from holdfast.lm.parts.vectors.device import VectorDevice

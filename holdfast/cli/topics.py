@@ -12,7 +12,7 @@ COMMON: Mapping[str, Sequence[str]] = {
     "EngineConfig": (
         "device", "dtype", "quantization", "max_model_len", "max_sequences", "cache_gb", "adapter", "tbt_target",
     ),
-    "ServerConfig": ("host", "port", "log_level", "api_key", "store"),
+    "ServerConfig": ("host", "port", "api_key", "log_level", "store"),
     "AppConfig": ("app",),
 }  # fmt: skip
 """The options of a config that the short help shows. If a config is not listed here, all of its options are shown."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from importlib.util import find_spec
 from math import inf
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from holdfast.core.layout import Layout
 from holdfast.core.units import bytes_of_gb, seconds_of_ms
@@ -104,6 +104,9 @@ def changed(config: Any, *, executor: str) -> Iterator[tuple[str, Any]]:
 def own_options(config: type) -> tuple[Field[Any], ...]:
     """The options that a config's class adds to those of its bases."""
     return tuple(each for each in fields(config) if each.name in vars(config).get("__annotations__", ()))
+
+
+Options = TypeVar("Options", bound="CoreConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +354,12 @@ class CoreConfig:
             raise ValueError("token_budget is auto, which is computed from tbt_target; give a target or a number")
         if self.tbt_target is not None and self.scheduler != "stall-free":
             raise ValueError(f"tbt_target is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
+
+    def part(self, kind: type[Options]) -> Options:
+        """The options of one part, with those of the core. Raises LookupError for a part that has none here."""
+        if not isinstance(self, kind):
+            raise LookupError(f"the configuration has no {kind.__name__}; make it a base of {type(self).__name__}")
+        return self
 
     @property
     def several_devices(self) -> str:

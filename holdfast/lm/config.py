@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
-from holdfast.core.config import CoreConfig
 from holdfast.lm.parts.adapters.options import AdapterOptions
 from holdfast.lm.parts.moves.options import MoveOptions
 from holdfast.lm.parts.speculation.options import SpeculationOptions
 from holdfast.lm.parts.tiers.options import TierOptions
 from holdfast.lm.parts.tuning.options import TuningOptions
-
-Options = TypeVar("Options", bound=CoreConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +23,3 @@ class EngineConfig(
 
     The bases are the options of the parts; each has those of the core. The help shows the last base first.
     """
-
-    def part(self, kind: type[Options]) -> Options:
-        """The options of one part, with those of the core. Raises LookupError for a part without options here."""
-        if not isinstance(self, kind):
-            raise LookupError(f"the configuration has no {kind.__name__}; make it a base of {type(self).__name__}")
-        return self

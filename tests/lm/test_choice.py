@@ -220,8 +220,3 @@ def test_each_further_stage_has_one_more_step_in_flight(given, stages, steps):
 def test_padded_rows_run_on_one_stage():
     with pytest.raises(ValueError, match="a pipeline has 2 stages"):
         make_scheduler(padded(), ROWS, None, stages=2)
-
-
-def test_a_bound_without_training_is_refused():
-    with pytest.raises(ValueError, match=r"deferral_bound is 1\.0, and no training is taken"):
-        make_scheduler(EngineConfig(), SHAPE, COST, deferral_bound=1.0)

@@ -24,16 +24,22 @@ from holdfast.engine.process.in_service import in_service
 from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site, refuse_excluded
 from holdfast.engine.process.parts.adapters import AdapterBuilder
 from holdfast.engine.process.parts.grammars import GrammarBuilder
+from holdfast.engine.process.parts.host_tier import HostTierBuilder
 from holdfast.engine.process.parts.moves import MoveBuilder
-from holdfast.engine.process.parts.silent import DraftBuilder, HostTierBuilder, RankBuilder, TraceBuilder
+from holdfast.engine.process.parts.penalties import PenaltyBuilder
+from holdfast.engine.process.parts.prompts import PromptBuilder
+from holdfast.engine.process.parts.ranks import RankBuilder
+from holdfast.engine.process.parts.speculation import SpeculationBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
+from holdfast.engine.process.parts.traces import TraceBuilder
 from holdfast.engine.process.parts.tuning import TuningBuilder
+from holdfast.engine.process.parts.vectors import VectorBuilder
 from holdfast.engine.profiles import CostProfile, cached_profile_path, held
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
 from holdfast.engine.ranks.paged import MoreParts, check_layout, make_paged_device, make_rank, no_more, threads_of
 from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
-from holdfast.lm.choice import choose_policy, make_scheduler, steps_in_flight
+from holdfast.lm.choice import choose_policy, compose_scheduler, make_planning, make_scheduler, steps_in_flight
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
@@ -42,8 +48,10 @@ from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, 
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
+from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
+from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import (
     DEFAULT_TOKEN_BUDGET,
     EngineShape,
@@ -62,18 +70,22 @@ log = logging.getLogger("holdfast.engine")
 
 PARTS: tuple[type[PartBuilder], ...] = (
     HostTierBuilder,
+    SpeculationBuilder,
+    PromptBuilder,
+    VectorBuilder,
+    PenaltyBuilder,
+    GrammarBuilder,
     AdapterBuilder,
     TuningBuilder,
-    DraftBuilder,
-    GrammarBuilder,
-    MoveBuilder,
     TierBuilder,
+    MoveBuilder,
     TraceBuilder,
     RankBuilder,
 )
-"""The parts that an engine may have, in the order in which they are built, are asked for answers, and see steps.
+"""The parts that an engine may have, in the order in which they are built, plan, are asked for answers, and see steps.
 
-Tuning follows adapters, which it serves when a job is complete. Tiers follow the host tier, which they read.
+Drafts have a step's budget before the tokens that a grammar forces. Tuning follows adapters, which it serves when a job
+is complete. Tiers follow the host tier, which they read.
 """
 
 
@@ -167,22 +179,23 @@ def compose(site: Site) -> Engine:
     pace = pace_of(config, site.device.kind, memory.device, shape.executor)
     path = cached_profile_path(site.checkpoint.directory, site.device.precision, pace)
     profiles = find_profiles(site, shape, path, builders)
-    costs = [profile.cost for profile in profiles]
-    cost = next(iter(costs), None)
+    cost = next((profile.cost for profile in profiles), None)
     policy = choose_policy(config, shape, cost, stages=config.pp)
-    planned: dict[str, Any] = {}
-    for builder in builders:
-        planned.update(builder.planner(shape, costs))
-    scheduler = make_scheduler(
-        config, shape, cost, policy=policy, stages=config.pp, deferral_bound=config.deferral_bound, now=clock(),
-        **planned,
-    )  # fmt: skip
-    served = Served(scheduler, shape)
+    planning = make_planning(config, shape, cost, stages=config.pp, now=clock())
+    served = Served(schedule(planning, policy, builders), shape)
     for builder in builders:
         served.handlers.extend(builder.handlers(served))
     loop = make_loop(site, served, builders, partial(keep_corrected, profiles, policy, path))
     info = describe(site, memory, shape, builders, str(path) if profiles else "")
     return Engine(loop, info, tuple(served.handlers), site.ranks)
+
+
+def schedule(planning: Planning, policy: Policy, builders: Sequence[PartBuilder]) -> Scheduler:
+    """The scheduler with the planner's sides of all parts."""
+    parts = [part for builder in builders for part in builder.planners(planning)]
+    for builder in builders:
+        policy = builder.policy(policy, planning)
+    return compose_scheduler(planning, policy, parts)
 
 
 def allocate(site: Site, builders: Sequence[PartBuilder]) -> tuple[MemoryMeasurement, EngineShape]:

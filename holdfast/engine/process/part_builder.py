@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.handler import Handler
@@ -19,6 +18,9 @@ from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.parts.adapters.device import AdapterDevice
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.part import Part
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, LanguageDevice, StepPlan, StepResult
 from holdfast.loop.contracts import Clock, Observer
@@ -129,9 +131,13 @@ class PartBuilder(ABC):
         """Whether the part needs the device's cost profile."""
         return False
 
-    def planner(self, shape: EngineShape, costs: Sequence[CostModel]) -> Mapping[str, Any]:
-        """The part's arguments of `make_scheduler`. `costs` holds the cost model, if there is one."""
-        return {}
+    def planners(self, planning: Planning) -> Iterable[Part]:
+        """The planner's side of the part. It has none if it adds nothing to this engine's steps."""
+        return ()
+
+    def policy(self, policy: Policy, planning: Planning) -> Policy:
+        """The policy, extended by work that the part plans. All parts have their planner's sides by then."""
+        return policy
 
     def observers(self, served: Served) -> Iterable[Observer[StepPlan, StepResult]]:
         """Observers of every step."""

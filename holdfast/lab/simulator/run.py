@@ -18,11 +18,14 @@ from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
-from holdfast.lm.choice import capacity_of, make_scheduler, steps_in_flight
+from holdfast.lm.choice import capacity_of, choose_policy, compose_scheduler, make_planning, steps_in_flight
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.speculation.choice import make_parts as speculation_parts
+from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.parts.tiers.planner import TierPart
-from holdfast.lm.parts.tuning.choice import make_tuner
-from holdfast.lm.parts.tuning.tuner import Tuner
+from holdfast.lm.parts.tuning.choice import make_tuner, with_training
+from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.tiers import LowerShape
@@ -171,26 +174,20 @@ def make_loop(
     on_disk = config.disk_cache_dir is not None
     if on_disk:
         shape = replace(shape, lower=_disk_tier(config, shape))
-    tuner = trainer = None
-    if tuning is not None:
-        block_bytes = profile.token_bytes * config.block_size
-        tuner, trainer = _begin_tuning(config, profile, shape, tuning, block_bytes)
+    cost = profile.cost
+    policy = make_policy(shape) if make_policy else choose_policy(config, shape, cost, stages=stages)
+    planning = make_planning(config, shape, cost, stages=stages)
     drafter = SimulatedDrafter() if acceptance is not None and config.drafter else None
+    parts = [*speculation_parts(planning, drafter), *standard_parts(planning)]
+    trainer = None
+    if tuning is not None:
+        part, trainer = _begin_tuning(planning, profile, tuning)
+        policy = with_training(planning, policy, part, tuning.deferral_bound, progress=tuning.progress)
+        parts.append(part)
     executor = SimulatedExecutor(
         step_times, clock, host_seconds, pace, trainer, 1.0 if acceptance is None else acceptance
     )
-    policy = make_policy(shape) if make_policy else None
-    scheduler = make_scheduler(
-        config,
-        shape,
-        profile.cost,
-        policy=policy,
-        stages=stages,
-        tuner=tuner,
-        deferral_bound=tuning.deferral_bound if tuning is not None else None,
-        tuning_progress=tuning is not None and tuning.progress,
-        drafter=drafter,
-    )
+    scheduler = compose_scheduler(planning, policy, parts)
     disk = SimulatedDisk(scheduler.part(TierPart), clock, shape.block_bytes, disk_rate) if on_disk else None
     refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
     observers = watch(scheduler, shape, clock)
@@ -198,17 +195,17 @@ def make_loop(
     return loop, executor, trainer, wait
 
 
-def _begin_tuning(
-    config: EngineConfig, profile: CostProfile, shape: EngineShape, tuning: Tuning, block_bytes: int
-) -> tuple[Tuner, SimulatedTrainer]:
-    """The tuner with its jobs, and the trainer that prices their slices. Raises ValueError as the engine would."""
+def _begin_tuning(planning: Planning, profile: CostProfile, tuning: Tuning) -> tuple[TuningPart, SimulatedTrainer]:
+    """The part that plans training, with its jobs, and the trainer that prices their slices.
+
+    Raises ValueError as the engine would.
+    """
+    block_bytes = profile.token_bytes * planning.config.block_size
     if not block_bytes:
         raise ValueError(f"the profile of {profile.cost.model} does not say the size of a position, which tuning needs")
     copying = block_bytes / profile.copy_rate if profile.copy_rate else 0.0
     tuner = make_tuner(
-        config,
-        shape,
-        profile.cost,
+        planning,
         tuning.shape,
         memory_fraction=tuning.memory_fraction,
         block_seconds=copying,
@@ -217,7 +214,7 @@ def _begin_tuning(
     jobs = {f"job {number}": job for number, job in enumerate(tuning.jobs)}
     for name, job in jobs.items():
         tuner.add(name, job, partial(job.blocks, block_bytes=block_bytes))
-    return tuner, SimulatedTrainer(tuner.cost, jobs, block_bytes, tuning.error)
+    return TuningPart(tuner), SimulatedTrainer(tuner.cost, jobs, block_bytes, tuning.error)
 
 
 def on_rows(config: EngineConfig, profile: CostProfile) -> bool:

@@ -13,7 +13,9 @@ from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.part_builder import PartBuilder, Served, Site
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.adapters.device import AdapterDevice
-from holdfast.lm.parts.adapters.planner import AdapterPart
+from holdfast.lm.parts.adapters.planner import AdapterPart, make_parts
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.scheduler.part import Part
 
 
 class AdapterFiles(Protocol):
@@ -118,6 +120,9 @@ class AdapterBuilder(PartBuilder):
         with site.order.stages.stage("adapters"):
             for name, path in site.config.adapters:
                 self._served.append(self._read(name, path))
+
+    def planners(self, planning: Planning) -> Iterable[Part]:
+        return make_parts(planning)
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         part = served.scheduler.part(AdapterPart)

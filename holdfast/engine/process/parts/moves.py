@@ -19,6 +19,9 @@ from holdfast.files.regular import open_file, read_bytes
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.memory.block_pool import BlockPool
+from holdfast.lm.parts.moves.planner import make_parts
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.scheduler.part import Part
 from holdfast.lm.types import EngineShape
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
@@ -103,6 +106,9 @@ class MoveBuilder(PartBuilder):
         self._address = ""
         self._reason = ""
         """Why nothing moves; empty if blocks do."""
+
+    def planners(self, planning: Planning) -> Iterable[Part]:
+        return make_parts(planning)
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         """Raises ValueError for an address that cannot be listened at."""

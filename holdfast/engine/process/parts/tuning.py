@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from holdfast.core.cost import CostModel
 from holdfast.core.training_cost import MICRO_BATCHES
 from holdfast.engine.process.handler import Handler, find
 from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site
@@ -20,9 +18,13 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.parts.adapters.device import AdapterDevice
-from holdfast.lm.parts.tuning.choice import make_tuner
+from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.tuning.choice import make_tuner, with_training
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.device import TuningDevice, TuningExecutor
+from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.part import Part
 from holdfast.lm.types import EngineShape
 from holdfast.training.base import digest_of_model, training_shape
 from holdfast.training.iteration import arena_of, workspace_bytes
@@ -79,17 +81,20 @@ class TuningBuilder(PartBuilder):
     def is_priced(self, shape: EngineShape) -> bool:
         return True
 
-    def planner(self, shape: EngineShape, costs: Sequence[CostModel]) -> Mapping[str, Any]:
+    def planners(self, planning: Planning) -> Iterable[Part]:
         config, device = self.site.config, self.site.paged
         self._tuner = make_tuner(
-            config,
-            shape,
-            costs[0],
+            planning,
             training_shape(self._model.decoder),
             memory_fraction=config.tuning_memory_fraction,
             block_seconds=device.block_bytes / HOST_BYTES_PER_SECOND[device.kind],
         )
-        return {"tuner": self._tuner, "tuning_progress": config.tuning_progress}
+        self._part = TuningPart(self._tuner)
+        return (self._part,)
+
+    def policy(self, policy: Policy, planning: Planning) -> Policy:
+        config = self.site.config
+        return with_training(planning, policy, self._part, config.deferral_bound, progress=config.tuning_progress)
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         adapters = find(served.handlers, AdapterHandler)

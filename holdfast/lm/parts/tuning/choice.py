@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from math import inf
 
-from holdfast.core.cost import CostModel
 from holdfast.core.training_cost import TrainingCost, TrainingShape
+from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND, Deferred
-from holdfast.lm.parts.tuning.options import TuningOptions
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
 from holdfast.lm.parts.tuning.training_room import TrainingRoom
 from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import reference_step
-from holdfast.lm.types import EngineShape
 
 
 def make_tuner(
-    config: TuningOptions,
-    shape: EngineShape,
-    cost: CostModel,
+    planning: Planning,
     sizes: TrainingShape,
     *,
     memory_fraction: float = 0.5,
     block_seconds: float = 0.0,
     exact: bool = False,
 ) -> Tuner:
-    """The tuner of an engine of this shape, for `lm.choice.make_scheduler`.
+    """The tuner of an engine of this shape, for `TuningPart`.
 
     At most `memory_fraction` of the cache is lent to training. `block_seconds` is the time of copying a block between
     host and device, 0 if it is not known. With a target between tokens, a job is refused if one of its units takes
@@ -36,6 +32,7 @@ def make_tuner(
     """
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"tuning_memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
+    config, shape, cost = planning.config, planning.shape, planning.priced
     room = None
     if config.tbt_seconds is not None:
         decodes, context = reference_step(
@@ -53,14 +50,7 @@ def make_tuner(
 
 
 def with_training(
-    config: TuningOptions,
-    shape: EngineShape,
-    cost: CostModel | None,
-    policy: Policy,
-    part: TuningPart,
-    stages: int,
-    deferral_bound: float | None,
-    progress: bool,
+    planning: Planning, policy: Policy, part: TuningPart, deferral_bound: float | None, *, progress: bool
 ) -> Policy:
     """A policy of inference, extended by training.
 
@@ -68,7 +58,8 @@ def with_training(
     (None: DEFAULT_BOUND). With `progress`, slices go on however full the steps are. Raises ValueError for padded rows,
     in a pipeline, under a scheduler that is not stall-free, and for a bound with a target.
     """
-    if shape.rows is not None:
+    config, stages = planning.config, planning.stages
+    if planning.on_rows:
         raise ValueError("tuning needs a paged cache, and the model runs on padded rows")
     if stages > 1:
         raise ValueError(f"a pipeline has {stages} stages; tuning runs on one")
@@ -80,5 +71,4 @@ def with_training(
         raise ValueError(
             f"deferral_bound is {deferral_bound} and tbt_target is {config.tbt_target}: training goes by one of them"
         )
-    assert cost is not None  # a target needs it in any case
-    return TrainingSlices(policy, part, cost, config.tbt_seconds, progress=progress)
+    return TrainingSlices(policy, part, planning.priced, config.tbt_seconds, progress=progress)

@@ -35,7 +35,7 @@ from holdfast.engine.process.serve import serve
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.peft_files import WEIGHTS_FILE
 from holdfast.lm.parts.tuning.planner import TuningPart
-from holdfast.lm.types.tuning import TrainingReport
+from holdfast.lm.parts.tuning.values import TrainingReport
 from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
 

@@ -14,9 +14,9 @@ import msgspec
 from holdfast.engine.activity import CopyRecord, Scene, SliceRecord, StepRecord, StepRecorder, verified_segments
 from holdfast.files.regular import create_file
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, RowPlan, Segment, StepPlan, StepResult
-from holdfast.lm.types.tuning import TrainingPlan
 from holdfast.loop.contracts import Clock
 
 MICROSECONDS = 1e6

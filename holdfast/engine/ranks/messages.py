@@ -10,6 +10,7 @@ import msgspec
 from holdfast.core.columns import Columns
 from holdfast.core.types import Grammar, TokenLogprobs
 from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.values import VALUES
 from holdfast.lm.types import (
     CopyTime,
     MemoryMeasurement,
@@ -21,7 +22,6 @@ from holdfast.lm.types import (
     TableWrite,
     TierCopies,
 )
-from holdfast.lm.types.parts import VALUES
 
 WrittenParts = tuple[tuple[str, msgspec.Raw], ...]
 """Values that parts add to a plan or a result: the name of the class, and the value in MessagePack, for each."""

@@ -19,8 +19,8 @@ from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.loader import load
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingSlice
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, TableWrite
-from holdfast.lm.types.tuning import TrainingPlan, TrainingSlice
 from tests.paged import allocated
 
 CONFIG = {

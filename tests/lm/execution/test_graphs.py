@@ -32,8 +32,8 @@ from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
+from holdfast.lm.parts.adapters.values import AdapterPlan
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
-from holdfast.lm.types.adapters import AdapterPlan
 from tests.adapters import drawn
 from tests.paged import sizes
 

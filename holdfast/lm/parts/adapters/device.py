@@ -23,8 +23,8 @@ from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.peft_files import DecoderSizes, UnsupportedAdapter, check_effect, read_peft
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
 from holdfast.lm.parts.adapters.options import AdapterOptions
+from holdfast.lm.parts.adapters.values import AdapterPlan, AdapterResult
 from holdfast.lm.types import EngineShape, PartPlan, PartResult, StepPlan
-from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
 
 log = logging.getLogger("holdfast.engine")
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from holdfast.core.types import Identity
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.adapters.values import AdapterLoad, AdapterPlan, AdapterResult
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.entries import Entry, Rank, RankedQueue
 from holdfast.lm.scheduler.part import Part, PartQueues, PartStep
 from holdfast.lm.types import PartPlan, StepPlan, StepResult
-from holdfast.lm.types.adapters import AdapterLoad, AdapterPlan, AdapterResult
 
 
 class AdapterPart(Part):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from holdfast.core.types import Request
 from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.prompts.values import PromptPlan, PromptReport, PromptResult
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartOutputs, PartStep
 from holdfast.lm.types import PartPlan, StepPlan, StepResult
-from holdfast.lm.types.prompts import PromptPlan, PromptReport, PromptResult
 
 
 class PromptPart(Part):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.vectors.values import VectorResult
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.part import Part, PartOutputs
 from holdfast.lm.types import StepPlan, StepResult
-from holdfast.lm.types.vectors import VectorResult
 
 
 class VectorPart(Part):

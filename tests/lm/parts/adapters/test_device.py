@@ -22,11 +22,11 @@ from holdfast.lm.models.peft_files import UnsupportedAdapter
 from holdfast.lm.parts.adapters.device import AdapterDevice, AdapterStore
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.adapters.values import AdapterPlan
 from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import StepPlan
-from holdfast.lm.types.adapters import AdapterPlan
 from holdfast.loop.loop import Loop
 from tests.adapters import drawn, generated, merged, write
 from tests.checkpoints import VOCAB, make

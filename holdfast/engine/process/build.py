@@ -19,7 +19,7 @@ from holdfast.core.cost import CostModel
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.messages import EngineInfo
-from holdfast.engine.process.handler import Found, Handler, find
+from holdfast.engine.process.handler import Found, Handler, RefusalHandler, find
 from holdfast.engine.process.in_service import in_service
 from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site, refuse_excluded
 from holdfast.engine.process.parts.adapters import AdapterBuilder
@@ -126,14 +126,19 @@ def build(
 
 
 def build_engine(
-    config: EngineConfig, *, stages: Stages | None = None, ranks: AnyRanks | None = None, **how: Any
+    config: EngineConfig,
+    *,
+    stages: Stages | None = None,
+    ranks: AnyRanks | None = None,
+    parts: Sequence[type[PartBuilder]] = PARTS,
+    **how: Any,
 ) -> Engine:
     """Load the model, measure the device, allocate its memory, and build the loop and the handlers over it.
 
     `stages` notes when each stage begins and ends; by default they count from this call. `ranks` are the processes of a
-    configuration with several devices, if they have been started (`start_ranks`); they end if this fails. `how` are
-    fields of `Order`. Raises ValueError (UnsupportedCheckpoint among them), MemoryError and RankFailure with a reason
-    for people.
+    configuration with several devices, if they have been started (`start_ranks`); they end if this fails. `parts` are
+    those that the engine may have, in their order. `how` are fields of `Order`. Raises ValueError
+    (UnsupportedCheckpoint among them), MemoryError and RankFailure with a reason for people.
     """
     order = Order(stages=stages or Stages(clock(), clock), **how)
     started = [ranks] if ranks else []
@@ -145,17 +150,19 @@ def build_engine(
             torch.set_num_threads(config.threads)
         if not started:
             started.append(start_ranks(config))
-        return compose(load(config, checkpoint, started[0], order))
+        return compose(load(config, checkpoint, started[0], order, parts), parts)
     except BaseException:
         for each in started:
             each.close(at_once=True)
         raise
 
 
-def load(config: EngineConfig, checkpoint: Checkpoint, ranks: AnyRanks, order: Order) -> Site:
-    """The model on its device."""
+def load(
+    config: EngineConfig, checkpoint: Checkpoint, ranks: AnyRanks, order: Order, parts: Sequence[type[PartBuilder]]
+) -> Site:
+    """The model on its device, with what these parts keep there."""
     order.on_progress(f"loading {checkpoint.name}")
-    more = partial(device_parts, config, order)
+    more = partial(device_parts, parts, config, order)
     with order.stages.stage("weights"):
         device, reason = choose_device(config, checkpoint, order.stages, ranks, more)
     if isinstance(device, PagedDevice | ManyDevice):
@@ -163,16 +170,22 @@ def load(config: EngineConfig, checkpoint: Checkpoint, ranks: AnyRanks, order: O
     return Site(config, checkpoint, device, f"{reason}; {on_rows(config, device)}", ranks, order, clock)
 
 
-def device_parts(config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]) -> Sequence[DevicePart]:
-    """The wanted parts' state on a device in addition to the `parts` of every rank, in the order of PARTS."""
-    wanted = [part for part in PARTS if part.wanted(config)]
-    return [each for part in wanted for each in part.device_parts(config, order, model, parts)]
+def device_parts(
+    parts: Sequence[type[PartBuilder]],
+    config: EngineConfig,
+    order: Order,
+    model: Model,
+    of_ranks: Sequence[DevicePart],
+) -> Sequence[DevicePart]:
+    """The wanted parts' state on a device in addition to the parts of every rank, in the order of `parts`."""
+    wanted = [part for part in parts if part.wanted(config)]
+    return [each for part in wanted for each in part.device_parts(config, order, model, of_ranks)]
 
 
-def compose(site: Site) -> Engine:
-    """Build all parts over a model on its device, and the loop over them."""
+def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
+    """Build the wanted parts over a model on its device, and the loop over them."""
     config = site.config
-    wanted = [part for part in PARTS if part.wanted(config)]
+    wanted = [part for part in parts if part.wanted(config)]
     refuse_excluded(wanted, site)
     builders = [part(site) for part in wanted]
     memory, shape = allocate(site, builders)
@@ -185,6 +198,7 @@ def compose(site: Site) -> Engine:
     served = Served(schedule(planning, policy, builders), shape)
     for builder in builders:
         served.handlers.extend(builder.handlers(served))
+    served.handlers.append(refusing(parts, served.handlers))
     loop = make_loop(site, served, builders, partial(keep_corrected, profiles, policy, path))
     info = describe(site, memory, shape, builders, str(path) if profiles else "")
     return Engine(loop, info, tuple(served.handlers), site.ranks)
@@ -196,6 +210,13 @@ def schedule(planning: Planning, policy: Policy, builders: Sequence[PartBuilder]
     for builder in builders:
         policy = builder.policy(policy, planning)
     return compose_scheduler(planning, policy, parts)
+
+
+def refusing(parts: Sequence[type[PartBuilder]], handlers: Sequence[Handler]) -> RefusalHandler:
+    """The handler of the messages of parts that none of these handlers receives."""
+    received = {kind for handler in handlers for kind in handler.receives}
+    refusals = {kind: answers for part in parts for kind, answers in part.refusals.items()}
+    return RefusalHandler({kind: answers for kind, answers in refusals.items() if kind not in received})
 
 
 def allocate(site: Site, builders: Sequence[PartBuilder]) -> tuple[MemoryMeasurement, EngineShape]:

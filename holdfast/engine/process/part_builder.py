@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from holdfast.core.stages import Stages
 from holdfast.engine.checkpoint import Checkpoint
-from holdfast.engine.process.handler import Handler
+from holdfast.engine.process.handler import Handler, Refusal
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.ranks import AnyRanks
 from holdfast.lm.config import EngineConfig
@@ -103,6 +103,8 @@ class PartBuilder(ABC):
     """The part's name in EXCLUSIONS."""
     is_optional: ClassVar[bool] = False
     """Whether an engine that cannot have the part serves without it."""
+    refusals: ClassVar[Mapping[type, Refusal]] = {}
+    """Functions that answer the part's messages in an engine without a handler for them, by type of message."""
 
     @staticmethod
     def wanted(config: EngineConfig) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from holdfast.core.training_cost import MICRO_BATCHES
-from holdfast.engine.process.handler import Handler, find
+from holdfast.engine.process.handler import Handler, find, refusal
 from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Site
 from holdfast.engine.process.parts.adapters import AdapterHandler
 from holdfast.engine.process.parts.tuning_handler import Notice, TuningHandler, TuningRules
@@ -22,6 +22,7 @@ from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.tuning.choice import make_tuner, with_training
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.device import TuningDevice, TuningExecutor
+from holdfast.lm.parts.tuning.messages import ChangeJob, JobRefused, StartJob
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.part import Part
@@ -61,6 +62,9 @@ class TuningBuilder(PartBuilder):
     """Builds the tuner, which plans slices of training, the trainer, which computes them, and their handler."""
 
     name = "tuning"
+    refusals = dict.fromkeys(
+        (StartJob, ChangeJob), refusal(JobRefused, "this engine takes no tuning jobs; give it tuning")
+    )
 
     @staticmethod
     def wanted(config: EngineConfig) -> bool:

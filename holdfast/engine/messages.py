@@ -376,7 +376,7 @@ _to_engine: msgspec.msgpack.Decoder[_EncodedToEngine] = msgspec.msgpack.Decoder(
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode(message: Message) -> bytes:
     """A message as bytes. Raises ValueError beyond MESSAGE_LIMIT."""
     return _bounded(_encode(Submitted.of(message.request) if isinstance(message, Submit) else message))
 

@@ -26,14 +26,11 @@ from holdfast.engine.process.parts.adapters import AdapterBuilder
 from holdfast.engine.process.parts.grammars import GrammarBuilder
 from holdfast.engine.process.parts.host_tier import HostTierBuilder
 from holdfast.engine.process.parts.moves import MoveBuilder
-from holdfast.engine.process.parts.penalties import PenaltyBuilder
-from holdfast.engine.process.parts.prompts import PromptBuilder
 from holdfast.engine.process.parts.ranks import RankBuilder
 from holdfast.engine.process.parts.speculation import SpeculationBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
 from holdfast.engine.process.parts.traces import TraceBuilder
 from holdfast.engine.process.parts.tuning import TuningBuilder
-from holdfast.engine.process.parts.vectors import VectorBuilder
 from holdfast.engine.profiles import CostProfile, cached_profile_path, held
 from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
@@ -49,6 +46,7 @@ from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
 from holdfast.lm.parts.planning import Planning
+from holdfast.lm.parts.standard import standard_parts
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
@@ -71,9 +69,6 @@ log = logging.getLogger("holdfast.engine")
 PARTS: tuple[type[PartBuilder], ...] = (
     HostTierBuilder,
     SpeculationBuilder,
-    PromptBuilder,
-    VectorBuilder,
-    PenaltyBuilder,
     GrammarBuilder,
     AdapterBuilder,
     TuningBuilder,
@@ -82,10 +77,9 @@ PARTS: tuple[type[PartBuilder], ...] = (
     TraceBuilder,
     RankBuilder,
 )
-"""The parts that an engine may have, in the order in which they are built, plan, are asked for answers, and see steps.
+"""The parts that an engine may have, in the order in which they are built, are asked for answers, and see steps.
 
-Drafts have a step's budget before the tokens that a grammar forces. Tuning follows adapters, which it serves when a job
-is complete. Tiers follow the host tier, which they read.
+Tuning follows adapters, which it serves when a job is complete. Tiers follow the host tier, which they read.
 """
 
 
@@ -205,8 +199,8 @@ def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
 
 
 def schedule(planning: Planning, policy: Policy, builders: Sequence[PartBuilder]) -> Scheduler:
-    """The scheduler with the planner's sides of all parts."""
-    parts = [part for builder in builders for part in builder.planners(planning)]
+    """The scheduler with the planner's sides of all parts: first those that builders make over the device."""
+    parts = [*(part for builder in builders for part in builder.planners(planning)), *standard_parts(planning)]
     for builder in builders:
         policy = builder.policy(policy, planning)
     return compose_scheduler(planning, policy, parts)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from holdfast.core.types import Request
 from holdfast.engine import messages
+from holdfast.lm.parts.message import Message
 from holdfast.lm.types import LanguageLoop
 
 Found = TypeVar("Found", bound="Handler")
@@ -27,7 +28,7 @@ class Handler:
         """Take a message of one of these types. `answers` gives the results."""
         raise RuntimeError(f"{type(self).__name__} was given {type(message).__name__}")
 
-    def answers(self) -> Iterable[messages.FromEngine]:
+    def answers(self) -> Iterable[Message]:
         """Results of messages, and of the handler's own work, since the last call."""
         return ()
 
@@ -75,16 +76,16 @@ class Gate(ABC):
         """Forget a request that the gate has taken, if it has."""
 
 
-Refusal = Callable[[Any], Iterable[messages.FromEngine]]
+Refusal = Callable[[Any], Iterable[Message]]
 """Gives the answers to a message whose part is off."""
 
 
-def no_answer(message: Any) -> Iterable[messages.FromEngine]:
+def no_answer(message: Any) -> Iterable[Message]:
     """The answers to a message that needs none."""
     return ()
 
 
-def refusal(answer: Callable[[int, str], messages.FromEngine], reason: str) -> Refusal:
+def refusal(answer: Callable[[int, str], Message], reason: str) -> Refusal:
     """Gives the answers to a numbered message that is refused for this reason."""
     return lambda message: (answer(message.number, reason),)
 
@@ -96,12 +97,12 @@ class RefusalHandler(Handler):
         """`refusals` are the functions that answer a message, by its type."""
         self.receives = tuple(refusals)
         self._refusals = refusals
-        self._answers: list[messages.FromEngine] = []
+        self._answers: list[Message] = []
 
     def receive(self, message: Any) -> None:
         self._answers += self._refusals[type(message)](message)
 
-    def answers(self) -> Iterable[messages.FromEngine]:
+    def answers(self) -> Iterable[Message]:
         answers, self._answers = self._answers, []
         return answers
 
@@ -113,12 +114,12 @@ FAULTS: Mapping[type, str] = {messages.Start: "the engine was told to start twic
 class Router:
     """Gives each message to the handler of its type, and sends what the handlers answer."""
 
-    def __init__(self, handlers: Collection[Handler], send: Callable[[messages.FromEngine], None]) -> None:
+    def __init__(self, handlers: Collection[Handler], send: Callable[[Message], None]) -> None:
         self._send = send
         self._handlers = {kind: handler for handler in handlers for kind in handler.receives}
         self._answering = [each for each in handlers if type(each).answers is not Handler.answers]
 
-    def receive(self, arrived: Iterable[messages.ToEngine]) -> bool:
+    def receive(self, arrived: Iterable[Message]) -> bool:
         """Take these messages, in order. Returns False, and leaves the rest, once one asks the engine to end.
 
         Raises RuntimeError for a message that an engine of a language model does not know.

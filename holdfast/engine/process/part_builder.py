@@ -134,7 +134,7 @@ class PartBuilder(ABC):
         return False
 
     def planners(self, planning: Planning) -> Iterable[Part]:
-        """The planner's side of the part. It has none if it adds nothing to this engine's steps."""
+        """The planner's side of the part, if it is made over the device. `lm.parts.standard` makes all others."""
         return ()
 
     def policy(self, policy: Policy, planning: Planning) -> Policy:

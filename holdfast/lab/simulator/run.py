@@ -27,6 +27,7 @@ from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.parts.tuning.choice import make_tuner, with_training
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy
+from holdfast.lm.scheduler.part import Part
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.tiers import LowerShape
 from holdfast.lm.types import (
@@ -178,7 +179,7 @@ def make_loop(
     policy = make_policy(shape) if make_policy else choose_policy(config, shape, cost, stages=stages)
     planning = make_planning(config, shape, cost, stages=stages)
     drafter = SimulatedDrafter() if acceptance is not None and config.drafter else None
-    parts = [*speculation_parts(planning, drafter), *standard_parts(planning)]
+    parts: list[Part] = [*speculation_parts(planning, drafter)]
     trainer = None
     if tuning is not None:
         part, trainer = _begin_tuning(planning, profile, tuning)
@@ -187,7 +188,7 @@ def make_loop(
     executor = SimulatedExecutor(
         step_times, clock, host_seconds, pace, trainer, 1.0 if acceptance is None else acceptance
     )
-    scheduler = compose_scheduler(planning, policy, parts)
+    scheduler = compose_scheduler(planning, policy, [*parts, *standard_parts(planning)])
     disk = SimulatedDisk(scheduler.part(TierPart), clock, shape.block_bytes, disk_rate) if on_disk else None
     refresh, wait = (disk.exchange, disk.wait) if disk is not None else (nothing, nothing)
     observers = watch(scheduler, shape, clock)

@@ -1,6 +1,8 @@
-"""The parts of a scheduler that need nothing of an engine's process, in their order."""
+"""The planner's sides of parts that are made of the configuration and the shape alone, in their order."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 from holdfast.lm.parts.adapters import planner as adapters
 from holdfast.lm.parts.grammars import planner as grammars
@@ -12,15 +14,22 @@ from holdfast.lm.parts.tiers import planner as tiers
 from holdfast.lm.parts.vectors import planner as vectors
 from holdfast.lm.scheduler.part import Part
 
+STANDARD: tuple[Callable[[Planning], Sequence[Part]], ...] = (
+    prompts.make_parts,
+    vectors.make_parts,
+    penalties.make_parts,
+    grammars.make_parts,
+    adapters.make_parts,
+    tiers.make_parts,
+    moves.make_parts,
+)
+"""Functions that make the parts, none if the configuration or the shape asks for none.
+
+Engines and simulations have these parts after those that need a device: drafts have a step's budget before the tokens
+that a grammar forces.
+"""
+
 
 def standard_parts(planning: Planning) -> list[Part]:
-    """These parts, as far as the configuration and the shape ask for them. An engine's process has further ones."""
-    return [
-        *prompts.make_parts(planning),
-        *vectors.make_parts(planning),
-        *penalties.make_parts(planning),
-        *grammars.make_parts(planning),
-        *adapters.make_parts(planning),
-        *tiers.make_parts(planning),
-        *moves.make_parts(planning),
-    ]
+    """The parts of `STANDARD`."""
+    return [part for make in STANDARD for part in make(planning)]

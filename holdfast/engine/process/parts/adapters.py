@@ -20,9 +20,7 @@ from holdfast.lm.parts.adapters.messages import (
     LoadAdapter,
     UnloadAdapter,
 )
-from holdfast.lm.parts.adapters.planner import AdapterPart, make_parts
-from holdfast.lm.parts.planning import Planning
-from holdfast.lm.scheduler.part import Part
+from holdfast.lm.parts.adapters.planner import AdapterPart
 
 
 class AdapterFiles(Protocol):
@@ -131,9 +129,6 @@ class AdapterBuilder(PartBuilder):
         with site.order.stages.stage("adapters"):
             for name, path in site.config.adapters:
                 self._served.append(self._read(name, path))
-
-    def planners(self, planning: Planning) -> Iterable[Part]:
-        return make_parts(planning)
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         part = served.scheduler.part(AdapterPart)

@@ -15,9 +15,6 @@ from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.sources import GrammarError
 from holdfast.lm.parts.grammars.device import GrammarDevice
-from holdfast.lm.parts.grammars.planner import make_parts
-from holdfast.lm.parts.planning import Planning
-from holdfast.lm.scheduler.part import Part
 
 THREADS, OWN_THREADS = 4, 2
 """Most grammars that are compiled at a time, in all and for one tenant."""
@@ -189,9 +186,6 @@ class GrammarBuilder(PartBuilder):
 
     name = "grammars"
     is_optional = True
-
-    def planners(self, planning: Planning) -> Iterable[Part]:
-        return make_parts(planning)
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         site = self.site

@@ -20,9 +20,6 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
-from holdfast.lm.parts.moves.planner import make_parts
-from holdfast.lm.parts.planning import Planning
-from holdfast.lm.scheduler.part import Part
 from holdfast.lm.types import EngineShape
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14
@@ -112,9 +109,6 @@ class MoveBuilder(PartBuilder):
         self._address = ""
         self._reason = ""
         """Why nothing moves; empty if blocks do."""
-
-    def planners(self, planning: Planning) -> Iterable[Part]:
-        return make_parts(planning)
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         """Raises ValueError for an address that cannot be listened at."""

@@ -23,9 +23,7 @@ from holdfast.lm.execution.host_memory import HostBlocks, HostPart
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.remote_store import RemoteStore
 from holdfast.lm.execution.tier_threads import TierThreads
-from holdfast.lm.parts.planning import Planning
-from holdfast.lm.parts.tiers.planner import TierPart, make_parts
-from holdfast.lm.scheduler.part import Part
+from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.tiers import LowerShape, Outcome, TierDone, TierJob
 from holdfast.lm.types import EngineShape, LanguageLoop
@@ -112,9 +110,6 @@ class TierBuilder(PartBuilder):
         with self.site.order.stages.stage("tiers"):
             self._threads, shape = open_tiers(self.site, shape)
         return shape
-
-    def planners(self, planning: Planning) -> Iterable[Part]:
-        return make_parts(planning)
 
     def handlers(self, served: Served) -> Iterable[Handler]:
         self._handler = TierHandler(served.scheduler, self._threads, self.site.clock)

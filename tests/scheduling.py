@@ -13,8 +13,8 @@ from holdfast.lm.parts.prompts.planner import PromptPart
 from holdfast.lm.parts.tiers.lower_tiers import LowerTiers
 from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.parts.tuning.values import TrainingPlan
-from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.parts.vectors.planner import VectorPart
+from holdfast.lm.scheduler.paged import PagedKind
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import PENDING, StepPlan, StepResult, TierCopied

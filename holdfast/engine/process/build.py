@@ -36,7 +36,7 @@ from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.messages import Loaded, StartRank
 from holdfast.engine.ranks.paged import MoreParts, check_layout, make_paged_device, make_rank, no_more, threads_of
 from holdfast.engine.ranks.ranks import NO_RANKS, AnyRanks, Ranks, start_ranks
-from holdfast.lm.choice import choose_policy, compose_scheduler, make_planning, make_scheduler, steps_in_flight
+from holdfast.lm.choice import compose_scheduler, make_planning, make_scheduler, steps_in_flight
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice, resolve_device
@@ -187,20 +187,20 @@ def compose(site: Site, parts: Sequence[type[PartBuilder]]) -> Engine:
     path = cached_profile_path(site.checkpoint.directory, site.device.precision, pace)
     profiles = find_profiles(site, shape, path, builders)
     cost = next((profile.cost for profile in profiles), None)
-    policy = choose_policy(config, shape, cost, stages=config.pp)
     planning = make_planning(config, shape, cost, stages=config.pp, now=clock())
-    served = Served(schedule(planning, policy, builders), shape)
+    served = Served(schedule(planning, builders), shape)
     for builder in builders:
         served.handlers.extend(builder.handlers(served))
     served.handlers.append(refusing(parts, served.handlers))
-    loop = make_loop(site, served, builders, partial(keep_corrected, profiles, policy, path))
+    loop = make_loop(site, served, builders, partial(keep_corrected, profiles, planning.policy, path))
     info = describe(site, memory, shape, builders, str(path) if profiles else "")
     return Engine(loop, info, tuple(served.handlers), site.ranks)
 
 
-def schedule(planning: Planning, policy: Policy, builders: Sequence[PartBuilder]) -> Scheduler:
+def schedule(planning: Planning, builders: Sequence[PartBuilder]) -> Scheduler:
     """The scheduler with the planner's sides of all parts: first those that builders make over the device."""
     parts = [*(part for builder in builders for part in builder.planners(planning)), *standard_parts(planning)]
+    policy = planning.policy
     for builder in builders:
         policy = builder.policy(policy, planning)
     return compose_scheduler(planning, policy, parts)

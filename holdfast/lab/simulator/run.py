@@ -18,7 +18,7 @@ from holdfast.lab.simulator.padded import ENGINE, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.tiers import DISK_RATE, SimulatedDisk
 from holdfast.lab.simulator.training import SimulatedTrainer, Tuning
 from holdfast.lab.workloads import PromptTokens, Workload
-from holdfast.lm.choice import capacity_of, choose_policy, compose_scheduler, make_planning, steps_in_flight
+from holdfast.lm.choice import capacity_of, compose_scheduler, make_planning, steps_in_flight
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.speculation.choice import make_parts as speculation_parts
@@ -176,8 +176,8 @@ def make_loop(
     if on_disk:
         shape = replace(shape, lower=_disk_tier(config, shape))
     cost = profile.cost
-    policy = make_policy(shape) if make_policy else choose_policy(config, shape, cost, stages=stages)
-    planning = make_planning(config, shape, cost, stages=stages)
+    planning = make_planning(config, shape, cost, make_policy(shape) if make_policy else None, stages=stages)
+    policy = planning.policy
     drafter = SimulatedDrafter() if acceptance is not None and config.drafter else None
     parts: list[Part] = [*speculation_parts(planning, drafter)]
     trainer = None

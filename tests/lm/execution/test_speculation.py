@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams, TokenLogprobs
-from holdfast.lm.choice import choose_policy, compose_scheduler, make_planning
+from holdfast.lm.choice import compose_scheduler, make_planning
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.models.base import Model
@@ -94,7 +94,7 @@ def play(model: Model, seed: int, speculation: Any, **options: Any) -> tuple[Ans
     shape = device.allocate(sizes(60, host))
     planning = make_planning(config, shape, FREE)
     parts = [*make_parts(planning, make_drafter(config, shape, "cpu")), *standard_parts(planning)]
-    scheduler = compose_scheduler(planning, choose_policy(config, shape, FREE), parts)
+    scheduler = compose_scheduler(planning, planning.policy, parts)
     loop = Loop(scheduler, device.executor, choose.choice((1, 2, 3)), time.monotonic)
     answers: Answers = {}
     aborted: set[str] = set()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.lm.choice import choose_policy, make_planning
+from holdfast.lm.choice import make_planning
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.tuning.choice import make_tuner, with_training
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND, Deferred
@@ -19,9 +19,8 @@ from tests.training_plans import blocks_of, make_steps
 
 def tuned(config=None, shape=SHAPE, cost=COST, *, stages=1, deferral_bound=None, progress=False):
     planning = make_planning(config or EngineConfig(), shape, cost, stages=stages)
-    policy = choose_policy(planning.config, shape, cost, stages=stages)
     part = TuningPart(make_tuner(planning_of(planning.config), SIZES))
-    return with_training(planning, policy, part, deferral_bound, progress=progress)
+    return with_training(planning, planning.policy, part, deferral_bound, progress=progress)
 
 
 def planning_of(config=None, shape=SHAPE):

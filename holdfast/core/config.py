@@ -395,6 +395,11 @@ class CoreConfig:
         return None if self.host_cache_gb == "auto" else bytes_of_gb(self.host_cache_gb)
 
     @property
+    def has_target(self) -> bool:
+        """Whether there is a target time between tokens."""
+        return self.tbt_target is not None
+
+    @property
     def tbt_seconds(self) -> float | None:
         """Target time between tokens in seconds; None if there is no target."""
         return None if self.tbt_target is None else seconds_of_ms(self.tbt_target)

@@ -299,7 +299,7 @@ def describe(
 def on_rows(config: EngineConfig, device: PaddedDevice) -> str:
     """How padded rows run the model, in words, and which expected features they lack."""
     said = [device.abilities.sentence]
-    if config.tbt_target is not None and not device.abilities.chunks:
+    if config.has_target and not device.abilities.chunks:
         said.append("the TBT target does not bind prompts, which the model cannot compute in chunks")
     return "; ".join([*said, *([device.model.shortened] if device.model.shortened else [])])
 
@@ -398,7 +398,7 @@ def find_profiles(site: Site, shape: EngineShape, path: Path, builders: Sequence
     """
     config, order = site.config, site.order
     ranks_chunks = shape.executor == "paged" and shape.num_host_blocks > 0 and config.eviction == "retention"
-    needed = config.tbt_seconds is not None or ranks_chunks or any(b.is_priced(shape) for b in builders)
+    needed = config.has_target or ranks_chunks or any(b.is_priced(shape) for b in builders)
     return [find_profile(site, shape, path)] if order.measure or order.priced or needed else []
 
 

@@ -20,7 +20,6 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.tuning.choice import make_tuner, with_training
-from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.device import TuningDevice, TuningExecutor
 from holdfast.lm.parts.tuning.messages import ChangeJob, JobRefused, StartJob
 from holdfast.lm.parts.tuning.planner import TuningPart
@@ -114,7 +113,7 @@ class TuningBuilder(PartBuilder):
             base_digest=base_digest,
             micro_batch=None if config.tuning_micro_batch == "auto" else config.tuning_micro_batch,
             target=config.tbt_seconds,
-            bound=DEFAULT_BOUND if config.deferral_bound is None else config.deferral_bound,
+            bound=config.deferral_seconds,
             max_rank=config.max_adapter_rank,
             threads=torch.get_num_threads() if device.kind == "cpu" else 0,
         )

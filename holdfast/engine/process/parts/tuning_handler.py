@@ -22,7 +22,6 @@ from holdfast.engine import messages
 from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.parts.adapters import AdapterHandler
 from holdfast.lm.parts.adapters.options import check_adapter_name
-from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.messages import (
     ChangeJob,
     JobAction,
@@ -38,6 +37,7 @@ from holdfast.lm.parts.tuning.messages import (
     JobStep,
     StartJob,
 )
+from holdfast.lm.parts.tuning.options import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.jobs import ALL_MODULES, Hyperparameters, TrainingJob, auto_batch_size, auto_epochs

@@ -6,7 +6,8 @@ from math import inf
 
 from holdfast.core.training_cost import TrainingCost, TrainingShape
 from holdfast.lm.parts.planning import Planning
-from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND, Deferred
+from holdfast.lm.parts.tuning.deferral import Deferred
+from holdfast.lm.parts.tuning.options import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.slices import LAUNCH_SHARE, RESERVE, TrainingSlices
 from holdfast.lm.parts.tuning.training_room import TrainingRoom

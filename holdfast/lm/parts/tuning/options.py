@@ -9,6 +9,9 @@ from holdfast.core.config import option, own_options
 from holdfast.lm.parts.adapters.options import DEFAULT_ADAPTERS, AdapterOptions
 from holdfast.lm.parts.speculation.options import SpeculationOptions
 
+DEFAULT_BOUND = 1.0
+"""Default deferral bound in seconds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuningOptions(AdapterOptions, SpeculationOptions):
@@ -79,6 +82,11 @@ class TuningOptions(AdapterOptions, SpeculationOptions):
     @property
     def adapter_slots(self) -> int:
         return super().adapter_slots or (DEFAULT_ADAPTERS if self.tuning else 0)
+
+    @property
+    def deferral_seconds(self) -> float:
+        """Seconds that a request may wait for training at most, or for one iteration if that takes longer."""
+        return DEFAULT_BOUND if self.deferral_bound is None else self.deferral_bound
 
     @property
     def no_drafts(self) -> str:

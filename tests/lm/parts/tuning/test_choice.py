@@ -7,7 +7,8 @@ import pytest
 from holdfast.lm.choice import make_planning
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.tuning.choice import make_tuner, with_training
-from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND, Deferred
+from holdfast.lm.parts.tuning.deferral import Deferred
+from holdfast.lm.parts.tuning.options import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.slices import RESERVE, TrainingSlices
 from holdfast.lm.scheduler.policies import LatencyTarget, StallFree

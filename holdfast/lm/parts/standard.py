@@ -10,6 +10,7 @@ from holdfast.lm.parts.moves import planner as moves
 from holdfast.lm.parts.penalties import planner as penalties
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.prompts import planner as prompts
+from holdfast.lm.parts.tenants import planner as tenants
 from holdfast.lm.parts.tiers import planner as tiers
 from holdfast.lm.parts.vectors import planner as vectors
 from holdfast.lm.scheduler.part import Part
@@ -17,6 +18,7 @@ from holdfast.lm.scheduler.part import Part
 STANDARD: tuple[Callable[[Planning], Sequence[Part]], ...] = (
     prompts.make_parts,
     vectors.make_parts,
+    tenants.make_parts,
     penalties.make_parts,
     grammars.make_parts,
     adapters.make_parts,

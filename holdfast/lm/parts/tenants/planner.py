@@ -28,7 +28,7 @@ class TenantPart(Part):
         self._held: dict[Entry, RankedQueue] = {}
         """The waiting sequences that this part holds, each with all of its tenant."""
         self._waiting: defaultdict[str, RankedQueue] = defaultdict(RankedQueue)
-        """Those sequences by tenant."""
+        """The held sequences of each tenant."""
 
     def attach(self, queues: PartQueues) -> None:
         self._queues = queues

@@ -138,7 +138,7 @@ class CopyInFlight(NamedTuple):
     parts: Sequence[CopyEvent]
     """The ends of its parts, in their order."""
     source: Any = None
-    """What it reads and nobody else may hold, kept until the copy has ended."""
+    """The state that it reads, if nothing else may hold it until the copy has ended."""
 
     @property
     def end(self) -> CopyEvent:

@@ -255,10 +255,7 @@ def context_length(config: EngineConfig, profile: CostProfile) -> int:
     longest = config.max_model_len or profile.max_model_len
     if profile.rows is None:
         return min(longest, profile.cache_tokens + 1)
-    rows, longest = row_shape(config, profile), min(longest, profile.max_model_len)
-    while longest > rows.quantum and rows.bytes.of(-(-longest // rows.quantum) * rows.quantum) > rows.memory:
-        longest -= rows.quantum
-    return longest
+    return row_shape(config, profile).longest_row(min(longest, profile.max_model_len))
 
 
 def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int = 0) -> EngineShape:

@@ -242,7 +242,7 @@ def test_blocks_of_both_tiers_and_new_ones_stand_at_their_places_of_the_table():
 
 def test_a_waiting_sequence_makes_its_blocks_of_both_tiers_young():
     tokens = list(range(21))
-    pool, block = two_tiers(tokens)
+    pool, _ = two_tiers(tokens)
     SequenceCache(pool, ROOT).touch(tokens, 7.0)
     assert [use[0] for use, _, _ in pool.idle_blocks(0, 8)] == [7.0]
     assert [use[0] for use, _, _ in pool.host.idle_blocks(0, 4)] == [7.0]

@@ -13,8 +13,8 @@ from holdfast.lm.parts.tiers.planner import TierPart
 from holdfast.lm.scheduler.order import Fcfs
 from holdfast.lm.types import PENDING, StepResult
 from holdfast.lm.types.result import CopyTime
-from tests.lm.scheduler.test_histories import STEPS, History
 from tests.invariants import check_scheduler
+from tests.lm.scheduler.test_histories import STEPS, History
 from tests.scheduling import answer, create_requests, create_scheduler, spans
 
 

@@ -685,7 +685,7 @@ def test_a_full_host_takes_no_wanted_block():
 
 
 def used(host):
-    """What readers are told: each content by its number, with the time of its last use; None: it is in use."""
+    """The uses that readers see: the number of each content, and the time of its last use; None: it is in use."""
     return [(contents[0], use and use[0]) for contents, use in host.take_uses()]
 
 

@@ -308,13 +308,8 @@ def test_a_draft_is_cut_at_the_budget_at_the_limit_and_at_the_free_blocks_and_si
             for decode in step.decodes:
                 added.append(step.extend(decode, (1, 2, 3, 4, 5, 6)))
 
-    for budget, tokens, lent, expected in (
-        (4, 20, 0, 3),
-        (64, 4, 0, 2),
-        (64, 3, 0, 1),
-        (64, 20, 62, 2),
-        (64, 20, 0, 6),
-    ):
+    cases = (4, 20, 0, 3), (64, 4, 0, 2), (64, 3, 0, 1), (64, 20, 62, 2), (64, 20, 0, 6)
+    for budget, tokens, lent, expected in cases:
         added = []
         scheduler = filled(5, parts=[Drafting()], budget=budget, max_tokens=tokens, block_size=4)
         for _ in range(2 if budget < 5 else 1):

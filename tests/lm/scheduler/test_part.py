@@ -1,7 +1,8 @@
-"""Parts: what each is told of every sequence, in which order, while requests come, are held, run, are preempted, end."""
+"""Parts: which events of a sequence each part sees, in which order, while the sequence waits, runs and ends."""
 
 import random
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -17,11 +18,11 @@ FOLLOWING = {
     "started": {"stopped"},
     "stopped": {"queued", "held", "ended"},
 }
-"""What may come after each event of a sequence, as one part sees it. `ended` is the last."""
+"""Possible next events of a sequence, by event, as one part sees them. `ended` is the last."""
 
 
 class Recording(Part):
-    """Checks the order of what it is told of each sequence, and holds some sequences for some steps."""
+    """Checks the order of the events of each sequence, and holds some sequences for some steps."""
 
     name = "recording"
     waits_for = "order"
@@ -83,7 +84,7 @@ class Recording(Part):
         self.steps.append("advance")
         for entry in [entry for entry in self.holds if self.choose.random() < 0.5 or now % 5 == 0]:
             self.holds.remove(entry)
-            self.note(entry, "queued")  # unless another part holds it, which it is told then
+            self.note(entry, "queued")  # if another part holds it, `left` follows
             self.queues.release(entry, self)
 
     def begin(self, step):
@@ -145,8 +146,8 @@ def test_each_part_is_told_of_each_sequence_in_order_and_of_its_end_once(seed):
         kinds = Counter(part.steps)
         assert kinds["advance"] >= kinds["begin"] >= kinds["planned"] == kinds["apply"]
         order = [event for event in part.steps if event != "apply"]
-        assert all(after != "begin" or before == "advance" for before, after in zip(order, order[1:], strict=False))
-        assert all(after != "planned" or before == "begin" for before, after in zip(order, order[1:], strict=False))
+        assert all(after != "begin" or before == "advance" for before, after in pairwise(order))
+        assert all(after != "planned" or before == "begin" for before, after in pairwise(order))
 
 
 def test_a_hook_is_called_for_the_parts_that_override_it_in_their_order():

@@ -102,7 +102,7 @@ def test_nothing_behind_the_message_that_ends_the_engine_is_taken() -> None:
 def test_a_message_that_no_engine_knows_is_a_fault_with_its_name() -> None:
     with pytest.raises(RuntimeError, match="told to start twice"):
         Router([], print).receive([messages.Start(None, 0.0)])  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="an engine of a language model was sent Hello"):
+    with pytest.raises(RuntimeError, match="the engine of a language model was sent Hello"):
         Router([], print).receive([messages.Hello(0.0)])  # type: ignore[list-item]
 
 
@@ -193,7 +193,7 @@ class Parent:
 
 
 def pause(handlers: list[Handler], prepares: int = 0, arrives: bool = False) -> tuple[Any, Parent, int]:
-    """The messages of a pause, what was done with the client, and how often the loop prepared something."""
+    """The messages of a pause, the calls of the client, and how often the loop prepared something."""
     left = [prepares]
 
     def prepare() -> bool:
@@ -221,7 +221,7 @@ def test_a_pause_prepares_until_there_is_nothing_left_or_a_message_comes() -> No
 
 
 def step(outputs: Any, *handlers: Handler) -> tuple[list[Any], int]:
-    """What one step of a loop that gives these outputs does with the client, and how often the loop prepares."""
+    """Run one step of a loop that gives these outputs. Returns the calls of the client, and how often it prepares."""
     prepared: list[int] = []
     loop: Any = SimpleNamespace(step=lambda: outputs, prepare=lambda: prepared.append(1))
     parent = Parent()
@@ -230,9 +230,8 @@ def step(outputs: Any, *handlers: Handler) -> tuple[list[Any], int]:
 
 
 def test_a_step_sends_its_outputs_or_uses_the_pause_or_waits_for_what_nothing_runs_without() -> None:
-    columns = {
-        field: [value] for field, value in zip(SequenceOutput._fields, SequenceOutput("a", (1,), None, 0, 0.0), strict=True)
-    }  # fmt: skip
+    output = SequenceOutput("a", (1,), None, 0, 0.0)
+    columns = {field: [value] for field, value in output._asdict().items()}
     between, awaited = Taking(between=True), Taking(awaited=True)
     did, prepared = step(Columns(SequenceOutput, **columns), between, awaited)
     assert [type(message) for message in did] == [messages.Outputs] and prepared == 0

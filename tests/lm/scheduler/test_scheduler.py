@@ -405,9 +405,7 @@ def test_the_figures_are_the_sums_of_what_plans_and_outputs_say(seed, stages):
     host = history.scheduler.pool.host
     assert (stats.blocks_total, stats.host_blocks_total) == (history.blocks, history.host_blocks)
     assert (stats.host_blocks_ready, stats.host_blocks_cached) == ((host.ready, host.cached) if host else (0, 0))
-    lost = history.scheduler.pool.dropped
-    assert stats.tokens_dropped == lost * history.block_size
-    assert lost + stats.blocks_cached + stats.host_blocks_cached >= 0
+    assert stats.tokens_dropped == history.scheduler.pool.dropped * history.block_size
 
 
 def copied(plan, inward, seconds):

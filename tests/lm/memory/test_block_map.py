@@ -277,3 +277,12 @@ def test_a_request_that_waits_again_after_a_preemption_is_told_as_waiting():
 def test_the_costs_of_places_are_those_of_the_rule():
     watched = Watched(blocks=6)
     assert watched.map.costs() == [(place, 4.0 * (place + 1)) for place in (0, 1, 2, 4)]
+
+
+def test_the_id_of_an_earlier_request_of_a_conversation_may_come_again():
+    watched = Watched(blocks=64)
+    watched.run("a", tuple(range(20)), 1.0)
+    assert watched.run("b", (*range(20), 90, 91, 92, 93, 94), 2.0).number == 1
+    other = watched.run("a", tuple(range(500, 520)), 3.0)
+    assert (other.number, letters(other)) == (2, "ddddd")
+    assert sorted((row.number, row.request) for row in watched.rows.values()) == [(1, "b"), (2, "a")]

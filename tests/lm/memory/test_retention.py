@@ -268,3 +268,18 @@ def test_a_block_has_a_last_use_while_it_is_there_and_gives_it_back():
     retention.renew(1, (5.0, 6))
     assert retention.take(1) == (5.0, 6) and retention.last_use(1) is None
     assert order(retention, 9.0) == [[0]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_late_blocks_that_come_and_go_stay_in_order(seed):
+    choose, retention = random.Random(seed), Retention(rule("lru"))
+    add(retention, 0, 0, 1e6, 0)
+    held = {0: 1e6}
+    for block in range(1, 600):
+        held[block] = float(choose.randrange(1000))
+        add(retention, block, 0, held[block], block)
+        if choose.random() < 0.8 and len(held) > 20:
+            gone = choose.choice([each for each in held if each])
+            retention.remove([gone])
+            del held[gone]
+    assert order(retention, 2e6) == [[block] for block in sorted(held, key=lambda block: (held[block], block))]

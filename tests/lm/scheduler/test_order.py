@@ -407,3 +407,25 @@ def test_a_request_displaces_nobody_whose_token_is_unknown():
     scheduler.add(request(7, arrival=6.0))
     plan = step(scheduler, 6.0)
     assert plan.preempted == ("0",)
+
+
+def test_of_tenants_served_equally_the_one_whose_request_ranks_first_goes_first_and_is_listed_first():
+    order = Fair()
+    scheduler = create_scheduler(order=order, max_sequences=1)
+    scheduler.add(request(0, arrival=0.0))
+    started(scheduler)
+    for number, tenant, arrival in ((1, "a", 5.0), (2, "b", 3.0), (3, "b", 9.0), (4, "c", 4.0)):
+        scheduler.add(request(number, arrival=arrival, identity=Identity(tenant=tenant)))
+    order.served.update(dict.fromkeys("abc", 7.0))
+    waiting = scheduler.queues.waiting
+    assert [entry.id for entry in waiting] == ["2", "3", "4", "1"] and waiting.first().id == "2"
+
+
+@pytest.mark.parametrize(("headroom", "preempted"), [(0.0, ()), (0.3, ("0",))])
+def test_a_request_displaces_others_where_only_the_headroom_would_hold_it(headroom, preempted):
+    scheduler = create_scheduler(block_size=4, blocks=10, headroom=headroom)
+    scheduler.add(request(0, 21, max_tokens=9, priority=BATCH))
+    step(scheduler)
+    scheduler.add(request(7, 12, arrival=6.0))
+    plan = step(scheduler, 6.0)
+    assert plan.preempted == preempted and ("7", 0, 12) in spans(plan)

@@ -336,3 +336,20 @@ def test_the_blocks_that_the_remote_tier_was_seen_to_have_are_remembered_up_to_a
     for number in (1, 2, 1, 3):
         lower._know(digest(number))
     assert [lower.has(digest(number)) for number in (1, 2, 3)] == [True, False, True]
+
+
+def test_the_time_that_a_read_waits_for_room_is_not_the_tiers():
+    def pace(waits):
+        _, lower = tiers_of(stored=[StoredBlock(slot, digest(slot), slot, age=1.0) for slot in range(6)])
+        first = lower.fetch({slot: digest(slot) for slot in range(4)}, 0.0)
+        if waits:
+            second = lower.fetch({4: digest(4), 5: digest(5)}, 0.0)
+        end(lower, lower.jobs(0.0), now=0.01)
+        lower.close(first)
+        if not waits:
+            second = lower.fetch({4: digest(4), 5: digest(5)}, 50.0)
+        end(lower, lower.jobs(50.0), now=50.01)
+        assert second.complete
+        return lower.links["disk"].seconds(1 << 22)
+
+    assert pace(waits=True) == pytest.approx(pace(waits=False))

@@ -420,3 +420,23 @@ def test_workers_on_the_cpu_share_the_threads_of_pytorch(devices: int, expected:
     finally:
         torch.set_num_threads(before)
     assert seen == {expected}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_who_receives_outputs_may_close_the_workers_from_there(devices: int) -> None:
+    seen: list[str] = []
+    done = threading.Event()
+
+    def take(outputs: list[CellOutput]) -> None:
+        seen.extend(output.request_id for output in outputs)
+        workers.close()
+        done.set()
+
+    model = Tagger()
+    (asked,) = ask(model, 1).values()
+    workers = Workers(model, ["cpu"] * devices, clock=time.monotonic, on_outputs=take, on_failure=seen.append)
+    workers.submit(CellRequest("a", asked.graph))
+    assert done.wait(60) and seen == ["a"]
+    with pytest.raises(RuntimeError, match="the workers have ended: closed"):
+        workers.submit(CellRequest("b", asked.graph))
+    workers.close()

@@ -569,3 +569,16 @@ async def test_health_names_no_replica_when_none_lives(started: Any, monkeypatch
 async def test_tuning_is_refused_with_several_engines() -> None:
     with pytest.raises(ValueError, match="a tuning job needs an engine of its own"):
         ClusterConfig(replicas=2).check(EngineConfig(tuning=True))
+
+
+async def test_a_new_engine_serves_the_newest_content_under_a_name_that_it_has_from_its_start(started: Any) -> None:
+    def preloaded(engine: Scripted) -> None:
+        engine.adapters = {"first": AdapterInfo("first@0", "first", 4, 1, ())}
+
+    scripts = Scripts(preloaded)
+    replicas = await started(scripts)
+    await replicas.load_adapter("first", "/new", replace=True)
+    scripts.engines[0].die()
+    await until(lambda: len(scripts.engines) == 3 and states(replicas) == [State.READY] * 2)
+    assert {name: each.id for name, each in scripts.engines[2].adapters.items()} == {"first": "first@/new"}
+    assert await read(replicas, adapter="first")

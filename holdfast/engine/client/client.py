@@ -312,7 +312,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             return await answer
         finally:
             del self._fetches[number]
-            if not self.dead.is_set() and not answer.done():
+            if not self.dead.is_set() and answer.cancelled():  # nobody awaits it any longer
                 self._child.send(StopFetch(number))
 
     def _identity(self, tenant: str, adapter: str) -> Identity:

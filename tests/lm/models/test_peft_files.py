@@ -215,6 +215,7 @@ def test_the_digest_changes_with_numbers_scale_and_place_and_with_nothing_else(b
         (dict(alpha_pattern={".*q_proj": 3}), "pattern '.*q_proj'"),
         (dict(alpha_pattern={"q_proj": None}), "alpha_pattern of 'q_proj' is None"),
         (dict(target_modules=["q_proj", "lm_head"]), "target_modules names 'lm_head'"),
+        (dict(target_modules=["q_proj", "proj"]), "target_modules names 'proj'"),
     ],
 )
 def test_what_is_more_than_plain_lora_is_refused_by_name(

@@ -77,7 +77,7 @@ def ask(model: Any, count: int, seed: int = 0) -> dict[str, Asked]:
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_requests_that_share_tasks_give_what_each_gives_alone(name: str, devices: int) -> None:
+def test_requests_that_share_tasks_have_the_results_of_each_alone(name: str, devices: int) -> None:
     model = MODELS[name]()
     with running(model, devices) as (workers, outcomes):
         run_all(workers, outcomes, ask(model, 60))
@@ -257,7 +257,7 @@ def test_an_abort_wakes_a_sleeping_worker_for_the_request_that_fits_now() -> Non
         assert {*outcomes.results} == {"small"} and not outcomes.failures
 
 
-def test_a_round_that_ends_wakes_a_sleeping_worker_for_what_is_ready_now() -> None:
+def test_the_end_of_a_round_wakes_a_worker_for_new_ready_nodes() -> None:
     model, graph = Gate(), CellGraph()
     gate = graph.add(model.waits)
     both = graph.add(model.meets, 2, n=([gate[0], gate[0]], "n"))

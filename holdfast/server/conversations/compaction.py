@@ -21,19 +21,20 @@ SUMMARIZE = (
 """Request for a summary, put to the model at the end of a conversation that is compacted."""
 OPENING = "Summary of the conversation so far: "
 MOST_TOKENS = 1024
-"""Maximum number of summary tokens unless the client gives one. A quarter of the context is a further limit."""
+"""Maximum number of tokens of a summary, unless the client gives one. A quarter of the context is also a limit."""
 
 
 class Compacted(NamedTuple):
-    """Replacement of a conversation."""
+    """The summary that replaces a conversation."""
 
     summary: str
     said: list[str] = []  # noqa: RUF012  never changed
-    """The user's messages, in items of earlier versions."""
+    """Texts of the user's messages. Only items of earlier versions of Holdfast have them."""
 
 
 def encode_compacted(compacted: Compacted) -> str:
-    """Encode a compaction as the `encrypted_content` of an item. Nothing in it is secret from its client."""
+    """Encode a compaction as the `encrypted_content` of an item. It is not encrypted, because its client knows it
+    all."""
     return base64.urlsafe_b64encode(json.dumps(compacted._asdict()).encode()).decode()
 
 
@@ -47,7 +48,7 @@ class _Sealed(msgspec.Struct):
 def decode_compacted(encoded: object, name: str) -> Compacted:
     """Decode an `encrypted_content`. Raises ApiError for a value that `encode_compacted` did not make.
 
-    Its JSON has its own size check, because the check of the request body cannot see into it.
+    Checks the size of the decoded JSON, because the check of the request body does not decode it.
     """
     try:
         data = base64.urlsafe_b64decode(str(encoded).encode("ascii"))

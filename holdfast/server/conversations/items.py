@@ -42,7 +42,7 @@ def new_item(role: str, *texts: str) -> Item:
 
 
 def output_text(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Return the content part of an answer."""
+    """Return text as a content part of an answer."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
@@ -72,7 +72,7 @@ def searched_item(item: Item, query: str, results: list[Result] | None) -> Item:
 
 
 def reasoning_item(*texts: str) -> Item:
-    """Return reasoning as a completed item. It has no summary."""
+    """Return reasoning as a completed item, without a summary."""
     content = [{"type": "reasoning_text", "text": text} for text in texts]
     return {"id": new_id("rs"), "type": "reasoning", "status": "completed", "summary": [], "content": content}
 
@@ -148,7 +148,7 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
 
 
 def _search_call(item: Item) -> dict[str, Any]:
-    """Return a search as the call that the model made."""
+    """Return a web search as a function call, which the model wrote."""
     arguments = {"query": item["action"]["query"]}
     return {"id": item["id"], "type": "function", "function": {"name": SEARCH_TOOL.name, "arguments": arguments}}
 
@@ -194,7 +194,7 @@ def messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, 
     said: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     names: dict[str, str] = {}
     answering: dict[str, Any] | None = None
-    """The assistant's message that calls may be added to."""
+    """The assistant's message to which calls may be added."""
     for item in unfolded(items):
         match item["type"]:
             case "message":

@@ -52,10 +52,10 @@ COMMIT_SECONDS = 0.05
 MOST_UNSTORED = 1000
 """Maximum number of unstored answers. Beyond it no line begins."""
 BREATH = 0.001
-"""Seconds of reading between two equal pauses while an input is checked. The event loop shares the interpreter."""
+"""Seconds of reading, and then seconds of pause, while an input is checked. The pauses let the event loop run."""
 ANSWERS_AT_ONCE = 256
 REST_SECONDS = 0.05
-"""Seconds between two transactions that clean up."""
+"""Seconds between two transactions of a cleanup."""
 SPACE = uuid.UUID("7f0c2a9c-6b0e-4c58-9d5e-0b6f3a1f4a52")
 """Namespace of output file ids. An id depends only on the batch, so rewriting replaces an unfinished file."""
 
@@ -73,7 +73,7 @@ class Turns:
         self._queues.setdefault(running.batch.tenant, deque()).append(running)
 
     def remove(self, running: RunningBatch) -> None:
-        """Remove a batch, wherever it stands."""
+        """Remove a batch from its tenant's queue, if it is there."""
         tenant = running.batch.tenant
         queue = self._queues.get(tenant)
         if queue is not None and running in queue:
@@ -82,7 +82,7 @@ class Turns:
                 del self._queues[tenant]
 
     def next(self) -> RunningBatch | None:
-        """Return the batch whose line is next, preferably one with suspects. Its tenant becomes the last in turn."""
+        """Return the batch whose line runs next; batches with suspects come first. Its tenant moves to the end."""
         suspects = ((tenant, each) for tenant, queue in self._queues.items() for each in queue if each.suspects)
         firsts = ((tenant, queue[0]) for tenant, queue in self._queues.items())
         found = next(suspects, None) or next(firsts, None)
@@ -125,7 +125,7 @@ class RunningBatch:
         return max(0, batch.total - batch.completed - batch.failed - len(self.answers) - len(self.in_flight))
 
     def sent(self, number: int) -> bool:
-        """Whether the engine was given a line that is in flight."""
+        """Whether a line in flight has reached the engine."""
         asked = self.asked.get(number)
         return asked is not None and (asked.answer.sent if isinstance(asked, Writing) else asked.sent)
 
@@ -166,7 +166,7 @@ class BatchRunner:
         return self._service.client.info.model
 
     def begin(self, batch: Batch, ending: Ending | None = None, attempts: Found | None = None) -> None:
-        """Start to run a batch from its current state to its end. Does not wait for that end.
+        """Start running a batch from its current state. Returns at once.
 
         `ending` is the final status of the batch, if that is decided already. `attempts` counts the engines and
         servers that ended during each line, or during the check of the input (`WHOLE`).
@@ -279,12 +279,12 @@ class BatchRunner:
         if faults:
             await self._change(running, "failed", faults=faults)
         else:
-            # Attempts at checking the input say nothing about its lines.
+            # An engine that ended during the check of the input makes no line suspect.
             await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).forget(batch.id, [WHOLE])))
             await self._change(running, "in_progress", total=total)
 
     async def _answer_lines(self, running: RunningBatch) -> None:
-        """Run all unanswered lines, until all are answered or the batch is to end early."""
+        """Run the unanswered lines, until all are answered or the batch ends early."""
         batch = running.batch
         answered = await persist(lambda: self._store.read(lambda store: _table(store).answered(batch.id)))
         path = self._files.path(batch.input_file)
@@ -303,7 +303,7 @@ class BatchRunner:
             self._turns.remove(running)
             await asyncio.gather(*running.in_flight.values(), return_exceptions=True)
             running.source = None
-            # In the reader's thread, which may still be opening a file for a cancelled call.
+            # Closed in the reader's thread, because that may still be opening a file for a cancelled call.
             self._reader.submit(lambda: [each.close() for each in opened])
 
     async def _finish(self, running: RunningBatch) -> None:
@@ -437,13 +437,13 @@ class BatchRunner:
         return source.ahead.popleft() if source.ahead else None
 
     async def _answer(self, running: RunningBatch, line: Line) -> None:
-        """Answer one line, with as many tries as it takes, and queue the answer for storing."""
+        """Answer one line, with retries, and queue the answer for storing."""
         await self._starts.note(running.batch.id, line.number)
         status, body, usage = await self._ask(running, line)
         self._take(running, line.number, line.custom_id, status, body, usage)
 
     def _ended(self, running: RunningBatch, line: Line, task: asyncio.Task[None]) -> None:
-        """Remove a line from those in flight. It may have been cancelled before it began."""
+        """Remove an ended line from `in_flight`. A line that was cancelled early never began."""
         del running.in_flight[line.number]
         running.asked.pop(line.number, None)
         self._choices -= line.choices
@@ -486,7 +486,7 @@ class BatchRunner:
         self._answered.set()
 
     async def _ask(self, running: RunningBatch, line: Line) -> tuple[int, dict[str, Any], Usage]:
-        """Return the status, body and token counts of a line's answer. Retries while there is no place for it."""
+        """Return the status, body and token counts of a line's answer. Retries while the server is full."""
         waits = pauses()
         while True:
             try:
@@ -570,12 +570,12 @@ def output_line(
 
 
 def updated(batch: Batch) -> dict[str, Any]:
-    """Return the event of a batch's new state."""
+    """Return the event that reports a batch's new state."""
     return {"type": "batch.updated", "batch": batch.shown()}
 
 
 def answered_line(answer: AnsweredLine) -> dict[str, Any]:
-    """Return the event of an answered line."""
+    """Return the event that reports an answered line."""
     return {"type": "batch.line", "batch_id": answer.batch, "number": answer.number, "line": Raw(answer.text)}
 
 

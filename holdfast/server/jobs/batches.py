@@ -1,4 +1,4 @@
-"""Batches: creates, lists, cancels and resumes them after a restart, and streams their events."""
+"""Batches of one server: creates, lists and cancels them, resumes them after a restart, and streams their events."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Batches:
         self._closed = False
 
     async def start(self) -> None:
-        """Continue the batches that an earlier server left. Raises ApiError if the store fails."""
+        """Continue the batches that an earlier server left unfinished. Raises ApiError if the store fails."""
         if self._ticking is None:
             self._ticking = asyncio.create_task(self._tick())
             try:
@@ -185,7 +185,8 @@ class Batches:
         self.files.close()
 
     async def _tick(self) -> None:
-        """Follow changes of the batches, and delete old ones."""
+        """Stop cancelled and expired batches, take over those of ended servers, and delete old ones, until
+        cancelled."""
         next_clean = 0.0
         while True:
             try:
@@ -195,11 +196,11 @@ class Batches:
                     await self._clean()
                     next_clean = time.monotonic() + CLEAN_SECONDS
             except (ApiError, OSError) as error:
-                log.warning("batches are not looked after now: %s", error)
+                log.warning("open and old batches cannot be checked now: %s", error)
             await asyncio.sleep(self._tick_seconds)
 
     async def _stop_some(self) -> None:
-        """Stop the batches that were cancelled, and those that have expired."""
+        """Stop cancelled and expired batches."""
         now = self._now()
         for id, running in list(self.runner.running.items()):
             if running.batch.expires is not None and running.batch.expires <= now:

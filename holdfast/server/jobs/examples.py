@@ -27,7 +27,7 @@ MAX_EXAMPLES = 1_000_000
 MAX_TOKENS = 1_000_000_000
 """Maximum number of tokens in a file."""
 BREATH = 0.001
-"""Seconds of tokenizing between two equal pauses. The event loop shares the interpreter, and chats the template."""
+"""Seconds of tokenizing, and then seconds of pause, so that the event loop and the rendering of chats go on."""
 
 Example = tuple[list[int], list[float]]
 """Token ids and their weights. A token's weight applies to predicting it from the tokens before it."""
@@ -35,7 +35,7 @@ Example = tuple[list[int], list[float]]
 
 @dataclass
 class ExampleReader:
-    """Reads one file once. Its fields hold the findings when `examples` has ended."""
+    """Reads one file once. `count`, `tokens`, `longest_found` and `faults` are complete when `examples` has ended."""
 
     text: Text
     longest: int
@@ -43,7 +43,7 @@ class ExampleReader:
     line_limit: int
     """Maximum number of bytes of a line."""
     wanted: Callable[[], bool] = lambda: True
-    """Returns whether to go on; called at every line."""
+    """Called before each line. Reading stops when it returns False."""
     count: int = 0
     tokens: int = 0
     longest_found: int = 0
@@ -126,7 +126,7 @@ def _too_long(found: str, longest: int) -> ApiError:
 
 
 def _completion(fields: Mapping[str, Any], text: Text, longest: int) -> Example:
-    """Return the example of a prompt and its completion. The completion is learned as given, without an added end."""
+    """Return the example of a prompt and its completion. No end token is added to the completion."""
     parts = []
     for name in ("prompt", "completion"):
         part = fields.get(name)
@@ -143,8 +143,8 @@ def _completion(fields: Mapping[str, Any], text: Text, longest: int) -> Example:
 def _chat(messages: Any, text: Text, longest: int) -> Example:
     """Return the example of a chat. The assistant's messages are learned, except those of weight 0.
 
-    A message's tokens are those that the model would write: the text that the template adds to the prompt for it, its
-    end included. Each part is tokenized after the text before it, as when the chat is answered turn by turn.
+    A message's learned tokens are the text that the template adds to the prompt for it, its end included. Each part is
+    tokenized after the text before it, as when the chat is answered turn by turn.
     """
     chat, learned = _read_chat(messages)
     pieces: list[tuple[list[int], float]] = []
@@ -208,7 +208,7 @@ def _read_chat(messages: Any) -> tuple[list[dict[str, str]], list[int]]:
 
 
 def _answer(chat: list[dict[str, str]], index: int, prompt: str, text: Text, *, last: bool) -> str:
-    """Return the text that the model is to write for a message: its content and the end that the template gives it."""
+    """Return the text that the model learns to write for a message: its content and the template's end for it."""
     answered = text.render_chat(chat[: index + 1], add_generation_prompt=False)
     if answered.startswith(prompt):
         return answered[len(prompt) :]
@@ -223,7 +223,7 @@ def _answer(chat: list[dict[str, str]], index: int, prompt: str, text: Text, *, 
 
 
 def _after(before: str, part: str, text: Text, longest: int) -> list[int]:
-    """Return the tokens of a text that follows another one, whose tokens are fixed."""
+    """Tokenize `part` as the continuation of `before`, whose own tokens stay as they are."""
     ids = text.encode_after(before, part, most=longest)
     return text.encode(part, add_special_tokens=False, most=longest) if ids is None else ids
 
@@ -231,7 +231,7 @@ def _after(before: str, part: str, text: Text, longest: int) -> list[int]:
 def _weighted(ids: list[int], text: Text) -> Iterator[tuple[list[int], float]]:
     """Yield an answer's tokens with their weights.
 
-    Blanks after its last special token get weight 0, because they are never written.
+    Blanks after the last special token get weight 0, because the model stops at that token.
     """
     ends = [place for place, token in enumerate(ids, 1) if not text.is_visible(token)]
     end = ends[-1] if ends and not text.decode(ids[ends[-1] :]).strip() else len(ids)

@@ -85,7 +85,7 @@ class Files:
         self._disk = ThreadPoolExecutor(2, "holdfast-files")
 
     async def on_disk(self, work: Callable[[], T]) -> T:
-        """Run `work` on the disk, off the event loop, and return its result. Raises OSError."""
+        """Run `work`, which uses the disk, in a thread, and return its result. Raises OSError."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
     async def receive(
@@ -219,7 +219,7 @@ class Files:
         return await self.store.read(lambda store: FileTable(store.database).held(tenant))
 
     def _check_uploads(self, tenant: str) -> None:
-        """Raises ApiError at the limit of uploads: 429 at the API key's own limit, 503 at that of all keys."""
+        """Raises ApiError if too many uploads run: 503 at the limit of all API keys, 429 at this key's own."""
         if self._uploads.total() >= MOST_UPLOADS:
             reason = f"{MOST_UPLOADS} files are being received; try again in a moment"
             raise ApiError(reason, status=503, code="overloaded", retry_after=1)
@@ -317,7 +317,7 @@ def unavailable(error: OSError) -> ApiError:
 
 
 def drop_abandoned(directory: Path) -> None:
-    """Delete unfinished files without a write for a while. Raises OSError."""
+    """Delete unfinished files that were not written to for ABANDONED_SECONDS. Raises OSError."""
     oldest = time.time() - ABANDONED_SECONDS
     for path in directory.glob(f"{UNFINISHED}*"):
         if path.stat().st_mtime < oldest:

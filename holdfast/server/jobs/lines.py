@@ -74,17 +74,17 @@ class LineReader:
     def __init__(
         self, file: IO[bytes], endpoint: str, answered: Collection[int], first: Collection[int] = frozenset()
     ) -> None:
-        """The unanswered ones of the lines `first` come before all others."""
+        """Unanswered lines with a number in `first` are read before all others."""
         self.ahead: deque[Line | BadLine] = deque()
         """Lines that were read. A BadLine is one that this server refuses."""
         self._file, self._endpoint, self._answered = file, endpoint, answered
         self._first = frozenset(first) - frozenset(answered)
         self._in_first = bool(self._first)
-        """Whether the lines `first` are being read, rather than the others."""
+        """Whether the lines of `first` are being read now."""
         self._number = self._position = 0
 
     def read(self) -> None:
-        """Read more lines into `ahead`. Raises OSError, and can then be called again."""
+        """Read more lines into `ahead`. May be called again after an OSError."""
         if self._in_first:
             self._read(lambda number: number in self._first)
             if self.ahead:
@@ -93,7 +93,7 @@ class LineReader:
         self._read(lambda number: number not in self._answered and number not in self._first)
 
     def _read(self, wanted: Callable[[int], bool]) -> None:
-        """Read more lines, of which only those with wanted numbers are kept."""
+        """Read more lines, and keep those with a wanted number."""
         self._file.seek(self._position)
         for number, text in split(self._file, number=self._number):
             if wanted(number):

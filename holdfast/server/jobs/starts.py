@@ -1,4 +1,4 @@
-"""Starts: stores which lines begin before the engine gets them. `attempt_table` says what for."""
+"""Starts: records, before the engine gets a line, that the line begins. `attempt_table` uses these records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Starts:
         self._came = asyncio.Event()
 
     async def note(self, batch: str, number: int) -> None:
-        """Return once it is stored that a line begins. Store failures are retried."""
+        """Record that a line begins, and return once that is stored. Store failures are retried."""
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(((batch, number), stored))
         self._came.set()

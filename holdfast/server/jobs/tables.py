@@ -37,7 +37,7 @@ from holdfast.server.replies import encode
 
 PAST = {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}
 DELETED_AT_ONCE = 1000
-"""Maximum number of rows that one transaction deletes, so that no turn of a conversation waits for a long one."""
+"""Maximum number of rows that one transaction deletes. A longer transaction would delay the turns of conversations."""
 
 files = Table(
     "files",
@@ -220,7 +220,7 @@ class _OwnedTable:
     def adopt(self, owner: str, owners: Collection[str], ids: Collection[str]) -> dict[str, Found]:
         """Give this work to `owner`, if it still belongs to one of `owners`, whose servers have ended.
 
-        Returns the work that it got by id, each with the attempts at it.
+        Returns the work that changed its owner, by id, each with the attempts at it.
         """
         with self._database.write() as db:
             theirs = update(self.table).where(self.table.c.id.in_(ids), self.table.c.owner.in_(owners))
@@ -291,7 +291,7 @@ class BatchTable(_OwnedTable):
         return [(_read_batch(row.batch), row.cancelling is not None) for row in self._orphans(owners)]
 
     def cancelled(self, ids: Iterable[str]) -> list[str]:
-        """Return those of the batches that a client asked to cancel."""
+        """Return the ids of the batches that a client asked to cancel, out of these."""
         with self._database.read() as db:
             asked = select(batches.c.id).where(batches.c.id.in_(list(ids)), batches.c.cancelling.is_not(None))
             return list(db.execute(asked).scalars())
@@ -364,8 +364,9 @@ class JobTable(_OwnedTable):
     def add(self, job: TuningJob, owner: str, *, limit: int, tenant_limit: int, kept: int) -> None:
         """Add a job. Raises NotFound for its files, WrongPurpose for files for another purpose, TooMany.
 
-        `kept` is the maximum number of a tenant's jobs with adapters, and also of its ended jobs without any. Beyond
-        it, the oldest of the latter are deleted.
+        `kept` is the maximum number of a tenant's jobs with adapters, and also of its ended jobs without adapters.
+        Beyond
+        it, the oldest ended jobs without adapters are deleted.
         """
         with self._database.write() as db:
             for param, id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
@@ -555,11 +556,11 @@ def _insert_file(db: Connection, file: StoredFile) -> None:
 
 
 KINDS = {batches: "batch", tuning_jobs: "fine_tuning_job"}
-"""By table, the name of a row in errors."""
+"""Name of a table's rows in errors."""
 
 
 def _row(db: Connection, table: Table, id: str, tenant: str | None = None, param: str | None = None) -> Row[Any]:
-    """A row as its owner stored it; with a `tenant`, only that one's. Raises NotFound."""
+    """Return a row as its owner stored it; only one of the `tenant`, if that is given. Raises NotFound."""
     wanted = select(table).where(table.c.id == id)
     row = db.execute(wanted if tenant is None else wanted.where(table.c.tenant == tenant)).one_or_none()
     if row is None:
@@ -573,7 +574,7 @@ def _write(db: Connection, batch: Batch) -> Batch:
 
 
 def _as_batch(row: Row[Any]) -> Batch:
-    """Return a batch in its visible state, which is cancelling as soon as a client asked for that."""
+    """Return a batch as clients see it: cancelling as soon as a client asked for that."""
     batch = _read_batch(row.batch)
     if row.cancelling is None or batch.ended:
         return batch
@@ -582,7 +583,7 @@ def _as_batch(row: Row[Any]) -> Batch:
 
 
 def _as_job(row: Row[Any]) -> TuningJob:
-    """Return a job in its visible state, which follows its wanted state at once."""
+    """Return a job as clients see it: in its wanted state, even before its owner acts on it."""
     job = _read_job(row.job)
     if job.ended:
         return job

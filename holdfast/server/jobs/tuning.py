@@ -1,4 +1,5 @@
-"""Tuning jobs: creates, lists, pauses and resumes them, also after a restart, and serves their adapters."""
+"""Tuning jobs of one server: creates, lists and pauses them, resumes them after a restart, and serves their
+adapters."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ KEPT_SECONDS = DAYS_30
 TICK_SECONDS = 2.0
 """Seconds between two checks for jobs that other servers changed, or did not finish before they ended."""
 SERVE_SECONDS = 60.0
-"""Seconds between two checks for adapters of jobs at other servers. They are served if the directory has them."""
+"""Seconds between two checks for adapters of other servers' jobs. They are served if they are in the directory."""
 CLEAN_SECONDS = 3600.0
 MODEL_CHARACTERS = 32
 """Maximum number of characters of the base model's name in the name of a tuned model."""
@@ -98,7 +99,7 @@ class TuningRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
     validation_file: str | None = None
     method: Method | None = None
     hyperparameters: Parameters | None = None
-    """Hyperparameters in the former place of `method.supervised.hyperparameters`."""
+    """Hyperparameters in OpenAI's former place for them. `method.supervised.hyperparameters` is the current one."""
     suffix: Annotated[str, Meta(max_length=64)] | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
     metadata: Metadata | None = None
@@ -299,7 +300,7 @@ class Tuning:
     # All jobs
 
     async def _tick(self) -> None:
-        """Follow changes of the jobs, and delete old ones."""
+        """Follow changes of the jobs, serve new adapters, and delete old jobs, until cancelled."""
         next_clean = next_serve = 0.0
         while True:
             try:
@@ -317,11 +318,11 @@ class Tuning:
             except EngineDead:
                 return
             except (ApiError, OSError) as error:
-                log.warning("tuning jobs are not looked after now: %s", error)
+                log.warning("tuning jobs cannot be checked now: %s", error)
             await asyncio.sleep(self._tick_seconds)
 
     async def _here(self) -> list[TuningJob]:
-        """Return the jobs whose adapters should be served here and are in the directory."""
+        """Return the jobs for the model served here whose adapters are in the directory."""
         if not self._client.info.adapter_slots:
             return []
         found = await self._store.read(lambda store: JobTable(store.database).serving())
@@ -384,7 +385,7 @@ class Tuning:
             raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
 
     def _check_parameters(self, asked: Mapping[str, Any]) -> None:
-        """Raises ApiError for hyperparameters whose adapter this server could not serve, or that no tuning supports."""
+        """Raises ApiError for a rank that this server could not serve, or unsupported target modules."""
         where = "method.supervised.hyperparameters"
         most = self._client.config.max_adapter_rank
         if asked.get("lora_rank", 1) > most:

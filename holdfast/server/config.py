@@ -1,4 +1,4 @@
-"""ServerConfig: every option of the HTTP server, frozen. Flags and YAML keys are generated from it."""
+"""ServerConfig: all options of the HTTP server, frozen. Flags and YAML keys are generated from it."""
 
 from __future__ import annotations
 

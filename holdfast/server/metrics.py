@@ -14,7 +14,7 @@ SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_LOSSES = 16
-"""Maximum number of tuning jobs with a gauge of their own."""
+"""Maximum number of tuning jobs that have a gauge of their own."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 STATS = {
@@ -73,7 +73,7 @@ STATS = {
     "rows_prefilled": ("gauge", "rows_prefilled", "Prompts computed ahead of a place among the padded rows"),
     "shrinks": ("counter", "shrinks", "Times that the device had no memory for padded rows; fewer run then"),
 }  # fmt: skip
-"""Kind, name and help of a metric by field of SchedulerStats."""
+"""Kind, name and help of the metric for each field of SchedulerStats."""
 
 
 VLLM = {
@@ -93,11 +93,11 @@ VLLM = {
     "tokens_drafted": "spec_decode_num_draft_tokens",
     "drafts_accepted": "spec_decode_num_accepted_tokens",
 }
-"""vLLM's names of metrics that Holdfast also has, so that vLLM's dashboards work. Counters are named without _total."""
+"""vLLM's names for Holdfast's metrics, so that vLLM's dashboards work. Counters are named without _total."""
 
 
 class Metrics(Collector):
-    """All metrics of one server, in a registry of their own. Times are in seconds."""
+    """All metrics of one server, in their own registry. Times are in seconds."""
 
     def __init__(self, model: str = "") -> None:
         """`model` is the label of the metrics under vLLM's names."""
@@ -105,7 +105,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.stats: SchedulerStats | None = None
-        """State of the engine's queues and memory as of the last scrape; None if the engine did not answer."""
+        """State of the engine's queues and memory at the last scrape; None if the engine did not answer."""
         self.requests = Counter(
             "holdfast_requests",
             "HTTP requests for generation by outcome: ok, refused (4xx), unavailable (503), left, failed",
@@ -146,7 +146,7 @@ class Metrics(Collector):
             registry=self.registry,
         )
         self._with_loss: dict[str, None] = {}
-        """Jobs that have a gauge, the one whose last step is oldest first."""
+        """Jobs that have a gauge. The job whose last step is oldest is first."""
         self.ttft = self._histogram("ttft_seconds", "Time from a request's arrival to its first token", LONG)
         self.tbt = self._histogram("tbt_seconds", "Time between tokens of one choice", SHORT)
         self.e2e = self._histogram("e2e_seconds", "Time from a request's arrival to its last token", LONG)
@@ -190,7 +190,7 @@ class Metrics(Collector):
         return Counter(f"holdfast_{name}", help, registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics and those under vLLM's names, for the registry."""
+        """Yield the engine's metrics, and all metrics that have vLLM names, to the registry."""
         engine = list(self._engine())
         yield from engine
         own = [self.ttft, self.tbt, self.e2e, self.queue, self.step_tokens]
@@ -206,7 +206,7 @@ class Metrics(Collector):
             yield used
 
     def _engine(self) -> Iterator[Metric]:
-        """Yield the engine's metrics as of the last scrape. Without stats, only the engine's being down is reported."""
+        """Yield the engine's metrics of the last scrape; without stats, only that the engine does not answer."""
         stats = self.stats
         yield GaugeMetricFamily("holdfast_engine_up", "1 if the engine answered this scrape", value=stats is not None)
         if stats is None:

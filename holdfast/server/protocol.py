@@ -1,4 +1,4 @@
-"""OpenAI's request bodies as strict types. A refusal names the parameter at fault."""
+"""OpenAI's request bodies as strict types. Each error names the invalid parameter."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ MAX_PROMPTS = 1024
 MAX_PARTS = 8192
 """Maximum number of content parts in all messages of one request."""
 MAX_CONTAINERS = 1 << 17
-"""Maximum number of opening brackets and braces in one body, including those in texts. It bounds the decoding time."""
+"""Maximum number of opening brackets and braces in one body, in texts too. It bounds the decoding time."""
 MAX_STRINGS = 1 << 16
 """Maximum number of strings in one body, including field names. It also bounds the decoding time."""
 MAX_VALUES = 1 << 18
-"""Maximum number of commas in all past calls' arguments of one request. It bounds the decoding time of other values."""
+"""Maximum number of commas in all past calls' arguments of one request. It bounds the time to decode their values."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 
@@ -54,15 +54,15 @@ GRAMMAR_PARAMS = ("structured_outputs", "guided_json", "guided_regex", "guided_c
 
 
 DEFAULTED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""API defaults of the fields for which a model's files may give another default."""
+"""OpenAI's defaults for the fields whose defaults a model's files may change."""
 
 
 TIERS = {"priority": -1, "flex": 1}
-"""Priority classes of OpenAI's service tiers. All other tiers have class 0."""
+"""Priority class by service tier. Tiers that are not listed have class 0."""
 
 
 class ApiError(Exception):
-    """A refusal in OpenAI's shape. Its message goes to the client, so it contains no paths, addresses or traces."""
+    """An error for the client, in OpenAI's form. Its message must contain no paths, addresses or tracebacks."""
 
     def __init__(
         self,
@@ -79,24 +79,24 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object that the client receives. All four fields are always present."""
+        """Return the error as a JSON object in OpenAI's form. All four fields are always present."""
         type = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         type = "server_error" if self.status >= 500 else type
         return {"error": {"message": self.message, "type": type, "param": self.param, "code": self.code}}
 
     def message_body(self) -> dict[str, Any]:
-        """Return the error as a JSON object in the shape of Anthropic's Messages API."""
+        """Return the error as a JSON object in the form of Anthropic's Messages API."""
         known = MESSAGE_ERRORS.get(self.status)
         type = known or ("api_error" if self.status >= 500 else "invalid_request_error")
         long = self.code == "context_length_exceeded"
         return {
             "type": "error",
-            # Clients search for these words.
+            # Clients of the Messages API search for the words "prompt is too long".
             "error": {"type": type, "message": f"prompt is too long: {self.message}" if long else self.message},
         }
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """Return the error as a JSON object of the route's protocol: OpenAI's, Anthropic's, or Open Inference's."""
+        """Return the error as a JSON object in the form of the path's protocol: OpenAI, Anthropic or Open Inference."""
         if is_messages(path):
             return self.message_body()
         return {"error": self.message} if is_inference(path) else self.body()
@@ -128,25 +128,25 @@ class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Whether every chunk has the token counts so far, as in vLLM. Needs `include_usage`."""
+    """Whether every chunk reports the token counts so far, as in vLLM. Requires `include_usage`."""
     include_obfuscation: bool = False
-    """Whether to add padding against traffic analysis. It is accepted without effect, because none is ever added."""
+    """Whether to add padding against traffic analysis. Accepted without effect: no padding is ever added."""
 
 
 class RequestBody(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A JSON object from a client. It may also hold the parameters listed in the class variables."""
+    """A JSON object from a client. Besides its fields, it may hold the parameters that the class variables list."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Unsupported parameters by name, each with the values that are accepted because they have no effect.
 
-    null is always accepted. A parameter that is also a field is repeated in the answer.
+    null is always accepted. If such a parameter is also a field, the answer repeats it.
     """
     harmless: ClassVar[tuple[str, ...]] = ()
-    """Parameters that cannot change the answer; any value is accepted."""
+    """Parameters that are accepted with any value, because they cannot change the answer."""
 
 
 class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=True, dict=True):
-    """Fields of every request for generation, including vLLM's extensions and Holdfast's own `deadline_ms`."""
+    """Fields of every request that generates, including vLLM's extensions and Holdfast's `deadline_ms`."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"moderation": ()}
     harmless: ClassVar[tuple[str, ...]] = (
@@ -165,11 +165,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    """Sampling temperature. If None, here and below, the model's files give the default, and else `DEFAULTED`."""
+    """Sampling temperature. For None, here and below, the model's files set the default; otherwise `DEFAULTED` does."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     seed: Annotated[int, Meta(ge=-1, le=MAX_SEED)] | None = None
-    """Seed of the sampling; None or -1 for a random one, as in other servers."""
+    """Seed for sampling. None and -1 mean a random seed, as in other servers."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
     ignore_eos: bool = False
@@ -183,11 +183,11 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     service_tier: Annotated[str, Meta(max_length=64)] | None = None
-    """Service tier. priority runs before other requests and flex after them; other values mean the default."""
+    """Service tier. `priority` runs before other requests and `flex` after them. Other values mean the default."""
     deadline_ms: Annotated[float, Meta(ge=1, le=MAX_DEADLINE * 1000)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: GivenSchema | None = None
-    """JSON schema of the answer. This and the following fields are vLLM's former names of `structured_outputs`."""
+    """JSON schema of the answer. It and the next three fields are vLLM's former names for `structured_outputs`."""
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
@@ -197,12 +197,12 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def answer_format(self) -> tuple[str, Mapping[str, Any]] | None:
-        """Name and value of the parameter with OpenAI's description of the answer; None without one."""
+        """Name and value of OpenAI's parameter for the answer's format; None if the request has none."""
         return None
 
     @property
     def grammar_param(self) -> str | None:
-        """Name of the parameter that asks for structured output, if any. Raises ApiError if there are several."""
+        """Name of the parameter that asks for structured output; None if none does. Raises ApiError if several do."""
         asked = [name for name in GRAMMAR_PARAMS if getattr(self, name) is not None]
         wanted = self.answer_format
         if wanted is not None and wanted[1] != {"type": "text"}:
@@ -214,7 +214,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @cached_property
     def grammar(self) -> Grammar | None:
-        """Grammar that the answer must match; None without one. Built once per request. Raises ApiError."""
+        """Grammar that the answer must match; None if there is none. Built once per request. Raises ApiError."""
         param, wanted = self.grammar_param, self.answer_format
         try:
             if param == "structured_outputs" and self.structured_outputs is not None:
@@ -238,7 +238,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def priority_class(self) -> int:
-        """Priority class: `priority` if it is given, else the class of the service tier."""
+        """Priority class: `priority` unless that is 0, otherwise the class of the service tier."""
         return self.priority or TIERS.get(self.service_tier or "", 0)
 
     @property
@@ -248,7 +248,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def candidates(self) -> int:
-        """Number of answers that are generated for each prompt, of which the best `n` are returned."""
+        """Number of answers to generate for each prompt. The best `n` of them are returned."""
         return self.n
 
     @property
@@ -258,12 +258,13 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def most_logprobs(self) -> int | None:
-        """Number of alternatives to return with each token's log probability; None for none. Raises ApiError."""
+        """Number of alternatives to return with each token's log probability; None for no log probabilities. Raises
+        ApiError."""
         raise NotImplementedError
 
     @property
     def most_prompt_logprobs(self) -> int | None:
-        """Number of alternatives to return with each prompt token's log probability; None for none."""
+        """Number of alternatives to return with each prompt token's log probability; None for no log probabilities."""
         return None
 
     @property
@@ -272,18 +273,18 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         return False
 
     def kept_tokens(self, context: int) -> int | None:
-        """Number of trailing prompt tokens to keep; None for all. Raises ApiError."""
+        """Number of trailing prompt tokens to keep; None to keep all. Raises ApiError."""
         return None
 
     def with_defaults(self, defaults: dict[str, float]) -> Self:
-        """Return a copy with missing fields set from `defaults`, or else from the API's own defaults."""
+        """Return a copy whose missing fields are set from `defaults`, or from OpenAI's defaults."""
         missing = {name: value for name, value in (DEFAULTED | defaults).items() if getattr(self, name) is None}
         return self.changed(**missing)
 
     def changed(self, **fields: Any) -> Self:
-        """Return a copy with other values of these fields.
+        """Return a copy with new values for these fields.
 
-        None of them may affect the grammar, because it is not rebuilt.
+        The grammar is not rebuilt, so no field may affect it.
         """
         made = copy(self)
         for name, value in fields.items():
@@ -328,7 +329,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Fields common to chat completions and completions."""
+    """Fields that chat completions and completions share."""
 
     unsupported = SampledRequest.unsupported | {
         "audio": (),
@@ -340,16 +341,17 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         "suffix": ("",),
         "web_search_options": (),
     }
-    # No chat template has a verbosity, and completions are never stored.
+    # No chat template uses a verbosity, and completions are never stored.
     harmless = (*SampledRequest.harmless, "metadata", "store", "verbosity")
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Number of alternatives to return with each prompt token's log probability, as in vLLM; None for none."""
+    """Number of alternatives to return with each prompt token's log probability, as in vLLM; None for no log
+    probabilities."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
-    """Number of trailing prompt tokens to keep, as in vLLM; -1 keeps all that fit the context together with the
-    answer."""
+    """Number of trailing prompt tokens to keep, as in vLLM. -1 keeps all that leave room for the answer in the
+    context."""
     response_format: dict[str, Any] | None = None
 
     @property
@@ -381,14 +383,15 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    """Whether the oldest turns are left out of a conversation that exceeds the context."""
+    """With `auto`, the oldest turns are left out of a conversation that exceeds the context."""
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """Tools by their former name. Then the answer also reports its call by the former name."""
+    """Tools under OpenAI's former name for them. If it is used, the answer reports its call under the former name,
+    too."""
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     include_reasoning: bool = True
@@ -396,7 +399,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Further variables for the chat template."""
+        """Extra variables for the chat template."""
         return template_options(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
@@ -408,7 +411,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     @property
     def most_tokens(self) -> int | None:
-        """Maximum number of tokens of the answer, by the new or the former name. Raises ApiError if the two differ."""
+        """Maximum number of tokens of the answer, under its current or former name. Raises ApiError if the two
+        differ."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             reason = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
@@ -441,7 +445,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool = False
     echo: bool = False
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
-    """Maximum number of tokens per choice. 0 needs `echo` and generates nothing."""
+    """Maximum number of tokens per choice. 0 generates nothing and requires `echo`."""
 
     @property
     def candidates(self) -> int:
@@ -460,7 +464,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
     @property
     def most_prompt_logprobs(self) -> int | None:
-        """Number of alternatives for prompt tokens: that of `logprobs` if the prompt is echoed."""
+        """Number of alternatives for prompt tokens. If the prompt is echoed, it is at least that of `logprobs`."""
         asked, echoed = super().most_prompt_logprobs, self.most_logprobs if self.echo else None
         return max((each for each in (asked, echoed) if each is not None), default=None)
 
@@ -470,7 +474,8 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each as text or as token ids. Raises ApiError if they are wrong or `best_of` is."""
+        """Return the prompts, each as text or as token ids. Raises ApiError for invalid prompts or an invalid
+        `best_of`."""
         if self.max_tokens == 0 and not self.echo:
             raise ApiError("max_tokens is 0, which needs echo: true", param="max_tokens", code="invalid_value")
         if self.echo and self.candidates > self.n:
@@ -495,7 +500,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
 
 
 def parse(body: bytes, shape: type[Body]) -> Body:
-    """Parse a request body. Raises ApiError, which names the parameter at fault."""
+    """Parse a request body. Raises ApiError, which names the invalid parameter."""
     return typed(read_object(body), shape)
 
 
@@ -514,13 +519,14 @@ def read_object(body: bytes, what: str = "the body") -> dict[str, Any]:
 
 
 def check_items(body: bytes, what: str, param: str | None = None) -> None:
-    """Raises ApiError if JSON has too many containers or strings. `what` names the JSON in the message."""
+    """Raises ApiError if JSON has too many containers or strings. `what` names the JSON in the error."""
     containers = body.count(b"[") + body.count(b"{")
     if containers > MAX_CONTAINERS:
         reason = f"{what} holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
         raise ApiError(reason, param=param, code="invalid_value")
-    # Each quote within a text has a backslash before it, so it is not counted. The closing quote of a string that ends
-    # in a backslash is not counted either, so the count is a lower bound.
+    # A quote within a text follows a backslash, so it is not counted. Neither is the closing quote of a string that
+    # ends
+    # in a backslash, so the count is a lower bound.
     strings = (body.count(b'"') - body.count(b'\\"')) // 2
     if strings > MAX_STRINGS:
         reason = f"{what} holds {strings} strings; at most {MAX_STRINGS} are taken"
@@ -530,7 +536,8 @@ def check_items(body: bytes, what: str, param: str | None = None) -> None:
 def check_arguments(arguments: Iterable[str], name: str) -> None:
     """Raises ApiError if the arguments of past calls are too large.
 
-    They are JSON within texts, which the check of the body cannot see. `name` is the parameter that holds the calls.
+    They are JSON within strings, which the check of the body does not see. `name` is the parameter that holds the
+    calls.
     """
     given = [text for text in arguments if len(text) > 2]
     check_items("\n".join(given).encode(errors="replace"), f"the text of all arguments in {name}", name)
@@ -541,7 +548,7 @@ def check_arguments(arguments: Iterable[str], name: str) -> None:
 
 
 def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
-    """Convert a JSON object to a request. Raises ApiError, which names the parameter at fault."""
+    """Convert a JSON object to a request. Raises ApiError, which names the invalid parameter."""
     known = shape.__struct_fields__
     given = {}
     for name, value in fields.items():
@@ -565,15 +572,15 @@ def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Whether two values are equal, and both or neither are bool.
+    """Whether two values are equal and either both bool or both not bool.
 
-    `logprobs: 0` has an effect, `logprobs: false` has none.
+    The types matter because 0 == False: `logprobs: 0` has an effect, and `logprobs: false` has none.
     """
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _invalid(reason: str, given: Mapping[str, Any]) -> ApiError:
-    """Convert msgspec's message to an ApiError with the parameter at fault, and its value if that is a number."""
+    """Convert msgspec's message to an ApiError that names the invalid parameter, and its value if that is a number."""
     missing = re.search(r"missing required field `(\w+)`", reason)
     if missing:
         return ApiError(f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter")
@@ -598,23 +605,23 @@ def _token_ids(value: list[Any], name: str) -> list[int]:
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Chat template role by the API's role. developer is OpenAI's newer name for system."""
+"""Chat template role by the role in the API. `developer` is OpenAI's newer name for `system`."""
 
 
 CHAT_ROLES = ROLES | {"tool": "tool", "function": "tool"}
-"""Chat template role by the API's role, including call results. function is OpenAI's former name for tool."""
+"""Chat template role by the role in the API, including call results. `function` is OpenAI's former name for `tool`."""
 MESSAGE_FIELDS = ("role", "content", "name")
 REASONING_FIELDS = ("reasoning_content", "reasoning")
-"""Names under which clients send back the model's reasoning; the first one present is used."""
+"""Fields in which clients send back the model's reasoning. The first one that is present is used."""
 ROLE_FIELDS = {
     "assistant": ("tool_calls", "function_call", *REASONING_FIELDS),
     "tool": ("tool_call_id",),
 }
-"""Fields that only messages of a role may have, by role."""
+"""Fields that only messages of one role may have, by that role."""
 
 
 def template_options(given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Return variables for the chat template: the request's own, and its reasoning effort under the usual names."""
+    """Return the variables for the chat template: the request's own, and its reasoning effort under the usual names."""
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":
         variables = {"enable_thinking": False}
@@ -634,17 +641,19 @@ def read_messages(messages: Sequence[Mapping[str, Any]], name: str = "messages")
 
 
 def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Convert one message for the chat template: role, plain text, calls, and a call's result. Raises ApiError.
+    """Convert one message for the chat template: its role, text, calls and reasoning, or a call's result. Raises
+    ApiError.
 
-    The message's own `name` field is dropped, because chat templates have no place for it. The argument `name` is the
-    message's path in the request.
+    The message's own `name` field is dropped, because chat templates do not use it. The argument `name` is the path of
+    the
+    message in the request.
     """
     role = CHAT_ROLES[checked_role(message, name, CHAT_ROLES)]
     refuse_extra(message, (*MESSAGE_FIELDS, *ROLE_FIELDS.get(role, ())), name)
     if not isinstance(message.get("name", ""), str | None):
         raise ApiError(f"{name}.name must be a string", param=f"{name}.name", code="invalid_value")
     content = message.get("content")
-    if content is None and role == "assistant":  # Clients send back an answer without text like this.
+    if content is None and role == "assistant":  # Clients send back an answer without text in this form.
         content = ""
     texts = text_parts(content, f"{name}.content", ("text",))
     for index, part in enumerate(content if isinstance(content, list) else ()):
@@ -666,7 +675,7 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _arguments_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the arguments of all calls in messages, skipping those that are not strings."""
+    """Yield the arguments of all calls in messages. Arguments that are not strings are skipped."""
     for message in messages:
         calls = message.get("tool_calls")
         functions = (
@@ -699,7 +708,7 @@ def _read_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def past_call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call as chat templates expect it, with decoded arguments. Arguments that are not JSON stay a string."""
+    """Return a call as chat templates expect it, with decoded arguments. Arguments that are not JSON stay strings."""
     try:
         given = msgspec.json.decode(arguments or "{}")
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -708,7 +717,8 @@ def past_call(id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def checked_role(message: Mapping[str, Any], name: str, roles: Collection[str] = tuple(ROLES)) -> str:
-    """Return the role of a message or an item. `name` is its path in the request. Raises ApiError if it is unknown."""
+    """Return the role of a message or an item. `name` is its path in the request. Raises ApiError for an unknown
+    role."""
     role = message.get("role")
     if not isinstance(role, str) or role not in roles:
         reason = f"{name}.role is {shown(role)}; supported: {', '.join(roles)}"
@@ -719,7 +729,7 @@ def checked_role(message: Mapping[str, Any], name: str, roles: Collection[str] =
 def refuse_extra(given: Mapping[str, Any], taken: Collection[str], name: str) -> None:
     """Raises ApiError for a non-empty field that is not in `taken`.
 
-    The openai client dumps a message with empty fields for unused features, and users send these messages back.
+    Empty fields are allowed, because the openai client adds them to messages, and users send these messages back.
     """
     for key, value in given.items():
         if key not in taken and value not in (None, []):
@@ -728,7 +738,7 @@ def refuse_extra(given: Mapping[str, Any], taken: Collection[str], name: str) ->
 
 
 def check_parts(messages: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raises ApiError if the messages have more content parts than one request may have."""
+    """Raises ApiError if the messages of one request have too many content parts."""
     contents = [message.get("content") for message in messages]
     parts = sum(len(content) for content in contents if isinstance(content, list))
     if parts > MAX_PARTS:
@@ -737,7 +747,7 @@ def check_parts(messages: Sequence[Mapping[str, Any]], name: str) -> None:
 
 
 def text_parts(content: Any, name: str, kinds: Sequence[str]) -> list[str]:
-    """Return the texts of a message's content: a string, or parts of these kinds. Raises ApiError for other content."""
+    """Return the texts of a message's content: a string, or parts of these types. Raises ApiError for other content."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list) or not content:
@@ -756,5 +766,5 @@ def _text_part(part: Any, name: str, kinds: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error message. A string is cut after 32 characters."""
+    """Format a value for an error message. A string is cut to 32 characters."""
     return f'"{value[:32]}"' if isinstance(value, str) else "missing" if value is None else "not a string"

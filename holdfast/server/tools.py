@@ -1,4 +1,4 @@
-"""Reads `tools` and `tool_choice` of chat completions and Responses. A refusal names the parameter at fault."""
+"""Reads `tools` and `tool_choice` of chat completions and Responses. Each error names the invalid parameter."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Api = Literal["chat", "responses"]
 def read_toolset(
     tools: Sequence[Any], choice: Any, *, parallel: bool = True, api: Api = "chat", names: tuple[str, str] | None = None
 ) -> Toolset | None:
-    """Return the tools of a request; None if it has none, or if the model must not call one. Raises ApiError.
+    """Return the tools of a request; None if it has none or the model may not call one. Raises ApiError.
 
-    `names` are the names of the two parameters, by default tools and tool_choice.
+    `names` are the names of the two parameters: tools and tool_choice by default.
     """
     where, chosen = names or ("tools", "tool_choice")
     if len(tools) > MAX_TOOLS:
@@ -42,7 +42,7 @@ def read_toolset(
 
 
 def chat_toolset(wanted: ChatRequest) -> Toolset | None:
-    """Return the tools of a chat completion, by their current or their former name. Raises ApiError."""
+    """Return the tools of a chat completion, under their current or former names. Raises ApiError."""
     if not wanted.functions and wanted.function_call is None:
         return read_toolset(wanted.tools, wanted.tool_choice, parallel=wanted.parallel_tool_calls)
     if wanted.tools:
@@ -89,7 +89,8 @@ def _read_search(tool: Mapping[str, Any], name: str) -> Tool:
 
 
 def search_results(tools: Sequence[Any]) -> int:
-    """Return the maximum number of results of each web search; 0 if these checked tools include none."""
+    """Return the maximum number of results of each web search; 0 if the tools include no search. The tools are
+    valid."""
     for tool in tools:
         if tool["type"] in SEARCH_KINDS:
             return RESULTS[tool.get("search_context_size") or "medium"]
@@ -97,7 +98,7 @@ def search_results(tools: Sequence[Any]) -> int:
 
 
 def read_function(function: Mapping[str, Any], path: str) -> Tool:
-    """Read a function's definition. `path` is its place in the request. Raises ApiError."""
+    """Read the definition of a function. `path` is its place in the request. Raises ApiError."""
     refuse_extra(function, ("type", "name", "description", "parameters", "strict"), path)
     name, description = function.get("name"), function.get("description")
     parameters, strict = function.get("parameters"), function.get("strict")

@@ -1,4 +1,4 @@
-"""Llama 3's calls: JSON objects that are the whole answer, or that follow `<|python_tag|>`.
+"""Llama 3's calls: JSON objects, which are the whole answer or follow `<|python_tag|>`.
 
 {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {"city": "Paris"}}
 """
@@ -14,9 +14,9 @@ TAG = "<|python_tag|>"
 
 
 class LlamaCalls(Parser):
-    """Reads calls of this format.
+    """Reads calls of Llama 3.
 
-    Without the tag, only the name of a known tool distinguishes a call from other JSON.
+    Without the tag, JSON counts as a call only if it names a known tool.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -24,7 +24,7 @@ class LlamaCalls(Parser):
         self._names = names
         self._object = CallObject(self)
         self._opening = ""
-        """Text before the object. It is part of the answer if no call follows."""
+        """Text before the object. It belongs to the answer if the object is not a call."""
         self.state = self._start
 
     def _start(self) -> bool:
@@ -70,7 +70,7 @@ class LlamaCalls(Parser):
         return ended
 
     def _after(self) -> bool:
-        """Read what follows a call: another one, or text."""
+        """Read what follows a call: another call, or text."""
         if not self.skip_blanks():
             return False
         if self.rest[0] in ";,":

@@ -1,4 +1,4 @@
-"""Mistral's calls after `[TOOL_CALLS]`: a JSON list, or in later models each call's name and its arguments.
+"""Mistral's calls after `[TOOL_CALLS]`: a JSON list, or, in later models, the name and arguments of each call.
 
 [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]
 [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[CALL_ID]a1b2c3d4e[ARGS]{}
@@ -16,7 +16,7 @@ NAME = re.compile(r"[\w.:-]+", re.ASCII)
 
 
 class MistralCalls(Parser):
-    """Reads both kinds of calls."""
+    """Reads both forms of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class MistralCalls(Parser):
         return True
 
     def _name(self) -> bool:
-        """Read a name, and any id between it and the arguments."""
+        """Read a name, and the id that may follow before the arguments."""
         found = NAME.match(self.rest)
         end = found.end() if found else 0
         if found and end == len(self.rest):

@@ -30,10 +30,11 @@ WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class TaggedCalls(Parser):
-    """Reads both kinds of calls, whichever the model writes."""
+    """Reads JSON calls and XML calls. The model may write either."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, bare: bool = False) -> None:
-        """`schemas` holds the schemas of the tools' arguments by name, because XML does not mark strings.
+        """`schemas` holds the schema of each tool's arguments by name. XML needs them, because it does not mark
+        strings.
 
         With `bare`, a function may also come without the outer tag.
         """
@@ -42,7 +43,7 @@ class TaggedCalls(Parser):
         self._schemas = schemas
         self._object = CallObject(self)
         self._opening = ""
-        """Text before a call. It is part of the answer if no call follows."""
+        """Text before a call. It belongs to the answer if no call follows."""
         self._properties: Mapping[str, Any] = {}
         self._count = 0
         """Number of arguments of the current function so far."""
@@ -77,7 +78,7 @@ class TaggedCalls(Parser):
         return True
 
     def _no_call(self, text: str) -> None:
-        """Return text that looked like a call to the answer."""
+        """Add text to the answer that looked like the beginning of a call."""
         self.speak(text)
         self.state = self.outside
 
@@ -93,7 +94,7 @@ class TaggedCalls(Parser):
         return True
 
     def _after(self) -> bool:
-        """Read what follows a call: the end of its tag, or another call within it."""
+        """Read the text after a call: the closing tag, or another call within the tag."""
         if not self.skip_blanks():
             return False
         if self.rest.startswith(CLOSE):
@@ -170,7 +171,7 @@ class TaggedCalls(Parser):
         return True
 
     def _other(self) -> bool:
-        """Read a value that may be other than a string. It can be converted only when complete."""
+        """Read a value that may not be a string. It is converted when it is complete."""
         at = self.rest.find(PARAMETER_END)
         if at < 0:
             return False
@@ -182,13 +183,13 @@ class TaggedCalls(Parser):
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the properties that a schema names."""
+    """Return the properties that a schema defines."""
     properties = schema.get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
 def kinds_of(schema: Any) -> set[str]:
-    """Return the JSON types that a property may have; string if its schema does not say."""
+    """Return the JSON types that a property may have; string if its schema names none."""
     if not isinstance(schema, Mapping):
         return {"string"}
     if isinstance(given := schema.get("type"), str):
@@ -204,7 +205,7 @@ def kinds_of(schema: Any) -> set[str]:
 
 
 def converted(value: str) -> str:
-    """Convert a value to JSON: unchanged if it is JSON, a constant if it spells one, else a string."""
+    """Convert a value to JSON text. JSON stays as it is, constants are converted, and other text becomes a string."""
     if (word := value.strip().lower()) in WORDS:
         return json.dumps(WORDS[word])
     try:
@@ -215,5 +216,5 @@ def converted(value: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape text for a JSON string."""
+    """Escape text for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

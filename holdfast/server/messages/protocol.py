@@ -28,7 +28,7 @@ TOOL_FIELDS = (
     "type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming", "input_examples",
     "defer_loading", "allowed_callers",
 )  # fmt: skip
-"""Fields of a tool that the client runs. Fields after `strict` do not affect answers."""
+"""Fields of a tool that the client runs. The fields after `strict` do not affect answers."""
 BLOCK_FIELDS = {
     "text": ("text", "citations"),
     "tool_use": ("id", "name", "input", "caller"),
@@ -36,17 +36,17 @@ BLOCK_FIELDS = {
     "thinking": ("thinking", "signature"),
     "redacted_thinking": ("data",),
 }
-"""Fields of each type of block, in addition to its type and `cache_control`."""
+"""Fields of each block type, besides `type` and `cache_control`."""
 ROLES = {
     "system": ("text",),
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
 }
-"""Types of blocks that messages of each role may have."""
+"""Block types that messages of each role may have."""
 
 
 class Thinking(Struct, kw_only=True, frozen=True):
-    """The `thinking` parameter. The model decides how much it thinks."""
+    """The `thinking` parameter. Only its type has an effect; the model decides how long it thinks."""
 
     type: str
 
@@ -73,11 +73,11 @@ class TokensRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: dict[str, Any] = field(default_factory=dict)
-    """The `output_config` parameter. Its `format` is a JSON schema for the answer. An effort has no effect."""
+    """The `output_config` parameter. Its `format` is a JSON schema for the answer. Its effort has no effect."""
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
 
     def chat(self, **more: Any) -> MessagesChat:
-        """Return the equivalent chat. `more` are further fields of it. Raises ApiError."""
+        """Return the equivalent chat. `more` are other fields of the chat. Raises ApiError."""
         choice = self.tool_choice or {}
         options = dict(self.chat_template_kwargs)
         if self.thinking is not None:
@@ -98,7 +98,7 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     """Body of POST /v1/messages."""
 
     max_tokens: Count
-    """Maximum number of tokens of the answer. If the context has less room, the answer ends with the context."""
+    """Maximum number of tokens of the answer. The answer ends earlier if the context is full."""
     stream: bool = False
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] = field(default_factory=list)
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -106,7 +106,7 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
 
     def to_answer(self) -> MessagesChat:
-        """Return the chat that is to be answered. Raises ApiError."""
+        """Return the chat to answer. Raises ApiError."""
         return self.chat(
             stream=self.stream,
             stop=self.stop_sequences,
@@ -117,7 +117,7 @@ class MessagesRequest(TokensRequest, kw_only=True, frozen=True, forbid_unknown_f
 
 
 def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -> Blocks:
-    """Convert messages to those of chat completions, where each tool result is a message. Raises ApiError."""
+    """Convert messages to chat completions' form, in which each tool result is a message. Raises ApiError."""
     check_parts(messages, "messages")
     read: Blocks = []
     texts = [system] if isinstance(system, str) else [_text(block, f"system[{at}]") for at, block in enumerate(system)]
@@ -133,7 +133,7 @@ def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -
 
 
 def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
-    """Convert one message, which may become several. Raises ApiError."""
+    """Convert one message to one or more messages. Raises ApiError."""
     role, content = message.get("role"), message.get("content")
     refuse_extra(message, ("role", "content", "id", "type"), name)
     if not isinstance(role, str) or role not in ROLES:
@@ -169,7 +169,7 @@ def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
 
 
 def _result(block: Mapping[str, Any], path: str) -> str:
-    """Return the text of a tool's result. Raises ApiError."""
+    """Return the text of a tool result. Raises ApiError."""
     content = block.get("content")
     if isinstance(content, list):
         return "\n".join(_text(each, f"{path}.content[{index}]") for index, each in enumerate(content))
@@ -201,7 +201,7 @@ def _string(block: Mapping[str, Any], field: str, path: str) -> str:
 
 
 def _read_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Convert a tool to the shape of chat completions. Raises ApiError."""
+    """Convert a tool to chat completions' form. Raises ApiError."""
     kind = tool.get("type", "custom")
     if kind not in ("custom", None):
         reason = f"{path}.type is {shown(kind)}; only tools with an input_schema are supported, which the client runs"
@@ -212,7 +212,7 @@ def _read_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _read_format(given: Any) -> dict[str, Any] | None:
-    """Convert the format of the answer to the shape of chat completions. Raises ApiError."""
+    """Convert the answer's format to chat completions' form. Raises ApiError."""
     match given:
         case None:
             return None
@@ -222,7 +222,7 @@ def _read_format(given: Any) -> dict[str, Any] | None:
 
 
 def _read_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
-    """Convert `tool_choice` to the shape of chat completions. Raises ApiError."""
+    """Convert `tool_choice` to chat completions' form. Raises ApiError."""
     match choice.get("type"):
         case None if not choice:
             return None

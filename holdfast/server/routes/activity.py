@@ -14,7 +14,7 @@ from holdfast.server.service import Service
 from holdfast.server.viewers import Viewers, event
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "via")
-"""Headers by which a proxy reports that a request comes from another host."""
+"""Headers by which a proxy shows that it forwards the request of another host."""
 
 
 def add_activity_routes(app: FastAPI, service: Service, config: ServerConfig) -> None:
@@ -23,13 +23,13 @@ def add_activity_routes(app: FastAPI, service: Service, config: ServerConfig) ->
 
     @app.get("/v1/engine/events")
     async def events(request: Request, replica: str = "") -> Response:
-        """The engine's steps as server-sent events: `engine` once, then `activity`. For operators.
+        """The engine's steps as server-sent events: `engine` once, then `activity`. For operators only.
 
-        With several replicas: those of the replica that is named, or of the first one that serves.
+        With several replicas: the steps of the named replica, or of the first one that serves.
         """
         named = check_operator(request, config)
         name, engine = engine_of(service.client, replica)
-        if name not in known or known[name].client is not engine:  # It has been restarted.
+        if name not in known or known[name].client is not engine:  # The replica has been restarted.
             known[name] = Viewers(engine, name, lambda: names_of(service.client))
         viewers = known[name]
         return await start_stream(
@@ -38,7 +38,7 @@ def add_activity_routes(app: FastAPI, service: Service, config: ServerConfig) ->
 
 
 def engine_of(client: EngineClient | Replicas, name: str) -> tuple[str, EngineClient]:
-    """Return a replica's name and engine, by default those of the first one that serves.
+    """Return the name and engine of a serving replica, by default the first one.
 
     Raises ApiError 404 if there is no such replica.
     """
@@ -53,17 +53,18 @@ def engine_of(client: EngineClient | Replicas, name: str) -> tuple[str, EngineCl
 
 
 def names_of(client: EngineClient | Replicas) -> list[str]:
-    """Return the names of the replicas that serve; none without replicas."""
+    """Return the names of the replicas that serve; an empty list if there are no replicas."""
     if not isinstance(client, Replicas):
         return []
     return [each.name for each in client.members if each.engine is not None and each.serves]
 
 
 def check_operator(request: Request, config: ServerConfig) -> bool:
-    """Whether the request has an operator's key. Raises ApiError for a request that is not from an operator.
+    """Return whether the request has an operator's key. Raises ApiError if it may not see operators' data.
 
-    Returns False on loopback, where a server without any keys needs none. The error is 401 if a server without API keys
-    asks for an operator's key, and otherwise 403.
+    Returns False for a request from this machine to a server without keys, which needs none. The error is 401 if only
+    an
+    operator's key is configured, and otherwise 403.
     """
     if request.state.operator:
         return True
@@ -82,7 +83,7 @@ def check_operator(request: Request, config: ServerConfig) -> bool:
 
 
 def is_operator(request: Request, config: ServerConfig) -> bool:
-    """Whether a request may see the data for operators."""
+    """Whether a request may see operators' data."""
     try:
         check_operator(request, config)
     except ApiError:

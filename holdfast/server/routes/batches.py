@@ -1,4 +1,4 @@
-"""Routes of OpenAI's Batches, and a stream of their events."""
+"""Routes of OpenAI's Batches API, and a stream of batch events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_batch_routes(app: FastAPI, batches: Batches, config: ServerConfig) -> No
 
     @app.post("/v1/batches", openapi_extra=described(BatchRequest))
     async def create(request: Request) -> Response:
-        """Create a batch of requests from an uploaded file. The answer comes before any of them runs."""
+        """Create a batch of requests from an uploaded file. Returns before any of them runs."""
         wanted = parse(await read_body(request, config), BatchRequest)
         return JSON((await batches.create(wanted, tenant_of(request))).shown())
 
@@ -30,7 +30,7 @@ def add_batch_routes(app: FastAPI, batches: Batches, config: ServerConfig) -> No
 
     @app.get("/v1/batches/events")
     async def events(request: Request) -> Response:
-        """Server-sent events of all batches of the key: `batch.updated` and `batch.line`, from now on."""
+        """Server-sent events of all batches of the key, from now on: `batch.updated` and `batch.line`."""
         following = batches.events(tenant_of(request))
         return await start_stream(
             request, following, lambda error: event_bytes({"type": "error", **internal(error).body()})
@@ -38,7 +38,7 @@ def add_batch_routes(app: FastAPI, batches: Batches, config: ServerConfig) -> No
 
     @app.get("/v1/batches/{batch_id}")
     async def retrieve(request: Request, batch_id: str) -> Response:
-        """A batch in its current state."""
+        """The current state of a batch."""
         return JSON((await batches.retrieve(tenant_of(request), batch_id)).shown())
 
     @app.post("/v1/batches/{batch_id}/cancel")

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's Conversations: stored items that turns build on."""
+"""Routes of OpenAI's Conversations API: stored items that turns build on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
     async def listing(request: Request) -> Response:
         """List the key's conversations, the latest active first; with `search`, only those that contain it.
 
-        With `search`, a page may be short although more follow after `last_id`.
+        With `search`, a page may be shorter than `limit` although more conversations follow.
         """
         tenant, (limit, _, after) = tenant_of(request), page_query(request)
         wanted = request.query_params.get("search", "").strip()
@@ -59,7 +59,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.get("/v1/conversations/{conversation_id}")
     async def retrieve(request: Request, conversation_id: str) -> Response:
-        """A conversation without its items."""
+        """A conversation, without its items."""
         tenant = tenant_of(request)
         return JSON(await store.read(lambda store: store.conversations.get(tenant, conversation_id)))
 
@@ -73,7 +73,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.delete("/v1/conversations/{conversation_id}")
     async def delete(request: Request, conversation_id: str) -> dict[str, Any]:
-        """Delete a conversation and its items. Its responses stay, unless `responses=true` deletes them, too."""
+        """Delete a conversation and its items. With `responses=true`, delete its responses, too."""
         tenant, whole = tenant_of(request), request.query_params.get("responses") == "true"
         with responses.lock(tenant, conversation_id):
             await store.run(
@@ -88,7 +88,7 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.post("/v1/conversations/copies", openapi_extra=described(CopyRequest))
     async def copy(request: Request) -> Response:
-        """Create a conversation from turns returned before, here or elsewhere, with all branches."""
+        """Create a conversation from turns that this or another server returned, with all branches."""
         tenant, id = tenant_of(request), new_id("conv")
         body = await read_body(request, service.config)
 
@@ -102,18 +102,18 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.get("/v1/conversations/{conversation_id}/turns")
     async def turns(request: Request, conversation_id: str) -> Response:
-        """All turns of a conversation, each with its parent, and its head, the turn that it continues from."""
+        """All turns of a conversation, each with its parent, and `head`, the turn that it continues from."""
         tenant = tenant_of(request)
         found = await store.read(lambda store: store.tree.turns(tenant, conversation_id))
         for turn in found["turns"]:
             turn["running"] = turn["running"] or responses.running(tenant, turn["id"]) is not None
             if not turn["running"] and turn["status"] in RUNNING:
-                turn["status"] = "failed"  # But its server has ended.
+                turn["status"] = "failed"  # The server that wrote it has ended.
         return JSON(found)
 
     @app.post("/v1/conversations/{conversation_id}/head", openapi_extra=described(HeadRequest))
     async def head(request: Request, conversation_id: str) -> Response:
-        """Continue from another turn: after it (`after`), or in its place (`before`)."""
+        """Continue from another turn: after it (`after`), or instead of it (`before`)."""
         tenant = tenant_of(request)
         wanted = parse(await read_body(request, service.config), HeadRequest)
         response = wanted.after or wanted.before
@@ -154,7 +154,7 @@ def add_item_routes(app: FastAPI, responses: Responses) -> None:
 
     @app.delete("/v1/conversations/{conversation_id}/items/{item_id}")
     async def delete(request: Request, conversation_id: str, item_id: str) -> Response:
-        """Remove one item. Returns the conversation."""
+        """Delete one item. Returns the conversation."""
         tenant = tenant_of(request)
         with responses.lock(tenant, conversation_id):
             found = await store.run(lambda store: store.conversations.delete_item(tenant, conversation_id, item_id))

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's Files, uploaded for batches and tuning or made by them."""
+"""Routes of OpenAI's Files API: inputs and results of batches and tuning jobs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def add_file_routes(app: FastAPI, files: Files, config: ServerConfig) -> None:
 
 
 async def pieces_of(files: Files, opened: IO[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes of an open file. It is closed at the end, also if the client leaves."""
+    """Yield the bytes of an open file. Closes it at the end, also if the client disconnects."""
     with opened:
         while piece := await files.on_disk(lambda: opened.read(PIECE)):
             yield piece

@@ -1,4 +1,4 @@
-"""Routes of Anthropic's Messages API: answers, whole or streamed, and token counts of prompts."""
+"""Routes of Anthropic's Messages API: answers, whole or streamed, and token counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's part, completed with the replies, queries and keys that FastAPI does not know."""
+"""The OpenAPI document: FastAPI's output, plus the replies, queries and keys that FastAPI cannot infer."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def one_of(*words: str) -> Schema:
 
 
 def record(**fields: Schema) -> Schema:
-    """Return the schema of an object with all of these fields. It may have others."""
+    """Return the schema of an object that has at least these fields."""
     return {"type": "object", "required": list(fields), "properties": fields}
 
 
 def page_of(name: str) -> Schema:
-    """Return the schema of a page of a list."""
+    """Return the schema of one page of a list of `name` objects."""
     return record(
         object=one_of("list"),
         data=many(ref(name)),
@@ -155,11 +155,11 @@ SCHEMAS: Mapping[str, Schema] = {
     "Health": record(status=TEXT),
     "Any": ANYTHING,
 }
-"""Schemas of the replies, with the fields that are always present."""
+"""Schemas of the replies, by name. They list the fields that are always present."""
 
 
 class Reply(NamedTuple):
-    """Body of an answer with status 200: a JSON schema's name, an event schema's name, or bytes of a content type."""
+    """Body of an answer with status 200: the name of a JSON schema, of an event schema, or a content type of bytes."""
 
     json: str | None = None
     events: str | None = None
@@ -238,7 +238,7 @@ REPLIES: Mapping[str, Reply] = {
     f"GET {TUNING}/{{job_id}}/adapter/{{name}}": Reply(bytes="application/octet-stream"),
     **{f"POST {TUNING}/{{job_id}}/{verb}": Reply("TuningJob") for verb in ("pause", "resume", "cancel")},
 }
-"""Replies by method and path. Routes that are not listed, such as those under /v2, answer with other JSON."""
+"""Replies by method and path. Unlisted routes, such as those under /v2, return other JSON."""
 
 QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     "GET /v1/responses/{response_id}": (
@@ -268,7 +268,7 @@ METHODS = ("get", "post", "delete")
 
 
 def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schema:
-    """Return the OpenAPI document of an application. `keyed`: all paths but `open_paths` need an API key."""
+    """Return the OpenAPI document of an application. If `keyed`, all paths except `open_paths` need an API key."""
     made = get_openapi(
         title=app.title, version=app.version, summary=app.summary, routes=app.routes, servers=app.servers or None
     )
@@ -288,7 +288,7 @@ def document(app: FastAPI, *, keyed: bool, open_paths: Collection[str]) -> Schem
 def describe(operation: Schema, route: str, path: str) -> None:
     """Add the replies and query parameters of a route.
 
-    FastAPI's own are removed, because they describe checks that it does not make here.
+    FastAPI's own replies are removed, because they describe validation errors that the routes never return.
     """
     kind = "InferenceError" if is_inference(path) else "MessageError" if is_messages(path) else "Error"
     error = {"application/json": {"schema": ref(kind)}}

@@ -18,7 +18,7 @@ def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -
 
     @app.get("/replicas")
     async def listed(request: Request) -> dict[str, Any]:
-        """List the replicas, each with its name, state, place, process and number of requests."""
+        """List the replicas, each with its name, state, host, process and number of requests."""
         check_operator(request, config)
         data = [
             {**describe(replica), "pid": None if replica.engine is None else replica.engine.pid}
@@ -37,7 +37,8 @@ def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -
 
     @app.post("/replicas/{name}/drain")
     async def drain(request: Request, name: str) -> dict[str, Any]:
-        """Remove a replica. It gets no new requests; its running ones finish there or continue on other replicas."""
+        """Remove a replica. It gets no new requests. Its running requests finish there or continue on other
+        replicas."""
         check_operator(request, config)
         try:
             replicas.fleet.drain(name)

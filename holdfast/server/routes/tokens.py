@@ -1,4 +1,4 @@
-"""Routes that turn text into tokens and back, with vLLM's paths and fields."""
+"""Routes that convert text to tokens and back. Paths and fields are vLLM's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fie
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    """Whether to add special tokens. By default a prompt has them, and a chat has those of its template."""
+    """Whether to add special tokens. By default they are added to a prompt, but not to a chat, whose template has
+    them."""
     add_generation_prompt: bool = True
     tools: list[dict[str, Any]] = field(default_factory=list)
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)
@@ -51,7 +52,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", openapi_extra=described(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        """The tokens of a prompt or a chat, as the model would get them."""
+        """The tokens of a prompt or a chat, as the model gets them."""
         wanted = await read_request(request, service, TokenizeRequest)
         service.check_model(wanted.model or client.info.model, tenant_of(request))
         if (wanted.prompt is None) == (wanted.messages is None):

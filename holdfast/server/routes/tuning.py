@@ -1,4 +1,4 @@
-"""Routes of OpenAI's fine-tuning jobs and of the adapters that they make."""
+"""Routes of OpenAI's fine-tuning API, and of the adapters that tuning jobs write."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def add_tuning_routes(app: FastAPI, tuning: Tuning, config: ServerConfig) -> Non
 
     @app.post(ROOT, openapi_extra=described(TuningRequest))
     async def create(request: Request) -> Response:
-        """Create a tuning job from uploaded examples. The answer comes before they are read."""
+        """Create a tuning job from uploaded examples. Returns before they are read."""
         wanted = parse(await read_body(request, config), TuningRequest)
         return JSON((await tuning.create(wanted, tenant_of(request))).shown())
 
     @app.get(ROOT)
     async def listing(request: Request) -> Response:
-        """List the jobs, newest first; with `metadata[key]=value`, only those that have it."""
+        """List the jobs, newest first. With `metadata[key]=value`, list only jobs with that metadata."""
         query = page_query(request)
         named = [key for key in request.query_params if key.startswith("metadata[") and key.endswith("]")]
         metadata = {key[len("metadata[") : -1]: request.query_params[key] for key in named}
@@ -41,7 +41,7 @@ def add_tuning_routes(app: FastAPI, tuning: Tuning, config: ServerConfig) -> Non
 
     @app.get(f"{ROOT}/{{job_id}}")
     async def retrieve(request: Request, job_id: str) -> Response:
-        """A job in its current state."""
+        """The current state of a job."""
         return JSON((await tuning.retrieve(tenant_of(request), job_id)).shown())
 
     @app.get(f"{ROOT}/{{job_id}}/events")

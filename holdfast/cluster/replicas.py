@@ -1,4 +1,4 @@
-"""Replicas: several engines behind the interface of one EngineClient. A request survives the end of its replica.
+"""Replicas: several engines with the interface of one EngineClient. A request survives the end of its replica.
 
 `routing` decides where a request goes. If an engine ends in the middle of an answer, the request continues on another
 engine, where the tokens so far become the beginning of its answer. The client only notices a pause.

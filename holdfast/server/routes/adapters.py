@@ -117,8 +117,7 @@ def not_yours(name: str) -> ApiError:
 
 
 def not_loaded(name: str) -> ApiError:
-    """Return the error for an adapter that does not exist or belongs to another key. A client cannot tell these
-    apart."""
+    """Return the error for an adapter that does not exist or belongs to another key. Both look the same to a client."""
     reason = f"the adapter {name[:128]!r} is not loaded"
     return ApiError(reason, status=404, param="lora_name", code="model_not_found")
 

@@ -42,7 +42,7 @@ class RequestUsage:
     cached_by_tier: tuple[int, int, int] = (0, 0, 0)
     """Numbers of cached tokens from the host, the disk and the remote tier. `cached_tokens` includes them."""
     wanted: SampledRequest | None = None
-    """The request; None until it runs."""
+    """The request. For embeddings, None until the first inputs are computed."""
     queued: float | None = None
     """Seconds for which the choice that ended first had waited for its first step."""
     ttft: float | None = None

@@ -40,7 +40,7 @@ class Leases:
         db.execute(delete(leases).where(_BY.response == response))
 
     def held(self, db: Connection, responses: Collection[str]) -> set[str]:
-        """Return the responses, out of these, that another server writes now."""
+        """Return the given responses that another server is writing."""
         other = _BY.response.in_(responses), _BY.server != self.server, _BY.seen >= self._now() - LEASE_SECONDS
         return {*db.execute(select(_BY.response).where(*other)).scalars()} if responses else set()
 

@@ -291,7 +291,7 @@ class BatchTable(_OwnedTable):
         return [(_read_batch(row.batch), row.cancelling is not None) for row in self._orphans(owners)]
 
     def cancelled(self, ids: Iterable[str]) -> list[str]:
-        """Return the ids of the batches that a client asked to cancel, out of these."""
+        """Return the given ids whose batches a client asked to cancel."""
         with self._database.read() as db:
             asked = select(batches.c.id).where(batches.c.id.in_(list(ids)), batches.c.cancelling.is_not(None))
             return list(db.execute(asked).scalars())

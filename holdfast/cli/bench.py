@@ -239,8 +239,7 @@ def target_of(config: BenchConfig, engine: EngineConfig, console: Console) -> Ab
 
 
 def simulation(config: BenchConfig, source: str, engine: EngineConfig, console: Console) -> Target:
-    """Return a simulation of `source`: a profile's file, or MODEL@DEVICE, whose origin is printed. Raises ValueError,
-    OSError."""
+    """Return a simulation of a profile's file, or of MODEL@DEVICE, and print its origin. Raises ValueError, OSError."""
     model, at, device = source.partition("@")
     if at and not Path(source).exists():
         shape = configured_shape(model, device, engine)

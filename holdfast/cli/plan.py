@@ -1,5 +1,4 @@
-"""`holdfast plan`: finds out how to serve a model on given devices with the highest capacity, and the command for
-it."""
+"""`holdfast plan`: finds how to serve a model on given devices with the highest capacity, and the command."""
 
 from __future__ import annotations
 

@@ -61,8 +61,7 @@ async def run(config: ProfileConfig, engine: EngineConfig) -> int:
 
 
 async def run_app(config: ProfileConfig, apps: AppConfig, threads: int | None) -> int:
-    """Measure, cache and print the times of an application's cells. `apps` names one application. Returns and raises as
-    `run`."""
+    """Measure, cache and print the times of the cells of the one application in `apps`. Like `run` otherwise."""
     console = Console(highlight=False)
     (app,) = apps.app
     client = await AppClient.start(app, apps, stage_printer(console), threads, measure=config.largest)

@@ -65,8 +65,7 @@ async def download(http: httpx.AsyncClient, path: str, target: Path) -> None:
 
 
 def read_mark(path: Path, place: Stopped) -> Mark | None:
-    """Return the mark of a stopped run with the same task; None if there is no mark. Raises UsageError for another
-    task."""
+    """Return the mark of a stopped run with the same task, if any. Raises UsageError for another task."""
     try:
         mark = msgspec.json.decode(read_bytes(path), type=Mark)
     except FileNotFoundError:

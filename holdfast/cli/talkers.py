@@ -180,8 +180,7 @@ async def connect(http: httpx.AsyncClient, model: str | None, settings: Settings
 
 
 def server_client(url: str, api_key: str | None, timeout: httpx.Timeout) -> httpx.AsyncClient:
-    """Return a client for the server at a URL, with or without /v1 at its end. It allows any number of requests at
-    once."""
+    """Return a client for a server's URL, with or without /v1 at its end. It allows any number of requests."""
     return httpx.AsyncClient(
         base_url=url.rstrip("/").removesuffix("/v1") + "/v1/",
         headers={"authorization": f"Bearer {api_key}"} if api_key else {},

@@ -65,8 +65,7 @@ def sender(
 def server(
     url: str, *, api_key: str | None, model: str | None, vocab_size: int, concurrency: int | None, seed: int
 ) -> Iterator[Target]:
-    """Yield a server with OpenAI's API. `model` is by default its first one. Raises OSError if its models cannot be
-    listed."""
+    """Yield a server with OpenAI's API. `model` is by default its first. Raises OSError if it lists none."""
     http = server_client(url, api_key, httpx.Timeout(30, read=None))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:

@@ -63,8 +63,7 @@ async def typed_lines(
 
 
 async def blocks(read: AsyncIterator[tuple[str, Callable[[bool], None]]]) -> AsyncIterator[tuple[str, bool]]:
-    """Join the lines between fences. Each line comes with a function that must be called with whether a block
-    continues."""
+    """Join the lines between fences. The function with each line must be called with whether a block continues."""
     block: list[str] | None = None
     async for line, set_within in read:
         if block is None and not line.lstrip().startswith(FENCE):

@@ -170,8 +170,7 @@ class PrefixTree(CountingRouter):
         return chosen
 
     def _matching(self, turn: Turn, replicas: Sequence[ReplicaView]) -> str | None:
-        """Return the replica that last received the longest known prefix; None if that is too short or the replica not
-        ready."""
+        """Return the ready replica that last received the longest known prefix; None if that is too short."""
         known, last = 0, None
         for digest in turn.chain:
             replica = self._last.get(digest)

@@ -36,8 +36,7 @@ class RoutingRules:
     """Number of tokens of a replica's full step."""
     fair_ratio: float = 1.5
     fair_ms: float = 1000.0
-    """A replica gets no turns while its load exceeds the lowest load by both this many ms and the factor
-    `fair_ratio`."""
+    """A replica gets no turns while its load exceeds the lowest by both this many ms and `fair_ratio`."""
     thrift: float = 0.5
     """Extra weight of computing time in a price. Computing also delays later turns."""
     settle: float = 30.0
@@ -152,8 +151,7 @@ class PricedRouter:
         return backlog.wait(now, self.pricing.step) + backlog.decode
 
     def known(self, turn: Turn) -> dict[str, tuple[Found, int]]:
-        """Return how much of a prompt each replica has, by the router's own map. Replicas without any of it are left
-        out.
+        """Return how much of a prompt each replica has, by the router's map. Replicas without any are left out.
 
         The first value is what a replica has when its current requests are computed. The second value is the number of
         tokens
@@ -210,8 +208,7 @@ class PricedRouter:
         return Choice(chosen, source if prices[chosen].fetched else None, prices)
 
     def price(self, turn: Turn, replica: ReplicaView, found: Found, source: str, elsewhere: int, now: float) -> Price:
-        """Return the price of a turn at a replica that has `found`. The replica `source` has `elsewhere` tokens to
-        copy."""
+        """Return the price of a turn at a replica that has `found`. `source` has `elsewhere` tokens to copy."""
         wait = self._wait(turn, replica, found, now)
         lift = found.host * replica.host_ms_per_token + found.lower * replica.lower_ms_per_token
         have, brought, bring, copied = found.tokens, 0, 0.0, 0.0
@@ -436,8 +433,7 @@ class PricedRouter:
         return price.total + self.rules.thrift * price.work + (1 + self.rules.thrift) * price.displaced
 
     def _key(self, turn: Turn) -> str | None:
-        """Return the key of the conversation that a turn continues: its own key, or that of its longest known
-        prefix."""
+        """Return the key of the conversation that a turn continues: its own, or that of its longest known prefix."""
         if turn.key is not None:
             return turn.key
         tails = self._tails

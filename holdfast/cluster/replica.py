@@ -55,8 +55,7 @@ class Replica:
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the replica is to be drained and removed."""
     trial: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the request on trial here: its last engine ended, and it has not received a token since. One at a
-    time."""
+    """Held by the one request on trial: its last engine ended, and it has not received a token since."""
 
     def __post_init__(self) -> None:
         self.idle.set()

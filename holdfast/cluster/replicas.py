@@ -126,8 +126,7 @@ class Replicas:
     async def start(
         cls, config: ClusterConfig, spawner: Spawner, on_progress: Callable[[str], None] = lambda stage: None
     ) -> Replicas:
-        """Start all engines in parallel. Returns when all accept requests. Raises EngineStartError if one cannot
-        start."""
+        """Start all engines in parallel. Returns when all accept requests. Raises EngineStartError."""
         replicas = cls(config, spawner, on_progress)
         replicas._begin(await replicas.fleet.start())
         return replicas
@@ -262,8 +261,7 @@ class Replicas:
             del self._streams[request_id]
 
     async def _ask(self, turn: Turn) -> FoundAt | None:
-        """Ask the engines how much they have of a prompt that the router does not know. Returns None if this is
-        useless.
+        """Ask the engines how much they have of a prompt that the router does not know; None if that is useless.
 
         After a restart of the server or a replica, the router's map is empty, although the disk tier still has state.
         State in
@@ -336,8 +334,7 @@ class Replicas:
                 return
 
     def _views(self, able: Sequence[Replica] | None = None) -> list[ReplicaView]:
-        """Return the router's views of all live engines. Replicas in `able` take requests; by default, all that serve
-        do."""
+        """Return the router's views of all live engines. Those in `able`, by default all, take requests."""
         views, block = [], self.info.block_size
         for replica in self.fleet.answering:
             takes = replica.serves and (able is None or replica in able)

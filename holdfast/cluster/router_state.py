@@ -28,8 +28,7 @@ class ReplicaDigests:
     bit: int
     """The replica's bit for expected blocks in the masks. The next higher bit is for computed blocks."""
     blocks: OrderedDict[bytes, list[int]] = field(default_factory=OrderedDict)
-    """For each digest: the number of blocks that it represents, and the number of its last use. Least recently used
-    first."""
+    """Blocks that each digest represents, and the number of its last use. The least recently used is first."""
     uses: int = 0
     """Number of uses so far, which numbers the next use."""
     used: int = 0
@@ -53,8 +52,7 @@ class PrefixMap:
     def __init__(self, most: int, stride: int = STRIDE) -> None:
         """The map holds at most `most` digests. The least recently used are removed first."""
         self.dropped = 0
-        """Number of blocks that replicas dropped for lack of room. Halved together with `missed`, to follow recent
-        use."""
+        """Number of blocks that replicas dropped for lack of room. Halved with `missed`, to follow recent use."""
         self.missed = 0
         """Number of dropped blocks that were needed again when no replica had them."""
         self._most, self._stride = most, stride

@@ -95,8 +95,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An idle conversation whose state should be copied before its next turn. `Router.moved` must be called at the
-    end."""
+    """An idle conversation whose state should be copied before its next turn. Report the end to `Router.moved`."""
 
     key: str
     chain: Sequence[bytes]
@@ -132,8 +131,7 @@ class Router(Protocol):
         ...
 
     def choose(self, turn: Turn, replicas: Sequence[ReplicaView], now: float, found: FoundAt | None = None) -> Choice:
-        """Choose the replica for a turn. `found` returns what a replica has; if it is None, the router uses its own
-        map.
+        """Choose the replica for a turn. `found` returns what a replica has; None: the router uses its own map.
 
         Raises ValueError if no replica is ready.
         """
@@ -148,13 +146,11 @@ class Router(Protocol):
         ...
 
     def ended(self, request: str, now: float, chain: Sequence[bytes] = ()) -> None:
-        """Record a request's end. `chain` has the digests of its prompt and answer, if known. Unknown requests are
-        ignored."""
+        """Record a request's end. `chain`, if known, has its blocks' digests. Unknown requests are ignored."""
         ...
 
     def moved(self, move: Move, tokens: int, now: float) -> None:
-        """Record the end of a move in which the first `tokens` tokens arrived. If any did, the target has the
-        conversation."""
+        """Record the end of a move: `tokens` tokens arrived. If any did, the target has the conversation."""
         ...
 
     def lost(self, replica: str) -> None:
@@ -162,6 +158,5 @@ class Router(Protocol):
         ...
 
     def rebalance(self, now: float, replicas: Sequence[ReplicaView]) -> list[Move]:
-        """Return moves of idle conversations away from overloaded or draining replicas. Must be called about once a
-        second."""
+        """Return moves of idle conversations from overloaded or draining replicas. Call it about once a second."""
         ...

@@ -8,8 +8,7 @@ from typing import Any
 
 
 def imported(kind: str, name: str) -> Any:
-    """Return the named object. `kind` is the setting's name in errors. The current directory is searched for modules,
-    too.
+    """Return the named object. `kind` is its name in errors. Modules in the current directory are found, too.
 
     Raises ValueError, which names the missing or wrong part.
     """

@@ -17,8 +17,7 @@ OTHERS_WRITE = 0o022
 
 
 class OwnDirectory:
-    """A directory of this user that no other user may write to. It is held open, and its files are opened relative to
-    it.
+    """A directory of this user that no other user may write to. It is held open; files are opened in it.
 
     If others could write to a directory, they could put links there, through which this process would overwrite files
     elsewhere. So a directory with another owner, or with write permission for others, is refused, and so are links in
@@ -85,8 +84,7 @@ class OwnDirectory:
 
 
 def check_own(found: os.stat_result, path: Path | str) -> None:
-    """Raises OSError unless `found`, the status of `path`, is a directory of this user that nobody else may write
-    to."""
+    """Raises OSError unless `found`, the status of `path`, is a directory that only this user may write to."""
     if not stat.S_ISDIR(found.st_mode):
         kind = KINDS.get(stat.S_IFMT(found.st_mode), "a regular file")
         raise OSError(errno.ENOTDIR, f"it is {kind}, not a directory", str(path))

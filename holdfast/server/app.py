@@ -1,5 +1,4 @@
-"""The HTTP application: routes, keys and error replies over the engines. FastAPI is imported only here and in
-routes."""
+"""The HTTP application: routes, keys and error replies. FastAPI is imported only here and in `routes`."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ QUIET_PATHS = (*OPEN_PATHS, "/metrics")
 
 
 class App(FastAPI):
-    """FastAPI within two outer layers: CORS, if it is configured, and the edge. Error replies pass through both,
-    too."""
+    """FastAPI within two outer layers, which error replies also pass: CORS, if it is configured, and the edge."""
 
     def __init__(self, config: ServerConfig, **options: Any) -> None:
         self.config = config
@@ -154,8 +152,7 @@ def create_app(
 
 
 def add_error_handlers(app: FastAPI, count: Callable[[str, str], None]) -> None:
-    """Send every error in the form of the route's protocol. `count` gets the route and the outcome, for counted
-    routes."""
+    """Send each error in the form of the route's protocol. `count` gets the route and outcome of counted routes."""
 
     def reply(request: Request, error: ApiError) -> Response:
         if request.method == "POST" and request.url.path in GENERATION:

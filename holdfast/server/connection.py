@@ -44,11 +44,9 @@ class Connections:
         self.config = config
         self.limit = connection_limit(config)
         self.open: set[Connection] = set()
-        """Open connections. uvicorn's own set also has connections that are about to close in the same turn of the
-        loop."""
+        """Open connections. uvicorn's own set also has connections that close in the current turn of the loop."""
         self.waiting: dict[Connection, float] = {}
-        """Time since which each connection has waited for a request, by the loop's clock. The longest waiting is
-        first."""
+        """Start of each connection's wait for a request, by the loop's clock. The longest wait is first."""
         self.next_log = 0.0
 
     def make_room(self, new: Connection, now: float) -> bool:

@@ -29,8 +29,7 @@ ANY_OBJECT = {"type": "object"}
 
 
 class StructuredOutputs(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The `structured_outputs` parameter of vLLM: exactly one of the first six fields, and options for JSON's
-    layout."""
+    """The `structured_outputs` parameter of vLLM: exactly one of the first six fields, and JSON's layout."""
 
     json: GivenSchema | None = None
     regex: Text | None = None

@@ -41,8 +41,7 @@ def echoed(prompt: Sequence[int], text: str, of_prompt: Sequence[TokenLogprobs],
 def prompt_records(
     text: Text, prompt: Sequence[int], of_prompt: Sequence[TokenLogprobs], most: int
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: for each prompt token, records of it and of its most probable alternatives, by
-    id.
+    """Return vLLM's `prompt_logprobs`: for each prompt token, its record and its alternatives' records, by id.
 
     The first token has None. The rank of a token that is not among the most probable ones is None.
     """

@@ -258,8 +258,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
 
     @property
     def most_logprobs(self) -> int | None:
-        """Number of alternatives to return with each token's log probability; None for no log probabilities. Raises
-        ApiError."""
+        """Number of alternatives to return for each token; None for no log probabilities. Raises ApiError."""
         raise NotImplementedError
 
     @property
@@ -347,11 +346,9 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=1024)] = 1
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Number of alternatives to return with each prompt token's log probability, as in vLLM; None for no log
-    probabilities."""
+    """Number of alternatives to return for each prompt token, as in vLLM; None for no log probabilities."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
-    """Number of trailing prompt tokens to keep, as in vLLM. -1 keeps all that leave room for the answer in the
-    context."""
+    """Number of trailing prompt tokens to keep, as in vLLM. -1 keeps as many as fit next to the answer."""
     response_format: dict[str, Any] | None = None
 
     @property
@@ -390,8 +387,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """Tools under OpenAI's former name for them. If it is used, the answer reports its call under the former name,
-    too."""
+    """Tools under OpenAI's former name for them. The answer then reports its call under the former name, too."""
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     include_reasoning: bool = True
@@ -411,8 +407,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
 
     @property
     def most_tokens(self) -> int | None:
-        """Maximum number of tokens of the answer, under its current or former name. Raises ApiError if the two
-        differ."""
+        """Maximum number of tokens of the answer, under its new or former name. Raises ApiError if they differ."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             reason = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
@@ -474,8 +469,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
         return 16 if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each as text or as token ids. Raises ApiError for invalid prompts or an invalid
-        `best_of`."""
+        """Return the prompts, each as text or token ids. Raises ApiError for invalid prompts or `best_of`."""
         if self.max_tokens == 0 and not self.echo:
             raise ApiError("max_tokens is 0, which needs echo: true", param="max_tokens", code="invalid_value")
         if self.echo and self.candidates > self.n:
@@ -641,8 +635,7 @@ def read_messages(messages: Sequence[Mapping[str, Any]], name: str = "messages")
 
 
 def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Convert one message for the chat template: its role, text, calls and reasoning, or a call's result. Raises
-    ApiError.
+    """Convert one message for the chat template: role, text, calls and reasoning, or a result. Raises ApiError.
 
     The message's own `name` field is dropped, because chat templates do not use it. The argument `name` is the path of
     the
@@ -717,8 +710,7 @@ def past_call(id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def checked_role(message: Mapping[str, Any], name: str, roles: Collection[str] = tuple(ROLES)) -> str:
-    """Return the role of a message or an item. `name` is its path in the request. Raises ApiError for an unknown
-    role."""
+    """Return the role of a message or an item. `name` is its path. Raises ApiError for an unknown role."""
     role = message.get("role")
     if not isinstance(role, str) or role not in roles:
         reason = f"{name}.role is {shown(role)}; supported: {', '.join(roles)}"

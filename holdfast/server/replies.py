@@ -58,8 +58,7 @@ class RequestUsage:
         return self.prompt_tokens + self.completion_tokens
 
     def counts(self) -> Reply:
-        """Return the `usage` object of a chunk, with the counts so far. Cached tokens are left out, as they are not
-        final."""
+        """Return the `usage` object of a chunk, with the counts so far. Cached tokens are reported only at the end."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -72,8 +71,7 @@ class RequestUsage:
         self.cached_by_tier = host, disk, remote
 
     def cached(self) -> Reply:
-        """Return the number of cached tokens. If some came from a tier other than the device, add the numbers by
-        tier."""
+        """Return the number of cached tokens, and the numbers by tier if some came from a tier below the device."""
         if not any(self.cached_by_tier):
             return {"cached_tokens": self.cached_tokens}
         device = self.cached_tokens - sum(self.cached_by_tier)
@@ -212,8 +210,7 @@ def _choice(index: int, content: Reply, reason: str | None, logprobs: Reply | No
 
 
 class ChatShape(Shape):
-    """Chat completions. Each choice's stream begins with its role, and ends with an empty delta and the finish
-    reason."""
+    """Chat completions. Each choice's stream begins with its role, and ends with its finish reason alone."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

@@ -63,8 +63,7 @@ class WebSearch:
     """Client of the SearXNG server."""
 
     def __init__(self, url: str) -> None:
-        """`url` is the address of the SearXNG server, whose settings must allow the JSON format. Sends no request
-        yet."""
+        """`url` is the address of the SearXNG server, whose settings must allow JSON. Sends no request yet."""
         self._url = f"{url.rstrip('/')}/search"
         self._http = httpx.AsyncClient(timeout=SECONDS)
 

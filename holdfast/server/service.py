@@ -63,8 +63,7 @@ class Admission:
         self.idle.set()
 
     def check(self, choices: int, tenant: str) -> None:
-        """Raises ApiError: 503 while draining or full, 429 beyond the tenant's limit, 400 if the choices can never
-        fit."""
+        """Raises ApiError: 503 while draining or full, 429 beyond the tenant's limit, 400 if they can never fit."""
         if self.draining:
             reason = "the server is shutting down and takes no new requests; try another one"
             raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
@@ -99,8 +98,7 @@ class Admission:
 
 
 class Lane:
-    """State that requests of one kind share: their admission, their places in the engine's queue, and their
-    priority."""
+    """State that requests of one kind share: admission, places in the engine's queue, and priority."""
 
     def __init__(
         self,
@@ -160,8 +158,7 @@ class Service:
         at most half of the engine's queue.
         """
         self.tuned: dict[str, tuple[str, str]] = {}
-        """Tenant and job by adapter name, for the adapters that tuning jobs wrote. Only that tenant may use the
-        adapter."""
+        """Tenant and job by adapter name, for adapters that tuning jobs wrote. Only that tenant may use them."""
         self.own: dict[str, str] = {}
         """Tenant by adapter name, for the adapters that a tenant's key loaded. Only that tenant may use the adapter."""
         self.separate_keys = bool(config.api_key) and len({*config.api_key, *config.operator_key}) > 1
@@ -190,8 +187,7 @@ class Service:
         return [*self.client.names, *(name for name in self.client.adapters if self._allowed(name, tenant))]
 
     def check_model(self, name: str, tenant: str) -> None:
-        """Raises ApiError: 404 if this tenant has no such model or adapter, 503 if the adapter is still being
-        loaded."""
+        """Raises ApiError: 404 if this tenant has no such model or adapter, 503 while the adapter is being loaded."""
         known = name in self.client.names or name in self.client.adapters
         if name in self.loading and self._allowed(name, tenant):
             reason = f"the adapter {name} is being loaded; try again in a moment"
@@ -200,8 +196,7 @@ class Service:
             raise unknown_model(name, self.client.info.model)
 
     def adapter_of(self, name: str, tenant: str) -> str:
-        """Return the adapter that a request names as its `model`; an empty string for the model itself. Raises
-        ApiError."""
+        """Return the adapter that a request names as its `model`; "" for the model itself. Raises ApiError."""
         self.check_model(name, tenant)
         return name if name in self.client.adapters else ""
 

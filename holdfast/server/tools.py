@@ -89,8 +89,7 @@ def _read_search(tool: Mapping[str, Any], name: str) -> Tool:
 
 
 def search_results(tools: Sequence[Any]) -> int:
-    """Return the maximum number of results of each web search; 0 if the tools include no search. The tools are
-    valid."""
+    """Return the maximum number of results of each web search; 0 if these valid tools include no search."""
     for tool in tools:
         if tool["type"] in SEARCH_KINDS:
             return RESULTS[tool.get("search_context_size") or "medium"]

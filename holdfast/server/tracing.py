@@ -56,8 +56,7 @@ class Tracing:
         self._kind, self._failed = SpanKind.SERVER, Status(StatusCode.ERROR)
 
     def begin(self, method: str, path: str, headers: list[tuple[bytes, bytes]], id: str) -> Span | None:
-        """Begin a request's span, as a child of the caller's span (traceparent). Returns None if the request does not
-        generate."""
+        """Begin a request's span, below the caller's (traceparent). Returns None if the request does not generate."""
         if method != "POST" or path not in OPERATIONS:
             return None
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}

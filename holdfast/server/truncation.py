@@ -46,8 +46,7 @@ class Truncation:
         build: Callable[[Sequence[Message]], Composed],
         toolset: Toolset | None = None,
     ) -> Composed:
-        """Call `build` with the messages that stay, and return its result. The result's length is the prompt's in
-        tokens.
+        """Call `build` with the messages that stay. Returns its result, whose length is the prompt's in tokens.
 
         `answer` is the maximum number of tokens of the answer; None if it is unknown. The prompt also contains the
         tools of

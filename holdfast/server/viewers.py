@@ -48,8 +48,7 @@ class Viewers:
         self._known = _Known()
 
     async def events(self, *, named: bool) -> AsyncGenerator[bytes, None]:
-        """Yield the server-sent events of one viewer. With `named`, they contain request ids; otherwise short digests
-        of ids.
+        """Yield the server-sent events of one viewer: with request ids if `named`, otherwise with short digests.
 
         The first event is `engine`, and all others are `activity`. The stream ends if the viewer is too slow.
         Raises ApiError 503 if there are too many viewers, or if the engine has ended.

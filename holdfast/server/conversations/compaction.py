@@ -33,8 +33,7 @@ class Compacted(NamedTuple):
 
 
 def encode_compacted(compacted: Compacted) -> str:
-    """Encode a compaction as the `encrypted_content` of an item. It is not encrypted, because its client knows it
-    all."""
+    """Encode a compaction as the `encrypted_content` of an item. It is not encrypted: the client knows it all."""
     return base64.urlsafe_b64encode(json.dumps(compacted._asdict()).encode()).decode()
 
 

@@ -55,8 +55,7 @@ class Leases:
             db.execute(update(leases).where(_BY.response == response).values(cancelled=True))
 
     def renew(self, responses: Collection[str]) -> set[str]:
-        """Renew the leases of this server's responses. Returns the responses to stop, which were cancelled or
-        deleted."""
+        """Renew the leases of this server's responses. Returns the cancelled and deleted responses, which must stop."""
         mine = _BY.server == self.server, _BY.response.in_(responses)
         with self._database.write() as db:
             db.execute(update(leases).where(*mine).values(seen=self._now()))

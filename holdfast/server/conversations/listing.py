@@ -53,8 +53,7 @@ class _Said(Struct):
 
 
 class Listing:
-    """List of a store's conversations. Raises NotFound if a cursor is not the id of one of the tenant's
-    conversations."""
+    """List of a store's conversations. Raises NotFound if a cursor is not the id of a conversation of the tenant."""
 
     def __init__(self, database: Database, space: Space) -> None:
         self._database = database

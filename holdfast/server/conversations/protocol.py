@@ -98,8 +98,7 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
     truncation: Literal["auto", "disabled"] = "disabled"
     """With `auto`, the oldest turns are left out of a prompt that exceeds the context. The conversation keeps them."""
     include: list[Included] = field(default_factory=list)
-    """Optional contents of the response. Only log probabilities need to be asked for; all others are always
-    included."""
+    """Optional contents of the response. Only log probabilities must be asked for; all others are always there."""
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 0
     metadata: Metadata = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -332,8 +331,7 @@ class ResponseShape:
         yield self._event("response.queued", response=self.response)
 
     def opening(self) -> Iterator[Event]:
-        """Yield the events before the answer. They include `response.created`, unless the response runs in the
-        background."""
+        """Yield the events before the answer, with `response.created` unless the response runs in the background."""
         if not self.response["background"]:
             yield self._event("response.created", response=self.response)
         self.response = self.response | {"status": "in_progress"}
@@ -387,8 +385,7 @@ class ResponseShape:
             self.output[-1]["content"][0]["logprobs"] += logprobs
 
     def again(self, item: Item) -> Iterator[Event]:
-        """Yield the events that replay an item of an ended response, without its closing. Its whole text is one
-        delta."""
+        """Yield the events that replay an item of an ended response, except its closing. Its text is one delta."""
         yield from self._add(item)
         match item["type"]:
             case "function_call":

@@ -98,8 +98,7 @@ class Responses:
         return response
 
     async def _elsewhere(self, tenant: str, response: Response, after: int) -> AsyncGenerator[Event, None]:
-        """Yield the events above `after` of a response that another server writes. All its text comes at once, at the
-        end."""
+        """Yield the events above `after` of a response that another server writes. All text comes at the end."""
         for event in replay_begun(response):
             if event["sequence_number"] > after:
                 yield event
@@ -183,8 +182,7 @@ class Responses:
         return stored
 
     async def cancel(self, tenant: str, response: str) -> Response:
-        """Stop a background response, whichever server writes it. An ended response does not change. Raises
-        ApiError."""
+        """Stop a background response, whichever server writes it. An ended one does not change. Raises ApiError."""
         background = self.running(tenant, response)
         if background is not None:
             await background.stop()

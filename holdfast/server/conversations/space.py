@@ -100,8 +100,7 @@ class Space:
         return self.now() - self._bounds.seconds
 
     def grown(self, db: Connection, thread: str, tenant: str, size: int) -> None:
-        """Record that a thread is active and has grown by `size` bytes, then drop old threads. Raises
-        ThreadTooLarge."""
+        """Record that a thread is active and grew by `size` bytes, then drop old threads. Raises ThreadTooLarge."""
         now, most = self.now(), self._bounds.bytes // SHARE
         if size + (db.execute(_BYTES, {"id": thread}).scalar() or 0) > most:
             raise ThreadTooLarge(

@@ -147,8 +147,7 @@ class TurnStore:
             self._space.prune(db, row.thread, response)
 
     def chain(self, db: Connection, last: Row[Any]) -> Context:
-        """Return the context that ends with `last`: all items and tokens since the thread's first turn. Raises
-        ThreadTooLarge."""
+        """Return all items and tokens from a thread's first turn up to `last`. Raises ThreadTooLarge."""
         cached = self.cache.get(last.id)
         if cached is not None:
             check_context(cached.size)

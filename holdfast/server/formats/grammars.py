@@ -77,8 +77,7 @@ class GrammarText:
         return "answer"
 
     def reasoning(self, open: str, close: str, opened: bool) -> str:
-        """Return the expression for reasoning before the answer. `opened` means that the prompt has written its opening
-        tag."""
+        """Return the expression for reasoning before the answer. `opened`: the prompt ends with the opening tag."""
         thought = self.up_to("thought", close)
         return f"{thought} BLANKS? " if opened else f"({self.tag(open)} {thought} BLANKS?)? "
 

@@ -57,8 +57,7 @@ class ValueScanner:
 
 
 class CallObject:
-    """Reads one `{"name": …, "arguments": {…}}` for a parser. Keys may come in any order, with other keys among
-    them."""
+    """Reads one `{"name": …, "arguments": {…}}` for a parser. Keys may come in any order, also unknown ones."""
 
     def __init__(self, parser: Parser, known: Collection[str] | None = None) -> None:
         """If `known` is given, an object with a name that is not in it is not a call."""

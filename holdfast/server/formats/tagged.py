@@ -33,8 +33,7 @@ class TaggedCalls(Parser):
     """Reads JSON calls and XML calls. The model may write either."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, bare: bool = False) -> None:
-        """`schemas` holds the schema of each tool's arguments by name. XML needs them, because it does not mark
-        strings.
+        """`schemas` holds the schema of each tool's arguments by name. XML needs it, because it marks no strings.
 
         With `bare`, a function may also come without the outer tag.
         """

@@ -97,8 +97,7 @@ class Wanted:
 
 
 def read_request(body: bytes, json_length: str | None, app: AppInfo) -> Wanted:
-    """Parse and check a request. `json_length` is the value of the header. Raises ApiError with the value and the
-    limit."""
+    """Parse and check a request. `json_length` is a header's value. Raises ApiError with the value and the limit."""
     if json_length is None:
         cut = len(body)
     else:
@@ -137,8 +136,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def request_parameters(given: Mapping[str, Any]) -> tuple[bool, float | None]:
-    """Return whether outputs are binary by default, and the timeout in seconds; None for no timeout. Raises
-    ApiError."""
+    """Return whether outputs are binary by default, and the timeout in seconds or None. Raises ApiError."""
     refuse_parameters(
         given, "parameters", ("binary_data_output", "timeout"),
         {"priority": 0, "sequence_id": 0, "sequence_start": False, "sequence_end": False},

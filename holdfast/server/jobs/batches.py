@@ -185,8 +185,7 @@ class Batches:
         self.files.close()
 
     async def _tick(self) -> None:
-        """Stop cancelled and expired batches, take over those of ended servers, and delete old ones, until
-        cancelled."""
+        """Stop cancelled and expired batches, adopt those of ended servers, and delete old ones, until cancelled."""
         next_clean = 0.0
         while True:
             try:

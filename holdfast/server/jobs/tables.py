@@ -127,8 +127,7 @@ def _attempts(db: Connection) -> None:
 
 
 STEPS: tuple[MigrationStep, ...] = (_files_and_batches, _tuning, _attempts)
-"""Migration steps that follow those of `conversations.database`. A later step of either is added at the end of this
-list."""
+"""Migration steps after those of `conversations.database`. New steps of either go to this list's end."""
 
 _read_batch = msgspec.json.Decoder(Batch).decode
 _read_job = msgspec.json.Decoder(TuningJob).decode

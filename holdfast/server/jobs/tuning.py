@@ -1,5 +1,4 @@
-"""Tuning jobs of one server: creates, lists and pauses them, resumes them after a restart, and serves their
-adapters."""
+"""Tuning jobs of one server: creates, lists and pauses them, resumes them, and serves their adapters."""
 
 from __future__ import annotations
 

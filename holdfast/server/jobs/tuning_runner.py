@@ -77,8 +77,7 @@ class RunningJob:
         self.attempt = attempt
         """Counts of engines and servers that ended while they had the job, since its last step."""
         self.begun = False
-        """Whether the store records the job as running, so that it counts an end of the engine or server as one during
-        it."""
+        """Whether the store has recorded that the job runs, and so counts an engine's or server's end against it."""
         self.sent = False
         """Whether the engine has the job and has not paused it."""
         self.wanted: Wanted = wanted
@@ -91,8 +90,7 @@ class RunningJob:
         self.dead = ""
         """Reason why the engine has ended; empty while it lives."""
         self.since: tuple[float, int] | None = None
-        """Time of this server's first step of the job, and the number of steps done by then. None before, and after a
-        pause."""
+        """Time of the first step since the job began or resumed here, and the steps done by then; None before it."""
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None]
 

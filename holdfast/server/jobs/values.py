@@ -170,8 +170,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
     @property
     def suspect(self) -> bool:
-        """Whether the work may have ended an engine, so that it is tried again alone. One killed server is no such
-        sign."""
+        """Whether the work may be the cause, so that it is tried again alone. One killed server does not suffice."""
         return self.died >= 1 or self.cut >= 2
 
     @property

@@ -86,8 +86,7 @@ def tenant_of(request: Request) -> str:
 
 
 class BodyBudget:
-    """Counts the bytes of all bodies that are being received. Allows `limit` in total, and `tenant_limit` per
-    tenant."""
+    """Counts the bytes of bodies that are being received, up to `limit` in total and `tenant_limit` per tenant."""
 
     def __init__(self, limit: int, tenant_limit: int) -> None:
         self.limit = limit
@@ -235,8 +234,7 @@ def page_query(request: Request, *, most: int = 100, default: int = 20) -> PageQ
 
 
 def query_integer(request: Request, name: str, least: int, most: int) -> int | None:
-    """Return a query parameter as a number; None if it is missing. Raises ApiError unless it is ASCII digits in
-    range."""
+    """Return a query parameter as a number; None if missing. Raises ApiError unless it is digits and in range."""
     given = request.query_params.get(name)
     if given is None:
         return None

@@ -37,8 +37,7 @@ def add_replica_routes(app: FastAPI, replicas: Replicas, config: ServerConfig) -
 
     @app.post("/replicas/{name}/drain")
     async def drain(request: Request, name: str) -> dict[str, Any]:
-        """Remove a replica. It gets no new requests. Its running requests finish there or continue on other
-        replicas."""
+        """Remove a replica. It gets no new requests, and its running ones finish there or on other replicas."""
         check_operator(request, config)
         try:
             replicas.fleet.drain(name)

@@ -31,8 +31,7 @@ class TokenizeRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fie
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    """Whether to add special tokens. By default they are added to a prompt, but not to a chat, whose template has
-    them."""
+    """Whether to add special tokens. By default only to a prompt, because a chat's template has its own."""
     add_generation_prompt: bool = True
     tools: list[dict[str, Any]] = field(default_factory=list)
     chat_template_kwargs: TemplateOptions = field(default_factory=dict)

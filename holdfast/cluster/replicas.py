@@ -334,7 +334,7 @@ class Replicas:
                 return
 
     def _views(self, able: Sequence[Replica] | None = None) -> list[ReplicaView]:
-        """Return the router's views of all live engines. Those in `able`, by default all, take requests."""
+        """Return the router's views of all live engines. Replicas in `able`, by default all, take requests."""
         views, block = [], self.info.block_size
         for replica in self.fleet.answering:
             takes = replica.serves and (able is None or replica in able)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from holdfast.core.types import SamplingParams
-from holdfast.server.protocol import ApiError, CompletionRequest, RequestBody
+from holdfast.server.protocol import CompletionRequest, RequestBody, invalid
 from holdfast.server.replies import Reply, RequestUsage
 from holdfast.server.service import Service
 
@@ -64,7 +64,7 @@ async def embed(service: Service, wanted: EmbeddingRequest, tenant: str, usage: 
     service.check_model(wanted.model, tenant)
     pooling = service.client.pooling
     if pooling.refused:
-        raise ApiError(pooling.refused, param="model", code="unsupported_parameter")
+        raise invalid(pooling.refused, "model", "unsupported_parameter")
     import numpy as np  # Imported here, because few servers need it.
 
     inputs = wanted.inputs()
@@ -101,8 +101,7 @@ def written(vectors: Sequence[npt.NDArray[Any]], wanted: EmbeddingRequest, *, no
     """
     width = len(vectors[0])
     if wanted.dimensions is not None and wanted.dimensions > width:
-        reason = f"dimensions is {wanted.dimensions}; this model's vectors have {width}"
-        raise ApiError(reason, param="dimensions", code="invalid_value")
+        raise invalid(f"dimensions is {wanted.dimensions}; this model's vectors have {width}", "dimensions")
     import numpy as np
 
     whole = np.stack([vector[: wanted.dimensions] for vector in vectors])

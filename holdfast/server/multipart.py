@@ -8,7 +8,7 @@ import unicodedata
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, invalid
 
 MAX_PARTS = 16
 MAX_HEADERS = 8
@@ -76,7 +76,7 @@ class FormReader:
         if not self.ended:
             raise ApiError("the form breaks off before its last boundary", code="invalid_form")
         if self.filename is None:
-            raise ApiError("file is missing", param="file", code="missing_required_parameter")
+            raise invalid("file is missing", "file", "missing_required_parameter")
 
     def _part_begin(self) -> None:
         self._parts += 1
@@ -102,7 +102,7 @@ class FormReader:
         if kind != b"form-data" or not name:
             raise ApiError("a part of the form has no name", code="invalid_form")
         if name in self.fields or (name == "file" and self.filename is not None):
-            raise ApiError(f"the form has two parts named {name[:64]}", param=name[:64], code="invalid_form")
+            raise invalid(f"the form has two parts named {name[:64]}", name[:64], "invalid_form")
         if name == "file":
             self._field, self.filename = None, base_name(options.get(b"filename", b"").decode("utf-8", "replace"))
         else:
@@ -115,7 +115,7 @@ class FormReader:
         self._held += data[start:end]
         if len(self._held) > MAX_FIELD_BYTES:
             name = self._field[:64]
-            raise ApiError(f"{name} has more than {MAX_FIELD_BYTES} bytes", param=name, code="invalid_value")
+            raise invalid(f"{name} has more than {MAX_FIELD_BYTES} bytes", name)
 
     def _part_end(self) -> None:
         if self._field is not None:

@@ -102,6 +102,11 @@ class ApiError(Exception):
         return {"error": self.message} if is_inference(path) else self.body()
 
 
+def invalid(reason: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """Return the error for a request that is at fault. `param` is the invalid parameter."""
+    return ApiError(reason, param=param, code=code)
+
+
 MESSAGE_ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -209,7 +214,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
             asked.append(wanted[0])
         if len(asked) > 1:
             reason = f"{' and '.join(asked)} exclude each other; give one of them"
-            raise ApiError(reason, param=asked[0], code="mutually_exclusive_parameters")
+            raise invalid(reason, asked[0], "mutually_exclusive_parameters")
         return asked[0] if asked else None
 
     @cached_property
@@ -229,7 +234,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
                 return of_grammar(self.guided_grammar, "guided_grammar")
             return None if wanted is None else of_format(wanted[1], wanted[0])
         except GrammarFault as error:
-            raise ApiError(str(error), param=error.param, code="invalid_value") from None
+            raise invalid(str(error), error.param) from None
 
     @property
     def tier(self) -> str:
@@ -297,8 +302,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         Choice i uses seed + i, so that choices differ and are reproducible.
         """
         if self.min_tokens > max_tokens:
-            reason = f"min_tokens is {self.min_tokens}, and an answer here has at most {max_tokens}"
-            raise ApiError(reason, param="min_tokens", code="invalid_value")
+            raise invalid(f"min_tokens is {self.min_tokens}, and an answer here has at most {max_tokens}", "min_tokens")
         chosen = {name: value for name in DEFAULTED if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **chosen | {"top_k": max(self.top_k or 0, 0)},
@@ -321,8 +325,7 @@ class SampledRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fiel
         biases: dict[int, float] = {}
         for token, bias in self.logit_bias.items():
             if not (token.isascii() and token.isdigit() and len(token) <= 10):
-                reason = f"logit_bias names {token[:32]!r}, which is not a token id"
-                raise ApiError(reason, param="logit_bias", code="invalid_value")
+                raise invalid(f"logit_bias names {token[:32]!r}, which is not a token id", "logit_bias")
             biases[int(token)] = bias
         return tuple(biases.items())
 
@@ -359,14 +362,13 @@ class GenerationRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknow
         kept = self.truncate_prompt_tokens
         if kept == 0:
             reason = "truncate_prompt_tokens is 0; it must be at least 1, or -1 for what fits"
-            raise ApiError(reason, param="truncate_prompt_tokens", code="invalid_value")
+            raise invalid(reason, "truncate_prompt_tokens")
         return max(1, context - (self.most_tokens or 1)) if kept == -1 else kept
 
     @property
     def most_prompt_logprobs(self) -> int | None:
         if self.prompt_logprobs is not None and self.stream:
-            reason = "prompt_logprobs need a whole answer; leave out stream"
-            raise ApiError(reason, param="prompt_logprobs", code="invalid_value")
+            raise invalid("prompt_logprobs need a whole answer; leave out stream", "prompt_logprobs")
         return self.prompt_logprobs
 
 
@@ -401,8 +403,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
     @property
     def most_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            reason = f"top_logprobs is {self.top_logprobs}, which needs logprobs: true"
-            raise ApiError(reason, param="top_logprobs", code="invalid_value")
+            raise invalid(f"top_logprobs is {self.top_logprobs}, which needs logprobs: true", "top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
     @property
@@ -411,7 +412,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unknown_f
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             reason = f"max_tokens is {old} and max_completion_tokens is {new}; give one of them"
-            raise ApiError(reason, param="max_completion_tokens", code="invalid_value")
+            raise invalid(reason, "max_completion_tokens")
         return old if new is None else new
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -449,8 +450,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     @property
     def most_logprobs(self) -> int | None:
         if self.logprobs is True:
-            reason = f"logprobs is true; completions take a number from 0 to {MAX_LOGPROBS}"
-            raise ApiError(reason, param="logprobs", code="invalid_value")
+            raise invalid(f"logprobs is true; completions take a number from 0 to {MAX_LOGPROBS}", "logprobs")
         return None if self.logprobs is False else self.logprobs
 
     @property
@@ -471,21 +471,19 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True, forbid_unk
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each as text or token ids. Raises ApiError for invalid prompts or `best_of`."""
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError("max_tokens is 0, which needs echo: true", param="max_tokens", code="invalid_value")
+            raise invalid("max_tokens is 0, which needs echo: true", "max_tokens")
         if self.echo and self.candidates > self.n:
             reason = f"best_of is {self.candidates} and n is {self.n}; with echo: true they must be equal"
-            raise ApiError(reason, param="best_of", code="invalid_value")
+            raise invalid(reason, "best_of")
         if self.candidates < self.n or (self.candidates > self.n and self.stream):
             rule = "with stream: true they must be equal" if self.candidates > self.n else "it must be at least n"
-            reason = f"best_of is {self.candidates} and n is {self.n}; {rule}"
-            raise ApiError(reason, param="best_of", code="invalid_value")
+            raise invalid(f"best_of is {self.candidates} and n is {self.n}; {rule}", "best_of")
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
         param = self.prompt_param
         if prompt and isinstance(prompt[0], str | list) and len(prompt) > MAX_PROMPTS:
-            reason = f"{param} holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken"
-            raise ApiError(reason, param=param, code="invalid_value")
+            raise invalid(f"{param} holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken", param)
         if prompt and all(isinstance(item, str) for item in prompt):
             return list(prompt)
         if prompt and all(isinstance(item, list) for item in prompt):
@@ -516,15 +514,13 @@ def check_items(body: bytes, what: str, param: str | None = None) -> None:
     """Raises ApiError if JSON has too many containers or strings. `what` names the JSON in the error."""
     containers = body.count(b"[") + body.count(b"{")
     if containers > MAX_CONTAINERS:
-        reason = f"{what} holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken"
-        raise ApiError(reason, param=param, code="invalid_value")
+        raise invalid(f"{what} holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken", param)
     # A quote within a text follows a backslash, so it is not counted. Neither is the closing quote of a string that
     # ends
     # in a backslash, so the count is a lower bound.
     strings = (body.count(b'"') - body.count(b'\\"')) // 2
     if strings > MAX_STRINGS:
-        reason = f"{what} holds {strings} strings; at most {MAX_STRINGS} are taken"
-        raise ApiError(reason, param=param, code="invalid_value")
+        raise invalid(f"{what} holds {strings} strings; at most {MAX_STRINGS} are taken", param)
 
 
 def check_arguments(arguments: Iterable[str], name: str) -> None:
@@ -538,7 +534,7 @@ def check_arguments(arguments: Iterable[str], name: str) -> None:
     commas = sum(text.count(",") for text in given)
     if commas > MAX_VALUES:
         reason = f"the text of all arguments in {name} holds {commas} commas; at most {MAX_VALUES} are taken"
-        raise ApiError(reason, param=name, code="invalid_value")
+        raise invalid(reason, name)
 
 
 def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
@@ -548,20 +544,20 @@ def typed(fields: Mapping[str, Any], shape: type[Body]) -> Body:
     for name, value in fields.items():
         neutral = shape.unsupported.get(name)
         if neutral is not None and value is not None and not any(_same(value, each) for each in neutral):
-            raise ApiError(f"{name} is not supported yet; leave it out", param=name, code="unsupported_parameter")
+            raise invalid(f"{name} is not supported yet; leave it out", name, "unsupported_parameter")
         if name in known:
             if value is not None:
                 given[name] = value
         elif neutral is None and name not in shape.harmless:
             near = difflib.get_close_matches(name[:64], known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ApiError(f"unknown parameter: {name[:64]}{hint}", param=name[:64], code="unknown_parameter")
+            raise invalid(f"unknown parameter: {name[:64]}{hint}", name[:64], "unknown_parameter")
     try:
         request = msgspec.convert(given, shape)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), given) from None
+        raise _not_typed(str(error), given) from None
     if "stream_options" in given and not given.get("stream"):
-        raise ApiError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+        raise invalid("stream_options needs stream: true", "stream_options")
     return request
 
 
@@ -573,19 +569,19 @@ def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def _invalid(reason: str, given: Mapping[str, Any]) -> ApiError:
+def _not_typed(reason: str, given: Mapping[str, Any]) -> ApiError:
     """Convert msgspec's message to an ApiError that names the invalid parameter, and its value if that is a number."""
     missing = re.search(r"missing required field `(\w+)`", reason)
     if missing:
-        return ApiError(f"{missing[1]} is missing", param=missing[1], code="missing_required_parameter")
+        return invalid(f"{missing[1]} is missing", missing[1], "missing_required_parameter")
     what, _, path = reason.partition(" - at `$.")
     unknown = re.search(r"unknown field `(.{1,64}?)`", what)
     param = path.rstrip("`") + (f".{unknown[1]}" if unknown else "")
     if unknown:
-        return ApiError(f"unknown parameter: {param}", param=param, code="unknown_parameter")
+        return invalid(f"unknown parameter: {param}", param, "unknown_parameter")
     value = given.get(param)
     got = f", got {value}" if isinstance(value, int | float) and ", got " not in what else ""
-    return ApiError(f"{param}: {what[:1].lower()}{what[1:]}{got}", param=param, code="invalid_value")
+    return invalid(f"{param}: {what[:1].lower()}{what[1:]}{got}", param)
 
 
 def _token_ids(value: list[Any], name: str) -> list[int]:
@@ -595,7 +591,7 @@ def _token_ids(value: list[Any], name: str) -> list[int]:
     except msgspec.ValidationError as error:
         what = str(error).partition(" - at ")[0]
         reason = f"{name} must be text or token ids: {what[:1].lower()}{what[1:]}"
-        raise ApiError(reason, param=name.partition("[")[0], code="invalid_value") from None
+        raise invalid(reason, name.partition("[")[0]) from None
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -644,7 +640,7 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     role = CHAT_ROLES[checked_role(message, name, CHAT_ROLES)]
     refuse_extra(message, (*MESSAGE_FIELDS, *ROLE_FIELDS.get(role, ())), name)
     if not isinstance(message.get("name", ""), str | None):
-        raise ApiError(f"{name}.name must be a string", param=f"{name}.name", code="invalid_value")
+        raise invalid(f"{name}.name must be a string", f"{name}.name")
     content = message.get("content")
     if content is None and role == "assistant":  # Clients send back an answer without text in this form.
         content = ""
@@ -656,7 +652,7 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
         call, old = message.get("tool_call_id"), message["role"] == "function"
         if not old and not isinstance(call, str):
             path = f"{name}.tool_call_id"
-            raise ApiError(f"{path} is missing; it is the id of the call", param=path, code="invalid_value")
+            raise invalid(f"{path} is missing; it is the id of the call", path)
         read["tool_call_id"] = message.get("name") or "" if old else call
     elif role == "assistant":
         if calls := _read_calls(message, name):
@@ -685,7 +681,7 @@ def _read_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return the calls of an assistant message. Raises ApiError."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise ApiError(f"{name}.tool_calls must be a list", param=f"{name}.tool_calls", code="invalid_value")
+        raise invalid(f"{name}.tool_calls must be a list", f"{name}.tool_calls")
     if old := message.get("function_call"):
         calls = [{"id": old.get("name"), "type": "function", "function": old}] if isinstance(old, Mapping) else [old]
     found = []
@@ -696,7 +692,7 @@ def _read_calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
                 found.append(past_call(id, called, arguments))
             case _:
                 reason = f"{path} must have an id, and a function with its name and its arguments, all strings"
-                raise ApiError(reason, param=path, code="invalid_value")
+                raise invalid(reason, path)
     return found
 
 
@@ -713,8 +709,7 @@ def checked_role(message: Mapping[str, Any], name: str, roles: Collection[str] =
     """Return the role of a message or an item. `name` is its path. Raises ApiError for an unknown role."""
     role = message.get("role")
     if not isinstance(role, str) or role not in roles:
-        reason = f"{name}.role is {shown(role)}; supported: {', '.join(roles)}"
-        raise ApiError(reason, param=f"{name}.role", code="invalid_value")
+        raise invalid(f"{name}.role is {shown(role)}; supported: {', '.join(roles)}", f"{name}.role")
     return role
 
 
@@ -726,7 +721,7 @@ def refuse_extra(given: Mapping[str, Any], taken: Collection[str], name: str) ->
     for key, value in given.items():
         if key not in taken and value not in (None, []):
             path = f"{name}.{key[:64]}"
-            raise ApiError(f"{path} is not supported yet; leave it out", param=path, code="unsupported_parameter")
+            raise invalid(f"{path} is not supported yet; leave it out", path, "unsupported_parameter")
 
 
 def check_parts(messages: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -734,8 +729,7 @@ def check_parts(messages: Sequence[Mapping[str, Any]], name: str) -> None:
     contents = [message.get("content") for message in messages]
     parts = sum(len(content) for content in contents if isinstance(content, list))
     if parts > MAX_PARTS:
-        reason = f"{name} hold {parts} content parts; at most {MAX_PARTS} are taken"
-        raise ApiError(reason, param=name, code="invalid_value")
+        raise invalid(f"{name} hold {parts} content parts; at most {MAX_PARTS} are taken", name)
 
 
 def text_parts(content: Any, name: str, kinds: Sequence[str]) -> list[str]:
@@ -743,7 +737,7 @@ def text_parts(content: Any, name: str, kinds: Sequence[str]) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list) or not content:
-        raise ApiError(f"{name} must be a string or a list of text parts", param=name, code="invalid_value")
+        raise invalid(f"{name} must be a string or a list of text parts", name)
     return [_text_part(part, f"{name}[{index}]", kinds) for index, part in enumerate(content)]
 
 
@@ -751,9 +745,9 @@ def _text_part(part: Any, name: str, kinds: Sequence[str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in kinds:
         reason = f"{name}.type is {shown(kind)}; this model reads only text, in parts of type {' or '.join(kinds)}"
-        raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
+        raise invalid(reason, f"{name}.type", "unsupported_content")
     if not isinstance(part.get("text"), str):
-        raise ApiError(f"{name}.text must be a string", param=f"{name}.text", code="invalid_value")
+        raise invalid(f"{name}.text must be a string", f"{name}.text")
     return str(part["text"])
 
 

@@ -23,7 +23,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.formats.registry import AnswerFormat, Reading
 from holdfast.server.logprobs import echoed
 from holdfast.server.metrics import Metrics
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, SampledRequest, invalid
 from holdfast.server.replies import Reply, RequestUsage, Shape, Written
 from holdfast.server.tools import chat_toolset
 from holdfast.server.truncation import Truncation
@@ -69,7 +69,7 @@ class Admission:
             raise ApiError(reason, status=503, code="shutting_down", retry_after=5)
         if choices > self.tenant_limit:
             reason = f"the request asks for {choices} choices (n times prompts); at most {self.tenant_limit} are taken"
-            raise ApiError(reason, param="n", code="invalid_value")
+            raise invalid(reason, "n")
         if self.in_progress + choices > self.limit:
             raise queue_full(self.limit)
         if self.by_tenant[tenant] + choices > self.tenant_limit:
@@ -313,7 +313,7 @@ class Answer:
         config = self.service.config
         if self.num_choices > config.max_choices:
             reason = f"the request asks for {self.num_choices} choices (n times prompts); at most {config.max_choices}"
-            raise ApiError(reason, param="n", code="invalid_value")
+            raise invalid(reason, "n")
         with self.lane.admission.admit(self.num_choices, self.tenant):
             self.prompts = await self._prompts()
             try:
@@ -368,7 +368,7 @@ class Answer:
         except RequestRefused as error:  # The prompt is too long for any tokenization.
             raise refused(error, self.wanted, self.service.client) from None
         except ValueError as error:  # The chat template refuses these messages.
-            raise ApiError(str(error), param=self.wanted.prompt_param, code="invalid_value") from None
+            raise invalid(str(error), self.wanted.prompt_param) from None
         if (kept := self.wanted.kept_tokens(self.service.client.info.max_model_len)) is not None:
             if self.given:
                 pairs = zip(self.given, prompts, strict=True)
@@ -390,7 +390,7 @@ class Answer:
             others = range(1, wanted.candidates)
             params = [first, *(replace(wanted.sampling(choice, most), grammar=first.grammar) for choice in others)]
         except ValueError as error:  # The grammar of the tools is too long.
-            raise ApiError(str(error), param="tools", code="invalid_value") from None
+            raise invalid(str(error), "tools") from None
         choices = [self._choice(prompt, each, choice) for choice, each in enumerate(params)]
         return [self._echoing(number, prompt, choice) for choice in choices] if wanted.echoes else choices
 
@@ -554,7 +554,7 @@ def check_length(prompt_tokens: int, client: EngineClient | Replicas, wanted: Sa
 def context_exceeded(limit: int, why: str, param: str | None = None) -> ApiError:
     """Return the error for a request that does not fit into the context, in OpenAI's wording."""
     reason = f"This model's maximum context length is {limit} tokens. However, {why}"
-    return ApiError(reason, param=param, code=CONTEXT_LENGTH_EXCEEDED)
+    return invalid(reason, param, CONTEXT_LENGTH_EXCEEDED)
 
 
 def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient | Replicas) -> ApiError:
@@ -570,7 +570,7 @@ def refused(error: RequestRefused, wanted: SampledRequest, client: EngineClient 
         "grammar": wanted.grammar_param or "tools",
     }
     param = names.get(error.param, error.param)
-    return ApiError(str(error), param=param, code=error.code)
+    return invalid(str(error), param, error.code)
 
 
 def queue_full(limit: int) -> ApiError:

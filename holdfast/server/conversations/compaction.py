@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.server.protocol import ApiError, check_items
+from holdfast.server.protocol import check_items, invalid
 
 SUMMARIZE = (
     "Summarize our conversation so far for somebody who goes on with it: what was asked and answered, the facts and "
@@ -55,5 +55,4 @@ def decode_compacted(encoded: object, name: str) -> Compacted:
         found = msgspec.json.decode(data, type=_Sealed)
         return Compacted(found.summary, found.said)
     except (ValueError, binascii.Error, RecursionError, msgspec.MsgspecError):
-        reason = f"{name} was not made by this server's /v1/responses/compact"
-        raise ApiError(reason, param=name, code="invalid_value") from None
+        raise invalid(f"{name} was not made by this server's /v1/responses/compact", name) from None

@@ -11,10 +11,10 @@ from holdfast.server.conversations.values import Item
 from holdfast.server.protocol import (
     MAX_MESSAGES,
     ROLES,
-    ApiError,
     check_arguments,
     check_parts,
     checked_role,
+    invalid,
     past_call,
     refuse_extra,
     shown,
@@ -94,7 +94,7 @@ def read_items(given: Sequence[Mapping[str, Any]], name: str) -> list[Item]:
             expanded += len(found.said) + 1
             if expanded > MAX_MESSAGES:
                 reason = f"the compactions in {name} stand for {expanded} messages or more; at most {MAX_MESSAGES}"
-                raise ApiError(reason, param=name, code="invalid_value")
+                raise invalid(reason, name)
             items += _expanded(found)
         else:
             items.append(_read_item(item, place))
@@ -144,7 +144,7 @@ def _read_item(item: Mapping[str, Any], name: str) -> Item:
                 f"{name}.type is {shown(kind)}; supported: message, function_call, function_call_output, "
                 "web_search_call, reasoning, compaction"
             )
-            raise ApiError(reason, param=f"{name}.type", code="unsupported_content")
+            raise invalid(reason, f"{name}.type", "unsupported_content")
 
 
 def _search_call(item: Item) -> dict[str, Any]:
@@ -159,12 +159,12 @@ def _read_search(item: Mapping[str, Any], name: str) -> Item:
     query = action.get("query") if isinstance(action, Mapping) else None
     if not isinstance(query, str):
         path = f"{name}.action.query"
-        raise ApiError(f"{path} must be a string", param=path, code="invalid_value")
+        raise invalid(f"{path} must be a string", path)
     results: list[Result] = []
     for index, page in enumerate(found if isinstance(found, list) else ()):
         path = f"{name}.results[{index}]"
         if not isinstance(page, Mapping):
-            raise ApiError(f"{path} must be an object", param=path, code="invalid_value")
+            raise invalid(f"{path} must be an object", path)
         refuse_extra(page, ("title", "url", "text"), path)
         results.append({field: _string(page, field, path, empty=True) for field in ("title", "url", "text")})
     return searched_item(search_item(), query, None if item.get("status") == "failed" else results)
@@ -174,7 +174,7 @@ def _string(item: Mapping[str, Any], field: str, name: str, *, empty: bool = Fal
     value = item.get(field)
     if not isinstance(value, str) or not (value or empty):
         path = f"{name}.{field}"
-        raise ApiError(f"{path} must be a string", param=path, code="invalid_value")
+        raise invalid(f"{path} must be a string", path)
     return value
 
 

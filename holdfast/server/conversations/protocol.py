@@ -31,8 +31,9 @@ from holdfast.server.protocol import (
     RequestBody,
     SampledRequest,
     TemplateOptions,
+    invalid,
     template_options,
-)
+)  # fmt: skip
 from holdfast.server.replies import RequestUsage, encode
 from holdfast.server.search import SEARCH_TOOL
 from holdfast.server.tools import read_toolset, search_results
@@ -150,13 +151,12 @@ class ResponseRequest(SampledRequest, kw_only=True, frozen=True, forbid_unknown_
         """Return the input as items. Raises ApiError for unsupported content and mutually exclusive parameters."""
         if self.previous_response_id is not None and self.conversation is not None:
             reason = "previous_response_id and conversation are mutually exclusive; give one of them"
-            raise ApiError(reason, param="previous_response_id", code="mutually_exclusive_parameters")
+            raise invalid(reason, "previous_response_id", "mutually_exclusive_parameters")
         if self.conversation_id is not None and not self.conversation_id.startswith("conv_"):
             reason = f"conversation is {self.conversation_id[:64]!r}; a conversation's id begins with conv_"
-            raise ApiError(reason, param="conversation", code="invalid_value")
+            raise invalid(reason, "conversation")
         if self.background and not self.store:
-            reason = "background needs store: true, as its answer is fetched later"
-            raise ApiError(reason, param="background", code="invalid_value")
+            raise invalid("background needs store: true, as its answer is fetched later", "background")
         if isinstance(self.input, str):
             return [new_item("user", self.input)] if self.input else []
         return read_items(self.input, "input")
@@ -223,10 +223,10 @@ class CopyRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=
         for index, turn in enumerate(self.turns):
             place = f"turns[{index}]"
             if turn.id in new:
-                raise ApiError(f"{place}.id is another turn's", param=f"{place}.id", code="invalid_value")
+                raise invalid(f"{place}.id is another turn's", f"{place}.id")
             if turn.parent is not None and turn.parent not in new:
                 reason = f"{place}.parent is {turn.parent!r}, which is not the id of a turn before it"
-                raise ApiError(reason, param=f"{place}.parent", code="invalid_value")
+                raise invalid(reason, f"{place}.parent")
             new[turn.id] = new_id("resp")
             wanted = ResponseRequest(
                 model=turn.model, instructions=turn.instructions, metadata=turn.metadata, conversation=conversation
@@ -243,7 +243,7 @@ class CopyRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields=
             said = read_items(turn.input, f"{place}.input")
             grown.append(Turn(response=response, tenant=tenant, input=said, context=context, conversation=conversation))
         if self.head is not None and self.head not in new:
-            raise ApiError(f"head is {self.head!r}, which is no turn's id", param="head", code="invalid_value")
+            raise invalid(f"head is {self.head!r}, which is no turn's id", "head")
         return grown, None if self.head is None else new[self.head]
 
 

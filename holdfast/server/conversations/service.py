@@ -26,7 +26,7 @@ from holdfast.server.conversations.protocol import (
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import RUNNING, Context, Turn
 from holdfast.server.conversations.writing import Writing
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.replies import encode
 from holdfast.server.search import WebSearch
 from holdfast.server.service import Lane, Service, internal
@@ -126,8 +126,7 @@ class Responses:
         """Return the events of a background response. Raises ApiError: 404, or 400 if it is not in the background."""
         stored = await self.retrieve(tenant, response)
         if not stored["background"]:
-            reason = "only a response with background: true can be streamed again"
-            raise ApiError(reason, param="stream", code="invalid_value")
+            raise invalid("only a response with background: true can be streamed again", "stream")
         background, (kept, _) = self.running(tenant, response), self._ended.get(response, (None, 0))
         if background is None and stored["status"] in RUNNING:
             return Events(None, lambda after: self._elsewhere(tenant, stored, after))
@@ -152,8 +151,7 @@ class Responses:
         most = wanted.max_output_tokens or max(1, min(MOST_TOKENS, self.service.client.info.max_model_len // 4))
         writing = self.write(wanted.changed(store=False, max_output_tokens=most), tenant)
         if not writing.input and wanted.previous_response_id is None:
-            reason = "input and previous_response_id are missing: there is nothing to compact"
-            raise ApiError(reason, param="input", code="invalid_value")
+            raise invalid("input and previous_response_id are missing: there is nothing to compact", "input")
         given = list(writing.input)
         writing.input.append(new_item("user", SUMMARIZE))
         response = await writing.whole()
@@ -192,7 +190,7 @@ class Responses:
             found = await self._ended_elsewhere(tenant, found)
         if not found["background"]:
             reason = "only a response with background: true can be cancelled; to stop this one, close its connection"
-            raise ApiError(reason, param="response_id", code="invalid_value")
+            raise invalid(reason, "response_id")
         return found
 
     async def delete(self, tenant: str, response: str) -> None:
@@ -211,7 +209,7 @@ class Responses:
             return
         if (tenant, conversation) in self._locked:
             reason = "another response of this conversation is being written; try again when it has ended"
-            raise ApiError(reason, param="conversation", code="conversation_locked")
+            raise invalid(reason, "conversation", "conversation_locked")
         self._locked.add((tenant, conversation))
         try:
             yield

@@ -21,7 +21,7 @@ from holdfast.server.formats.parts import Part, Said
 from holdfast.server.formats.reader import AnswerReader
 from holdfast.server.formats.registry import Reading
 from holdfast.server.logprobs import records, tokens_with_logprobs
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.search import MOST_SEARCHES, SEARCH_KINDS, SEARCH_TOOL, SearchFailed, WebSearch, read_query
 from holdfast.server.service import Answer, Lane, Service, check_length, refused
 
@@ -69,7 +69,7 @@ class Writing:
         if wanted.search_results and server.search is None:
             place = next(f"tools[{at}].type" for at, tool in enumerate(wanted.tools) if tool["type"] in SEARCH_KINDS)
             reason = f"{place} is web_search, and this server has no search engine (see --web-search)"
-            raise ApiError(reason, param=place, code="unsupported_parameter")
+            raise invalid(reason, place, "unsupported_parameter")
         self.searched = 0
         """Number of web searches so far."""
         self.shape = ResponseShape(new_response(wanted, wanted.model), self.reading)
@@ -223,7 +223,7 @@ class Writing:
         service = self.server.service
         items = [*self.context.items, *self.input, *self.shape.output]
         if not (items or self.wanted.instructions):
-            raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
+            raise invalid("input is missing: there is nothing to answer", "input")
         try:
             text, wanted = service.client.text, self.wanted
             size = self.context.size + text_size(self.wanted.instructions or "", self.input)
@@ -234,7 +234,7 @@ class Writing:
             def work() -> Prompt:
                 said = messages(wanted.instructions, items)
                 if not said:
-                    raise ApiError("input is missing: there is nothing to answer", param="input", code="invalid_value")
+                    raise invalid("input is missing: there is nothing to answer", "input")
                 if wanted.truncation == "auto":
                     return service.truncation.compose(said, wanted.most_tokens, build, self.reading.toolset)
                 return build(said)
@@ -243,7 +243,7 @@ class Writing:
         except RequestRefused as error:
             raise refused(error, self.wanted, service.client) from None
         except ValueError as error:  # The chat template refuses these messages.
-            raise ApiError(str(error), param="input", code="invalid_value") from None
+            raise invalid(str(error), "input") from None
 
     async def _prepare(self) -> list[Sequence[int]]:
         """Compose the prompt, and store the beginning of a background response. Returns the prompt's tokens."""
@@ -282,7 +282,7 @@ class Writing:
             )
             status = "failed" if lost else context.status
             reason = f"the previous response is {status}; go on from one that is completed or incomplete"
-            raise ApiError(reason, param="previous_response_id", code="invalid_value")
+            raise invalid(reason, "previous_response_id")
         return context
 
     def _turn(self, response: Response) -> Turn:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from holdfast.engine.messages import AppInfo, Tensor, TensorField
-from holdfast.server.protocol import ApiError, RequestBody, read_object, typed
+from holdfast.server.protocol import ApiError, RequestBody, invalid, read_object, typed
 from holdfast.server.replies import encode
 
 VERSION = "1"
@@ -154,7 +154,7 @@ def refuse_parameters(given: Mapping[str, Any], where: str, taken: Sequence[str]
         if name in neutral and value == neutral[name] and isinstance(value, bool) == isinstance(neutral[name], bool):
             continue
         if name not in taken:
-            raise invalid(f"{where}.{name[:64]} is not supported; leave it out", "unsupported_parameter")
+            raise invalid(f"{where}.{name[:64]} is not supported; leave it out", code="unsupported_parameter")
 
 
 def flag(given: Mapping[str, Any], name: str, where: str, default: bool) -> bool:
@@ -393,8 +393,3 @@ def configuration(app: AppInfo) -> dict[str, Any]:
             for number, device in enumerate(app.devices)
         ],
     }
-
-
-def invalid(reason: str, code: str = "invalid_value") -> ApiError:
-    """Return the error for an invalid request."""
-    return ApiError(reason, code=code)

@@ -17,7 +17,7 @@ from holdfast.engine.messages import AppStats, Tensor
 from holdfast.server.config import ServerConfig
 from holdfast.server.inference.metrics import AppMetrics
 from holdfast.server.inference.protocol import VERSION, Wanted
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, invalid
 from holdfast.server.service import LARGE, Admission, engine_dead
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Applications:
                 async with asyncio.timeout(wanted.timeout):
                     done = await app.client.infer(wanted.inputs)
             except ValueError as error:
-                raise ApiError(str(error), code="invalid_value") from None
+                raise invalid(str(error)) from None
             except AppFailed as error:
                 raise ApiError(str(error), status=500, code="internal_error") from None
             except EngineDead:

@@ -41,7 +41,7 @@ from holdfast.server.jobs.values import (
     StoredFile,
     Usage,
 )
-from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest
+from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, invalid
 from holdfast.server.replies import ChatShape, RequestUsage, Shape, TextShape, encode
 from holdfast.server.service import REPLICA_LOST, Answer, Service, internal
 
@@ -263,8 +263,7 @@ class BatchRunner:
                 raise asyncio.CancelledError
             self._service.check_model(line.wanted.model, batch.tenant)
             if line.choices > choices:
-                reason = f"the line asks for {line.choices} choices (n times prompts); at most {choices}"
-                raise ApiError(reason, param="n", code="invalid_value")
+                raise invalid(f"the line asks for {line.choices} choices (n times prompts); at most {choices}", "n")
             if time.perf_counter() - since > BREATH:
                 time.sleep(BREATH)
                 since = time.perf_counter()

@@ -20,7 +20,7 @@ from holdfast.server.jobs.lines import REQUESTS
 from holdfast.server.jobs.owner import Owner
 from holdfast.server.jobs.tables import BatchTable, TooMany, WrongPurpose
 from holdfast.server.jobs.values import Batch, Ending
-from holdfast.server.protocol import ApiError, Metadata, RequestBody
+from holdfast.server.protocol import ApiError, Metadata, RequestBody, invalid
 
 WINDOW = "24h"
 WINDOW_SECONDS = 86400.0
@@ -84,14 +84,12 @@ class Batches:
     async def create(self, wanted: BatchRequest, tenant: str) -> Batch:
         """Create a batch. Returns before any of its lines runs. Raises ApiError."""
         if wanted.endpoint == "/v1/embeddings":
-            reason = "no model served here has embeddings"
-            raise ApiError(reason, param="endpoint", code="unsupported_endpoint")
+            raise invalid("no model served here has embeddings", "endpoint", "unsupported_endpoint")
         if wanted.endpoint not in REQUESTS:
-            reason = f"endpoint is {wanted.endpoint[:64]!r}; it must be one of {', '.join(REQUESTS)}"
-            raise ApiError(reason, param="endpoint", code="invalid_value")
+            raise invalid(f"endpoint is {wanted.endpoint[:64]!r}; it must be one of {', '.join(REQUESTS)}", "endpoint")
         if wanted.completion_window != WINDOW:
             reason = f"completion_window is {wanted.completion_window[:32]!r}; it must be {WINDOW!r}"
-            raise ApiError(reason, param="completion_window", code="invalid_value")
+            raise invalid(reason, "completion_window")
         kept = DAYS_30
         if wanted.output_expires_after is not None:
             given = wanted.output_expires_after
@@ -135,7 +133,7 @@ class Batches:
         try:
             await self._store.run(add, "input_file_id")
         except WrongPurpose as error:
-            raise ApiError(str(error), param="input_file_id", code="invalid_value") from None
+            raise invalid(str(error), "input_file_id") from None
         except TooMany as error:
             raise ApiError(str(error), status=429, code="too_many_batches", retry_after=60) from None
         await self.start()

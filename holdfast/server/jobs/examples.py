@@ -17,6 +17,7 @@ from holdfast.server.protocol import (
     ApiError,
     check_parts,
     checked_role,
+    invalid,
     read_message,
     read_object,
     refuse_extra,
@@ -108,11 +109,11 @@ def example_of(line: bytes, text: Text, longest: int) -> Example:
     except RequestRefused:
         raise _too_long(f"more than {longest}", longest) from None
     except ValueError as error:  # The chat template refuses these messages, or the text cannot be read.
-        raise ApiError(str(error), code="invalid_value") from None
+        raise invalid(str(error)) from None
     for name, value in fields.items():
         if name not in known and value not in (None, []):
             reason = f"unknown field: {name[:64]}; a line has messages, or prompt and completion"
-            raise ApiError(reason, param=name[:64], code="unknown_parameter")
+            raise invalid(reason, name[:64], "unknown_parameter")
     if len(ids) > longest:
         raise _too_long(str(len(ids)), longest)
     if not any(weights[1:]):
@@ -133,7 +134,7 @@ def _completion(fields: Mapping[str, Any], text: Text, longest: int) -> Example:
         if not isinstance(part, str) or (name == "completion" and not part):
             least = "a text that is not empty" if name == "completion" else "a text"
             given = "a line has messages, or prompt and completion; " if part is None else ""
-            raise ApiError(f"{given}{name} must be {least}", param=name, code="invalid_value")
+            raise invalid(f"{given}{name} must be {least}", name)
         parts.append(part)
     prompt, completion = parts
     begin = text.encode(prompt, most=longest)
@@ -157,7 +158,7 @@ def _chat(messages: Any, text: Text, longest: int) -> Example:
                 f"the chat template writes {name} in another way once more messages follow, so it cannot be learned "
                 "there; give it weight 0, or a line of its own"
             )
-            raise ApiError(reason, param=name, code="not_a_prefix")
+            raise invalid(reason, name, "not_a_prefix")
         answer = _answer(chat, index, prompt, text, last=index == len(chat) - 1)
         begin = prompt[len(done) :]
         ids = (
@@ -171,11 +172,10 @@ def _chat(messages: Any, text: Text, longest: int) -> Example:
 def _read_chat(messages: Any) -> tuple[list[dict[str, str]], list[int]]:
     """Return the messages for the template, and the indices of the learned ones. Raises ApiError."""
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
-        reason = f"messages must be a list of 1 to {MAX_MESSAGES} messages"
-        raise ApiError(reason, param="messages", code="invalid_value")
+        raise invalid(f"messages must be a list of 1 to {MAX_MESSAGES} messages", "messages")
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise ApiError(f"messages[{index}] must be an object", param=f"messages[{index}]", code="invalid_value")
+            raise invalid(f"messages[{index}] must be an object", f"messages[{index}]")
     check_parts(messages, "messages")
     chat, learned = [], []
     for index, message in enumerate(messages):
@@ -188,22 +188,20 @@ def _read_chat(messages: Any) -> tuple[list[dict[str, str]], list[int]]:
         assistant = chat[-1]["role"] == "assistant"
         if weight is not None:
             if not assistant:
-                reason = f"{name}.weight is for the assistant's messages; leave it out"
-                raise ApiError(reason, param=f"{name}.weight", code="invalid_value")
+                raise invalid(f"{name}.weight is for the assistant's messages; leave it out", f"{name}.weight")
             if isinstance(weight, bool) or weight not in (0, 1):
                 given = weight if isinstance(weight, int | float) else shown(weight)
-                reason = f"{name}.weight is {str(given).lower()}; it must be 0 or 1"
-                raise ApiError(reason, param=f"{name}.weight", code="invalid_value")
+                raise invalid(f"{name}.weight is {str(given).lower()}; it must be 0 or 1", f"{name}.weight")
         if assistant and weight != 0:
             if not chat[-1]["content"].strip():
-                raise ApiError(f"{name}.content is empty", param=f"{name}.content", code="invalid_value")
+                raise invalid(f"{name}.content is empty", f"{name}.content")
             learned.append(index)
     if chat[-1]["role"] != "assistant":
         reason = f"the last message's role is {chat[-1]['role']}; it must be the assistant's"
-        raise ApiError(reason, param=f"messages[{len(chat) - 1}].role", code="invalid_value")
+        raise invalid(reason, f"messages[{len(chat) - 1}].role")
     if not learned:
         reason = "there is nothing to learn: each of the assistant's messages has weight 0"
-        raise ApiError(reason, param="messages", code="nothing_to_learn")
+        raise invalid(reason, "messages", "nothing_to_learn")
     return chat, learned
 
 
@@ -219,7 +217,7 @@ def _answer(chat: list[dict[str, str]], index: int, prompt: str, text: Text, *, 
         return answered[at:]
     name = f"messages[{index}]"
     reason = f"the chat template writes {name} in another way than it asks for it; give it weight 0"
-    raise ApiError(reason, param=name, code="not_a_prefix")
+    raise invalid(reason, name, "not_a_prefix")
 
 
 def _after(before: str, part: str, text: Text, longest: int) -> list[int]:

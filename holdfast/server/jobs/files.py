@@ -28,7 +28,7 @@ from holdfast.server.jobs.scratch import Scratch
 from holdfast.server.jobs.tables import FileTable
 from holdfast.server.jobs.values import StoredFile
 from holdfast.server.multipart import OVERHEAD, FormReader, base_name
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import ApiError, invalid
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class Files:
                         held.clear()
                 form.finish()
                 if not size:
-                    raise ApiError("the file is empty", param="file", code="invalid_value")
+                    raise invalid("the file is empty", "file")
                 purpose = read_purpose(form.fields)
                 seconds = read_expiry(form.fields) or (DAYS_30 if purpose == "batch" else None)
                 await self.on_disk(partial(file.write, bytes(held)))
@@ -279,10 +279,9 @@ def read_purpose(fields: Mapping[str, str]) -> str:
     """Return the purpose of an upload. Raises ApiError."""
     purpose = fields.get("purpose")
     if purpose is None:
-        raise ApiError("purpose is missing", param="purpose", code="missing_required_parameter")
+        raise invalid("purpose is missing", "purpose", "missing_required_parameter")
     if purpose not in PURPOSES:
-        reason = f"purpose is {purpose[:32]!r}; it must be {' or '.join(PURPOSES)}"
-        raise ApiError(reason, param="purpose", code="invalid_value")
+        raise invalid(f"purpose is {purpose[:32]!r}; it must be {' or '.join(PURPOSES)}", "purpose")
     return purpose
 
 
@@ -290,7 +289,7 @@ def read_expiry(fields: Mapping[str, str]) -> int | None:
     """Return the lifetime of an upload in seconds, if it is given. Raises ApiError, also for an unknown field."""
     for name in fields:
         if name not in ("purpose", "expires_after[anchor]", "expires_after[seconds]"):
-            raise ApiError(f"unknown parameter: {name[:64]}", param=name[:64], code="unknown_parameter")
+            raise invalid(f"unknown parameter: {name[:64]}", name[:64], "unknown_parameter")
     anchor, seconds = (fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
     if anchor is None and seconds is None:
         return None
@@ -300,12 +299,11 @@ def read_expiry(fields: Mapping[str, str]) -> int | None:
 def check_expiry(anchor: object, seconds: object, param: str = "expires_after") -> int:
     """Check the parameter `param`, and return its seconds. Raises ApiError."""
     if anchor != "created_at":
-        raise ApiError(f'{param}.anchor must be "created_at"', param=param, code="invalid_value")
+        raise invalid(f'{param}.anchor must be "created_at"', param)
     least, most = EXPIRY
     if not isinstance(seconds, int) or isinstance(seconds, bool) or not least <= seconds <= most:
         given = "missing" if seconds is None else repr(seconds)[:32]
-        reason = f"{param}.seconds is {given}; it must be an integer between {least} and {most}"
-        raise ApiError(reason, param=param, code="invalid_value")
+        raise invalid(f"{param}.seconds is {given}; it must be an integer between {least} and {most}", param)
     return seconds
 
 

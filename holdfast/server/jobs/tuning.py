@@ -32,7 +32,7 @@ from holdfast.server.jobs.owner import Owner
 from holdfast.server.jobs.tables import JobTable, TooMany, WrongPurpose
 from holdfast.server.jobs.tuning_runner import TuningRunner
 from holdfast.server.jobs.values import JobEvent, TuningJob, event_id
-from holdfast.server.protocol import ApiError, Metadata, RequestBody
+from holdfast.server.protocol import ApiError, Metadata, RequestBody, invalid
 from holdfast.server.service import Service
 
 MOST_OPEN = 256
@@ -108,15 +108,13 @@ class TuningRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_field
         method = self.method or Method(type="supervised")
         for other in ("dpo", "reinforcement"):
             if method.type == other or getattr(method, other) is not None:
-                reason = f"method {other} is not supported; supervised is"
-                raise ApiError(reason, param="method.type", code="unsupported_method")
+                raise invalid(f"method {other} is not supported; supervised is", "method.type", "unsupported_method")
         if method.type != "supervised":
-            reason = f"method.type is {method.type[:32]!r}; it must be 'supervised'"
-            raise ApiError(reason, param="method.type", code="invalid_value")
+            raise invalid(f"method.type is {method.type[:32]!r}; it must be 'supervised'", "method.type")
         newer = None if method.supervised is None else method.supervised.hyperparameters
         if newer is not None and self.hyperparameters is not None:
             reason = "hyperparameters and method.supervised.hyperparameters exclude each other; give the latter"
-            raise ApiError(reason, param="hyperparameters", code="mutually_exclusive_parameters")
+            raise invalid(reason, "hyperparameters", "mutually_exclusive_parameters")
         given = newer or self.hyperparameters or MoreParameters()
         asked = {name: value for name, value in structs.asdict(given).items() if value != "auto"}
         if "target_modules" in asked:  # PEFT's names, for example q_proj.
@@ -171,11 +169,10 @@ class Tuning:
         if wanted.model != model:
             what = "another name of it" if wanted.model in self._client.names else "an adapter"
             reason = f"{wanted.model[:128]} is {what}; tune the model itself, {model}"
-            raise ApiError(reason, param="model", code="unsupported_model")
+            raise invalid(reason, "model", "unsupported_model")
         suffix = wanted.suffix or ""
         if suffix and not re.fullmatch(r"[A-Za-z0-9._-]+", suffix):
-            reason = f"suffix is {suffix!r}; it must have letters, digits, or . _ - alone"
-            raise ApiError(reason, param="suffix", code="invalid_value")
+            raise invalid(f"suffix is {suffix!r}; it must have letters, digits, or . _ - alone", "suffix")
         self._check_parameters(asked)
         short = re.sub(r"[^A-Za-z0-9._-]", "-", model)[:MODEL_CHARACTERS]
         id = uuid.uuid4().hex
@@ -199,7 +196,7 @@ class Tuning:
         try:
             await self._store.run(add)
         except WrongPurpose as error:
-            raise ApiError(str(error), param=error.param, code="invalid_value") from None
+            raise invalid(str(error), error.param) from None
         except TooMany as error:
             raise ApiError(str(error), status=429, code="too_many_jobs", retry_after=60) from None
         await self.start()
@@ -277,10 +274,10 @@ class Tuning:
         id = self._service.tuned.get(name, ("", ""))[1]
         if not id:
             reason = "only tuned models can be deleted; POST /v1/unload_lora_adapter gives up other adapters"
-            raise ApiError(reason, param="model", code="not_tuned")
+            raise invalid(reason, "model", "not_tuned")
         job = await self.retrieve(tenant, id)
         if name != job.name and job.status == "succeeded":
-            raise ApiError(f"a checkpoint goes with its model; delete {job.name}", param="model", code="not_tuned")
+            raise invalid(f"a checkpoint goes with its model; delete {job.name}", "model", "not_tuned")
         await self._store.run(lambda store: JobTable(store.database).withdraw(tenant, id))
         await self.runner.give_up(id)
         directory = self.runner.directory / id
@@ -389,12 +386,11 @@ class Tuning:
         most = self._client.config.max_adapter_rank
         if asked.get("lora_rank", 1) > most:
             reason = f"lora_rank is {asked['lora_rank']}; adapters of at most {most} are served (--max-adapter-rank)"
-            raise ApiError(reason, param=f"{where}.lora_rank", code="invalid_value")
+            raise invalid(reason, f"{where}.lora_rank")
         try:
             Hyperparameters(epochs=1, batch_size=1, modules=tuple(asked.get("target_modules", ALL_MODULES)))
         except ValueError as error:
-            reason = str(error).replace("modules", "target_modules", 1)
-            raise ApiError(reason, param=f"{where}.target_modules", code="invalid_value") from None
+            raise invalid(str(error).replace("modules", "target_modules", 1), f"{where}.target_modules") from None
 
     def _open_directory(self) -> Path:
         """Return the directory of all jobs. It is created if this server accepts jobs. Raises StoreError."""

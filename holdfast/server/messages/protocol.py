@@ -11,13 +11,13 @@ from msgspec import Meta, Struct, field
 from holdfast.server.protocol import (
     MAX_MESSAGES,
     MAX_STOPS,
-    ApiError,
     ChatRequest,
     Count,
     RequestBody,
     StopString,
     TemplateOptions,
     check_parts,
+    invalid,
     refuse_extra,
     shown,
 )  # fmt: skip
@@ -128,7 +128,7 @@ def read_messages(system: str | Blocks, messages: Sequence[Mapping[str, Any]]) -
     if read[-1]["role"] == "assistant":
         name = f"messages[{len(messages) - 1}]"
         reason = f"{name} is the assistant's: answers that are begun by the client are not supported; end with a user's"
-        raise ApiError(reason, param=name, code="unsupported_parameter")
+        raise invalid(reason, name, "unsupported_parameter")
     return read
 
 
@@ -137,12 +137,11 @@ def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
     role, content = message.get("role"), message.get("content")
     refuse_extra(message, ("role", "content", "id", "type"), name)
     if not isinstance(role, str) or role not in ROLES:
-        reason = f"{name}.role is {shown(role)}; supported: {', '.join(ROLES)}"
-        raise ApiError(reason, param=f"{name}.role", code="invalid_value")
+        raise invalid(f"{name}.role is {shown(role)}; supported: {', '.join(ROLES)}", f"{name}.role")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise _invalid(f"{name}.content must be a string or a list of blocks", f"{name}.content")
+        raise invalid(f"{name}.content must be a string or a list of blocks", f"{name}.content")
     texts, thoughts, calls, results = list[str](), list[str](), Blocks(), Blocks()
     for index, block in enumerate(content):
         path = f"{name}.content[{index}]"
@@ -154,7 +153,7 @@ def _read_message(message: Mapping[str, Any], name: str) -> Blocks:
             case "tool_use":
                 given = block.get("input")
                 if not isinstance(given, Mapping):
-                    raise _invalid(f"{path}.input must be an object", f"{path}.input")
+                    raise invalid(f"{path}.input must be an object", f"{path}.input")
                 function = {"name": _string(block, "name", path), "arguments": json.dumps(given, ensure_ascii=False)}
                 calls.append({"id": _string(block, "id", path), "type": "function", "function": function})
             case "tool_result":
@@ -174,7 +173,7 @@ def _result(block: Mapping[str, Any], path: str) -> str:
     if isinstance(content, list):
         return "\n".join(_text(each, f"{path}.content[{index}]") for index, each in enumerate(content))
     if not isinstance(content, str | None):
-        raise _invalid(f"{path}.content must be a string or a list of blocks", f"{path}.content")
+        raise invalid(f"{path}.content must be a string or a list of blocks", f"{path}.content")
     return content or ""
 
 
@@ -188,7 +187,7 @@ def _kind(block: Any, path: str, kinds: Sequence[str]) -> str:
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str) or kind not in kinds:
         reason = f"{path}.type is {shown(kind)}; supported here: {', '.join(kinds)}"
-        raise ApiError(reason, param=f"{path}.type", code="unsupported_content")
+        raise invalid(reason, f"{path}.type", "unsupported_content")
     refuse_extra(block, ("type", "cache_control", *BLOCK_FIELDS[kind]), path)
     return kind
 
@@ -196,7 +195,7 @@ def _kind(block: Any, path: str, kinds: Sequence[str]) -> str:
 def _string(block: Mapping[str, Any], field: str, path: str) -> str:
     value = block.get(field)
     if not isinstance(value, str):
-        raise _invalid(f"{path}.{field} must be a string", f"{path}.{field}")
+        raise invalid(f"{path}.{field} must be a string", f"{path}.{field}")
     return value
 
 
@@ -205,7 +204,7 @@ def _read_tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     kind = tool.get("type", "custom")
     if kind not in ("custom", None):
         reason = f"{path}.type is {shown(kind)}; only tools with an input_schema are supported, which the client runs"
-        raise ApiError(reason, param=f"{path}.type", code="unsupported_parameter")
+        raise invalid(reason, f"{path}.type", "unsupported_parameter")
     refuse_extra(tool, TOOL_FIELDS, path)
     function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
@@ -218,7 +217,7 @@ def _read_format(given: Any) -> dict[str, Any] | None:
             return None
         case {"type": "json_schema", "schema": dict(schema)}:
             return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    raise _invalid("output_config.format must have the type json_schema, and a schema", "output_config.format")
+    raise invalid("output_config.format must have the type json_schema, and a schema", "output_config.format")
 
 
 def _read_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
@@ -233,9 +232,4 @@ def _read_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
         case "tool":
             return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
         case kind:
-            reason = f"tool_choice.type is {shown(kind)}; supported: auto, any, tool, none"
-            raise ApiError(reason, param="tool_choice.type", code="invalid_value")
-
-
-def _invalid(reason: str, param: str) -> ApiError:
-    return ApiError(reason, param=param, code="invalid_value")
+            raise invalid(f"tool_choice.type is {shown(kind)}; supported: auto, any, tool, none", "tool_choice.type")

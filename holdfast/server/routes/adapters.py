@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 
 from holdfast.engine.client.client import AdapterError
 from holdfast.engine.client.connection import EngineDead
-from holdfast.server.protocol import ApiError, RequestBody
+from holdfast.server.protocol import ApiError, RequestBody, invalid
 from holdfast.server.routes.generation import read_request
 from holdfast.server.routes.http import described, tenant_of
 from holdfast.server.service import Service, engine_dead
@@ -56,7 +56,7 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         name = wanted.lora_name
         if name.startswith(RESERVED):
             reason = f"adapter {name[:128]}: names that begin with {RESERVED} are those of tuning jobs' results"
-            raise ApiError(reason, param="lora_name", code="invalid_adapter")
+            raise invalid(reason, "lora_name", "invalid_adapter")
         tenant, operator = tenant_of(request), request.state.operator
         if name not in client.adapters or service.may_change(name, tenant, operator=operator):
             return
@@ -96,14 +96,14 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         if wanted.lora_name in service.tuned:
             service.check_model(wanted.lora_name, tenant_of(request))
             reason = f"{wanted.lora_name[:128]} came from a tuning job; DELETE /v1/models/NAME deletes it"
-            raise ApiError(reason, param="lora_name", code="invalid_adapter")
+            raise invalid(reason, "lora_name", "invalid_adapter")
         check_change(wanted.lora_name, request)
         try:
             await client.unload_adapter(wanted.lora_name)
         except AdapterError as error:
             if error.missing:
                 raise not_loaded(wanted.lora_name) from None
-            raise ApiError(str(error), param="lora_name", code="invalid_adapter") from None
+            raise invalid(str(error), "lora_name", "invalid_adapter") from None
         except EngineDead as error:
             raise engine_dead(error) from None
         service.own.pop(wanted.lora_name, None)

@@ -17,7 +17,7 @@ from holdfast.server.conversations.protocol import (
 )  # fmt: skip
 from holdfast.server.conversations.service import Responses
 from holdfast.server.conversations.values import RUNNING, Turn
-from holdfast.server.protocol import ApiError, parse
+from holdfast.server.protocol import invalid, parse
 from holdfast.server.routes.http import JSON, described, page_query, read_body, tenant_of
 
 MOST_SEARCHED = 200
@@ -39,8 +39,7 @@ def add_conversation_routes(app: FastAPI, responses: Responses) -> None:
         tenant, (limit, _, after) = tenant_of(request), page_query(request)
         wanted = request.query_params.get("search", "").strip()
         if len(wanted) > MOST_SEARCHED:
-            reason = f"search has {len(wanted)} characters; at most {MOST_SEARCHED} are searched for"
-            raise ApiError(reason, param="search", code="invalid_value")
+            raise invalid(f"search has {len(wanted)} characters; at most {MOST_SEARCHED} are searched for", "search")
         if not wanted:
             page = await store.read(lambda store: store.listing.page(tenant, limit=limit, after=after))
             return JSON(item_list(*page))
@@ -118,7 +117,7 @@ def add_tree_routes(app: FastAPI, responses: Responses) -> None:
         wanted = parse(await read_body(request, service.config), HeadRequest)
         response = wanted.after or wanted.before
         if response is None or (wanted.after is not None and wanted.before is not None):
-            raise ApiError("give either after or before", param="after", code="invalid_value")
+            raise invalid("give either after or before", "after")
         after = wanted.after is not None
         with responses.lock(tenant, conversation_id):
             await store.run(lambda store: store.tree.move(tenant, conversation_id, response, after=after))

@@ -19,7 +19,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.protocol import item_list
 from holdfast.server.conversations.store import not_found
 from holdfast.server.conversations.values import Item
-from holdfast.server.protocol import ApiError, RequestBody
+from holdfast.server.protocol import ApiError, RequestBody, invalid
 from holdfast.server.replies import encode
 
 T = TypeVar("T")
@@ -229,7 +229,7 @@ def page_query(request: Request, *, most: int = 100, default: int = 20) -> PageQ
     query = request.query_params
     limit, order = query_integer(request, "limit", 1, most), query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise ApiError(f"order is {order[:32]}; it must be asc or desc", param="order", code="invalid_value")
+        raise invalid(f"order is {order[:32]}; it must be asc or desc", "order")
     return PageQuery(default if limit is None else limit, order == "desc", query.get("after"))
 
 
@@ -239,8 +239,7 @@ def query_integer(request: Request, name: str, least: int, most: int) -> int | N
     if given is None:
         return None
     if not (given.isascii() and given.isdigit() and len(given) <= 9 and least <= int(given) <= most):
-        reason = f"{name} is {given[:32]!r}; it must be an integer between {least} and {most}"
-        raise ApiError(reason, param=name, code="invalid_value")
+        raise invalid(f"{name} is {given[:32]!r}; it must be an integer between {least} and {most}", name)
     return int(given)
 
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 from holdfast.lm.limits import RequestRefused
 from holdfast.server.messages.protocol import MessagesRequest, TokensRequest
 from holdfast.server.messages.replies import MessageShape, error_event
-from holdfast.server.protocol import ApiError
+from holdfast.server.protocol import invalid
 from holdfast.server.routes.generation import failure, read_request
 from holdfast.server.routes.http import JSON, described, start_stream, tenant_of, while_connected
 from holdfast.server.service import Answer, Service, refused
@@ -30,7 +30,7 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
             except RequestRefused as error:
                 raise refused(error, answer.wanted, service.client) from None
             except ValueError as error:
-                raise ApiError(str(error), param="messages", code="invalid_value") from None
+                raise invalid(str(error), "messages") from None
         return JSON({"input_tokens": len(prompt)})
 
     @app.post("/v1/messages", openapi_extra=described(MessagesRequest))

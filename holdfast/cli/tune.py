@@ -31,7 +31,7 @@ from holdfast.files.regular import open_file
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.jobs.files import Files
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.server.jobs.tuning import ADAPTER_FILES, Tuning, TuningRequest
 from holdfast.server.jobs.values import JOB_ENDED, TuningJob
 from holdfast.server.protocol import ApiError, parse

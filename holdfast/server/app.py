@@ -34,22 +34,23 @@ from holdfast.server.jobs.tuning import Tuning
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.protocol import ApiError, ChatRequest, CompletionRequest, is_inference
 from holdfast.server.replica_metrics import ReplicaMetrics
-from holdfast.server.routes.activity import add_activity_routes
 from holdfast.server.routes.adapters import add_adapter_routes
-from holdfast.server.routes.batches import add_batch_routes
 from holdfast.server.routes.conversations import add_conversation_routes
 from holdfast.server.routes.edge import Edge
-from holdfast.server.routes.files import UPLOAD, add_file_routes
-from holdfast.server.routes.generation import add_completion_routes, add_embedding_route, add_response_routes
+from holdfast.server.routes.generation import (
+    add_completion_routes,
+    add_embedding_route,
+    add_message_routes,
+    add_response_routes,
+)  # fmt: skip
 from holdfast.server.routes.http import JSON, BodyBudget
 from holdfast.server.routes.inference import LIVE, READY, add_inference_routes
-from holdfast.server.routes.messages import add_message_routes
+from holdfast.server.routes.jobs import UPLOAD, add_batch_routes, add_file_routes, add_tuning_routes
 from holdfast.server.routes.openapi import document
+from holdfast.server.routes.operators import add_activity_routes, add_replica_routes
 from holdfast.server.routes.page import add_page_routes, is_page
-from holdfast.server.routes.replicas import add_replica_routes
 from holdfast.server.routes.status import add_model_routes, add_root_routes, add_status_routes
 from holdfast.server.routes.tokens import add_token_routes
-from holdfast.server.routes.tuning import add_tuning_routes
 from holdfast.server.service import Service, internal
 from holdfast.server.tracing import Tracing, exporter_to
 

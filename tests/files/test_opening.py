@@ -66,7 +66,7 @@ REASONS = {
     ("lm.scheduler.scheduler", "entry.cache.touch"): NO_FILE,
     ("server.address", "ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain"): CHECKED,
     ("server.conversations.database", "sqlalchemy.create_engine"): CHECKED,
-    ("server.routes.files", "files.open"): "`server.jobs.files` opens regular files alone",
+    ("server.routes.jobs", "files.open"): "`server.jobs.files` opens regular files alone",
     ("server.run", "Store.open"): CHECKED,
     ("training.data", "np.memmap"): "it is given an open file",
     ("training.trainer", "self._storage.open"): NO_FILE,

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from holdfast.core.types import MAX_LOGPROBS, FinishReason
-from holdfast.server.conversations.compaction import Compacted, encode_compacted
 from holdfast.server.conversations.items import (
+    Compacted,
     call_item,
+    encode_compacted,
     new_id,
     new_item,
     read_items,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from holdfast.server.conversations.compaction import MOST_TOKENS, SUMMARIZE
-from holdfast.server.conversations.items import new_item
+from holdfast.server.conversations.items import MOST_TOKENS, SUMMARIZE, new_item
 from holdfast.server.conversations.leases import RENEW_SECONDS
 from holdfast.server.conversations.protocol import (
     CompactRequest,

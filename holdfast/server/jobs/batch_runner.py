@@ -22,13 +22,12 @@ from msgspec import Raw
 from holdfast.files.regular import open_file
 from holdfast.server.conversations.protocol import ResponseRequest
 from holdfast.server.conversations.service import Responses
-from holdfast.server.conversations.store import Store
+from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.writing import Writing
 from holdfast.server.jobs.attempt_table import WHOLE, AttemptTable, Found
 from holdfast.server.jobs.feed import Feed
 from holdfast.server.jobs.files import Files, pauses, persist
 from holdfast.server.jobs.lines import BadLine, Line, LineReader, check, custom_id_of, split
-from holdfast.server.jobs.starts import Starts
 from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import (
     ENGINE_ENDED,
@@ -49,6 +48,8 @@ T = TypeVar("T")
 
 COMMIT_SECONDS = 0.05
 """Seconds within which answers are collected to be stored together, because each flush of the disk takes time."""
+GATHER_SECONDS = 0.01
+"""Seconds within which starts of lines are collected to be stored together."""
 MOST_UNSTORED = 1000
 """Maximum number of unstored answers. Beyond it no line begins."""
 BREATH = 0.001
@@ -128,6 +129,37 @@ class RunningBatch:
         """Whether a line in flight has reached the engine."""
         asked = self.asked.get(number)
         return asked is not None and (asked.answer.sent if isinstance(asked, Writing) else asked.sent)
+
+
+class Starts:
+    """Lines that are about to begin. `run` stores them."""
+
+    def __init__(self, store: AsyncStore) -> None:
+        self._store = store
+        self._waiting: list[tuple[tuple[str, int], asyncio.Future[None]]] = []
+        """Batch id and number of each line that is not stored yet, with the future that ends when it is."""
+        self._came = asyncio.Event()
+
+    async def note(self, batch: str, number: int) -> None:
+        """Record that a line begins, and return once that is stored. Store failures are retried."""
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(((batch, number), stored))
+        self._came.set()
+        await stored
+
+    async def run(self) -> None:
+        """Store starts as they come, until cancelled."""
+        while True:
+            await self._came.wait()
+            await asyncio.sleep(GATHER_SECONDS)
+            self._came.clear()
+            taken, self._waiting = self._waiting, []
+            # A line that was cancelled meanwhile does not begin.
+            if begun := [line for line, stored in taken if not stored.done()]:
+                await persist(lambda: self._store.run(lambda store: AttemptTable(store.database).begin(begun)))
+            for _, stored in taken:
+                if not stored.done():
+                    stored.set_result(None)
 
 
 class BatchRunner:

@@ -17,7 +17,7 @@ from holdfast.server.jobs.batch_runner import REST_SECONDS, BatchRunner, updated
 from holdfast.server.jobs.feed import Feed
 from holdfast.server.jobs.files import DAYS_30, Files, check_expiry
 from holdfast.server.jobs.lines import REQUESTS
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.server.jobs.tables import BatchTable, TooMany, WrongPurpose
 from holdfast.server.jobs.values import Batch, Ending
 from holdfast.server.protocol import ApiError, Metadata, RequestBody, invalid

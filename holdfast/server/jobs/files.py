@@ -24,7 +24,7 @@ from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import MEMORY, data_directory
 from holdfast.server.conversations.store import AsyncStore, Store
 from holdfast.server.conversations.values import StoreError
-from holdfast.server.jobs.scratch import Scratch
+from holdfast.server.jobs.locks import Scratch
 from holdfast.server.jobs.tables import FileTable
 from holdfast.server.jobs.values import StoredFile
 from holdfast.server.multipart import OVERHEAD, FormReader, base_name

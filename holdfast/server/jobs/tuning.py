@@ -28,7 +28,7 @@ from holdfast.server.conversations.values import StoreError
 from holdfast.server.jobs.attempt_table import WHOLE
 from holdfast.server.jobs.batch_runner import REST_SECONDS
 from holdfast.server.jobs.files import DAYS_30, Files, unavailable
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.server.jobs.tables import JobTable, TooMany, WrongPurpose
 from holdfast.server.jobs.tuning_runner import TuningRunner
 from holdfast.server.jobs.values import JobEvent, TuningJob, event_id

@@ -1,4 +1,4 @@
-"""Routes that generate: chat completions, completions and embeddings, and responses whose context the server keeps."""
+"""Routes that generate: OpenAI's completions, embeddings and responses, and Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from msgspec.structs import replace as replace_struct
 
+from holdfast.lm.limits import RequestRefused
 from holdfast.server.conversations.protocol import (
     CompactRequest,
     Event,
@@ -19,7 +20,10 @@ from holdfast.server.conversations.protocol import (
 )
 from holdfast.server.conversations.service import Responses
 from holdfast.server.embeddings import EmbeddingRequest, embed
-from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, SampledRequest, parse
+from holdfast.server.messages.protocol import MessagesRequest, TokensRequest
+from holdfast.server.messages.replies import MessageShape
+from holdfast.server.messages.replies import error_event as message_error
+from holdfast.server.protocol import ApiError, Body, ChatRequest, CompletionRequest, SampledRequest, invalid, parse
 from holdfast.server.replies import DONE, ChatShape, RequestUsage, Shape, TextShape, event
 from holdfast.server.routes.http import (
     JSON,
@@ -31,7 +35,7 @@ from holdfast.server.routes.http import (
     tenant_of,
     while_connected,
 )  # fmt: skip
-from holdfast.server.service import Answer, Service, internal
+from holdfast.server.service import Answer, Service, internal, refused
 
 SMALL = 1 << 14
 """Number of bytes from which a body is parsed off the event loop. Converting a grammar takes up to 1 us per byte."""
@@ -98,6 +102,50 @@ def failure(answer: Answer, error: Exception) -> ApiError:
     """Return the error that ends a stream after its first event. Counts the request as failed."""
     answer.ended("failed")
     return error if isinstance(error, ApiError) else internal(error)
+
+
+def add_message_routes(app: FastAPI, service: Service) -> None:
+    """Add POST /v1/messages and /v1/messages/count_tokens."""
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=described(TokensRequest))
+    async def count_tokens(request: Request) -> Response:
+        """Count the tokens of a prompt."""
+        wanted, tenant = await read_request(request, service, TokensRequest), tenant_of(request)
+        answer = service.answer(wanted.chat(truncate_prompt_tokens=-1), tenant)  # May exceed the context.
+        with service.lane.admission.admit(1, tenant):
+            try:
+                (prompt,) = await while_connected(request.receive, _encoded(answer))
+            except RequestRefused as error:
+                raise refused(error, answer.wanted, service.client) from None
+            except ValueError as error:
+                raise invalid(str(error), "messages") from None
+        return JSON({"input_tokens": len(prompt)})
+
+    @app.post("/v1/messages", openapi_extra=described(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        """Answer a conversation: whole, or as a stream of events."""
+        wanted = await read_request(request, service, MessagesRequest)
+        chat = wanted.to_answer()
+        answer = service.answer(chat, tenant_of(request))
+        answer.at_most = wanted.max_tokens
+        request.state.usage = answer.usage
+        shape = MessageShape(chat, service.client.text, answer.reading, wanted.max_tokens)
+        if not wanted.stream:
+            return JSON(await while_connected(request.receive, answer.whole(shape)))
+        return await start_stream(
+            request, message_events(answer, shape), lambda error: message_error(failure(answer, error))
+        )
+
+
+async def _encoded(answer: Answer) -> list[list[int]]:
+    return [list(prompt) for prompt in await answer.encode()]
+
+
+async def message_events(answer: Answer, shape: MessageShape) -> AsyncGenerator[bytes, None]:
+    async with aclosing(answer.deltas()) as deltas:
+        async for _, delta in deltas:
+            for event in shape.events(delta, answer.usage):
+                yield event
 
 
 def add_response_routes(app: FastAPI, responses: Responses) -> None:

@@ -14,8 +14,8 @@ from holdfast.lm.types import SchedulerStats
 from holdfast.server.inference.service import Applications
 from holdfast.server.metrics import CONTENT_TYPE
 from holdfast.server.replica_metrics import describe
-from holdfast.server.routes.activity import is_operator
 from holdfast.server.routes.http import JSON, tenant_of
+from holdfast.server.routes.operators import is_operator
 from holdfast.server.routes.page import index, wants_page
 from holdfast.server.service import Service, trouble
 

@@ -18,7 +18,7 @@ from serving import listening
 
 from holdfast.engine.client.connection import EngineDead
 from holdfast.server.conversations import service
-from holdfast.server.conversations.compaction import OPENING, SUMMARIZE, Compacted, encode_compacted
+from holdfast.server.conversations.items import OPENING, SUMMARIZE, Compacted, encode_compacted
 from holdfast.server.conversations.turn_store import TurnStore
 from holdfast.server.conversations.values import Turn
 from holdfast.server.protocol import MAX_CONTAINERS, MAX_MESSAGES, MAX_STRINGS

@@ -26,7 +26,7 @@ from holdfast.engine.client.connection import QueueFull
 from holdfast.server.jobs import batch_runner, feed, lines
 from holdfast.server.jobs.batch_runner import Turns
 from holdfast.server.jobs.files import Files
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.server.jobs.tables import BatchTable
 from holdfast.server.jobs.values import Batch
 from holdfast.server.protocol import ApiError

@@ -23,7 +23,7 @@ from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.jobs import tuning, tuning_runner
 from holdfast.server.jobs.attempt_table import WHOLE, AttemptTable
 from holdfast.server.jobs.files import Files
-from holdfast.server.jobs.owner import Owner
+from holdfast.server.jobs.locks import Owner
 from holdfast.server.jobs.tuning import Tuning, TuningRequest
 from holdfast.server.jobs.values import Attempt, TuningJob
 from holdfast.server.protocol import ApiError

@@ -224,8 +224,7 @@ class KeyCheck:
         keys = (*config.api_key, *config.operator_key)
         self.keys = Keys(keys)
         self.operators = len(config.operator_key)
-        share = config.tenant_share if len(config.api_key) > 1 else 1
-        self.most = max(1, int(connection_limit(config) * share))
+        self.most = max(1, int(connection_limit(config) * config.share))
         """Maximum number of requests in progress per key."""
         self.in_progress: Counter[int] = Counter()
         """Number of requests in progress, by the index of the key."""

@@ -106,44 +106,28 @@ class Metrics(Collector):
         self.registry.register(self)
         self.stats: SchedulerStats | None = None
         """State of the engine's queues and memory at the last scrape; None if the engine did not answer."""
-        self.requests = Counter(
-            "holdfast_requests",
+        self.requests = self._counter(
+            "requests",
             "HTTP requests for generation by outcome: ok, refused (4xx), unavailable (503), left, failed",
-            ["route", "outcome"],
-            registry=self.registry,
+            "route",
+            "outcome",
         )
-        self.store_up = Gauge(
-            "holdfast_store_up", "1 if the last read and write of the conversation store worked", registry=self.registry
-        )
-        self.store_bytes = Gauge(
-            "holdfast_store_bytes", "Tokens and items in the conversation store, in bytes", registry=self.registry
-        )
-        self.store_operations = Counter(
-            "holdfast_store_operations",
-            "Operations on the conversation store by outcome: ok, refused, failed, left",
-            ["outcome"],
-            registry=self.registry,
+        self.store_up = self._gauge("store_up", "1 if the last read and write of the conversation store worked")
+        self.store_bytes = self._gauge("store_bytes", "Tokens and items in the conversation store, in bytes")
+        self.store_operations = self._counter(
+            "store_operations", "Operations on the conversation store by outcome: ok, refused, failed, left", "outcome"
         )
         self.store_seconds = self._histogram(
             "store_seconds", "Time that an operation on the conversation store waited and ran", SHORT
         )
-        self.batch_lines = Gauge(
-            "holdfast_batch_lines",
-            "Lines of batches in progress by state: waiting, running",
-            ["state"],
-            registry=self.registry,
+        self.batch_lines = self._gauge(
+            "batch_lines", "Lines of batches in progress by state: waiting, running", "state"
         )
-        self.batch_lines_answered = Counter(
-            "holdfast_batch_lines_answered",
-            "Answered lines of batches by outcome: completed, failed",
-            ["outcome"],
-            registry=self.registry,
+        self.batch_lines_answered = self._counter(
+            "batch_lines_answered", "Answered lines of batches by outcome: completed, failed", "outcome"
         )
-        self._training_loss = Gauge(
-            "holdfast_training_loss",
-            "Loss of the last step of each of the tuning jobs that had one most recently",
-            ["job"],
-            registry=self.registry,
+        self._training_loss = self._gauge(
+            "training_loss", "Loss of the last step of each of the tuning jobs that had one most recently", "job"
         )
         self._with_loss: dict[str, None] = {}
         """Jobs that have a gauge. The job whose last step is oldest is first."""
@@ -155,11 +139,8 @@ class Metrics(Collector):
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
         self.step_seconds = self._histogram("step_seconds", "Time that the device spent on a step", SHORT)
         self.step_tokens = self._histogram("step_tokens", "Query tokens of a step", SIZES)
-        self.finished = Counter(
-            "holdfast_choices_finished",
-            "Choices that came to their end, by reason",
-            ["finished_reason"],
-            registry=self.registry,
+        self.finished = self._counter(
+            "choices_finished", "Choices that came to their end, by reason", "finished_reason"
         )
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache")
 
@@ -186,8 +167,11 @@ class Metrics(Collector):
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"holdfast_{name}", help, buckets=buckets, registry=self.registry)
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(f"holdfast_{name}", help, registry=self.registry)
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"holdfast_{name}", help, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
+        return Gauge(f"holdfast_{name}", help, labels, registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics, and all metrics that have vLLM names, to the registry."""

@@ -27,9 +27,9 @@ DONE = b"data: [DONE]\n\n"
 Reply = dict[str, Any]
 
 
-def event(reply: Reply) -> bytes:
-    """Encode one server-sent event."""
-    return b"data: " + encode(reply) + b"\n\n"
+def event(data: Any, name: str = "") -> bytes:
+    """Encode one server-sent event, with a name if one is given."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + encode(data) + b"\n\n"
 
 
 @dataclass

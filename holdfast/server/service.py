@@ -132,8 +132,7 @@ class Service:
         self.metrics = Metrics(client.info.model)
         client.on_steps = self.metrics.steps
         sequences, waiting = client.info.max_sequences, client.info.max_waiting
-        share = config.tenant_share if len(config.api_key) > 1 else 1  # With one tenant, it may use all places.
-        self.admission = Admission(sequences + waiting, sequences + int(share * waiting))
+        self.admission = Admission(sequences + waiting, sequences + int(config.share * waiting))
         self.unstarted = asyncio.Semaphore(waiting)
         """Places for choices that were sent to the engine and have no output yet.
 

@@ -20,7 +20,7 @@ from holdfast.engine.messages import Activity
 from holdfast.lm.memory.block_map import ConversationBlocks
 from holdfast.lm.scheduler.queue_report import QueueReport
 from holdfast.server.protocol import ApiError
-from holdfast.server.replies import encode
+from holdfast.server.replies import event
 
 LEASE_SECONDS = 10.0
 """Seconds for which the engine reports its activity after each request to do so."""
@@ -56,12 +56,12 @@ class Viewers:
         if len(self._viewers) >= MOST_VIEWERS:
             raise ApiError(f"{MOST_VIEWERS} pages watch the engine already", status=503, code="too_many_viewers")
         viewer = _Viewer(named)
-        viewer.offer(event("engine", self.about()))
+        viewer.offer(event(self.about(), "engine"))
         try:
             if not self._viewers:
                 self._begin()
             elif self._known.begun:
-                viewer.offer(event("activity", written(self._known.as_activity(), named)))
+                viewer.offer(event(written(self._known.as_activity(), named), "activity"))
             self._viewers.add(viewer)
             while (data := await viewer.unsent.get()) is not None:
                 yield data
@@ -111,16 +111,16 @@ class Viewers:
                 self.client.watch(LEASE_SECONDS)
         except EngineDead as error:
             for viewer in self._viewers:
-                viewer.end(event("error", {"message": str(error)}))
+                viewer.end(event({"message": str(error)}, "error"))
 
     def _take(self, activity: Activity) -> None:
         self._known.take(activity)
         data: dict[bool, bytes] = {}
         for viewer in tuple(self._viewers):
             if viewer.named not in data:
-                data[viewer.named] = event("activity", written(activity, viewer.named))
+                data[viewer.named] = event(written(activity, viewer.named), "activity")
             if not viewer.offer(data[viewer.named]):
-                viewer.end(event("error", {"message": "this page was too slow to follow the engine"}))
+                viewer.end(event({"message": "this page was too slow to follow the engine"}, "error"))
 
 
 class _Viewer:
@@ -182,11 +182,6 @@ class _Known:
         last = self._last
         queues, stats = (None, None) if last is None else (last.queues, last.stats)
         return Activity(self._at, True, list(self._steps), list(self._blocks.values()), queues, stats, self._costs)
-
-
-def event(kind: str, data: Any) -> bytes:
-    """Encode one server-sent event."""
-    return f"event: {kind}\ndata: ".encode() + encode(data) + b"\n\n"
 
 
 def written(activity: Activity, named: bool) -> dict[str, Any]:

@@ -35,7 +35,8 @@ from holdfast.server.protocol import (
     invalid,
     template_options,
 )  # fmt: skip
-from holdfast.server.replies import RequestUsage, encode
+from holdfast.server.replies import RequestUsage
+from holdfast.server.replies import event as named_event
 from holdfast.server.search import SEARCH_TOOL
 from holdfast.server.tools import read_toolset, search_results
 
@@ -256,7 +257,7 @@ class ItemsRequest(RequestBody, kw_only=True, frozen=True, forbid_unknown_fields
 
 def event_bytes(event: Event) -> bytes:
     """Encode one server-sent event. Its name is the event's type."""
-    return f"event: {event['type']}\ndata: ".encode() + encode(event) + b"\n\n"
+    return named_event(event, event["type"])
 
 
 def new_response(wanted: ResponseRequest, served: str) -> Response:

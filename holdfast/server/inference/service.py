@@ -30,8 +30,7 @@ class App:
         self.client = client
         self.info = client.info
         most = client.config.app_max_requests
-        share = config.tenant_share if len(config.api_key) > 1 else 1  # With one tenant, it may use all places.
-        self.admission = Admission(most, max(1, int(share * most)), unit="requests")
+        self.admission = Admission(most, max(1, int(config.share * most)), unit="requests")
 
 
 class Applications:

@@ -58,8 +58,7 @@ class Batches:
         self.runner = BatchRunner(service, responses, files, self.feed, now)
         self.owner = Owner(files.directory)
         self._service, self._store, self._now = service, responses.store, now
-        share = service.config.tenant_share if len(service.config.api_key) > 1 else 1
-        self._tenant_limit = max(1, int(MOST_OPEN * share))
+        self._tenant_limit = max(1, int(MOST_OPEN * service.config.share))
         self._tick_seconds = tick
         self._ticking: asyncio.Task[None] | None = None
         self._started = asyncio.Event()

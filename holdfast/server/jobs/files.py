@@ -60,9 +60,8 @@ class Files:
         self.now = now
         self.largest = int(config.max_file_mb * 1e6)
         self.limit = int(config.files_gb * 1e9)
-        share = config.tenant_share if len(config.api_key) > 1 else 1
-        self.tenant_limit = int(self.limit * share)
-        self.tenant_uploads = max(1, int(MOST_UPLOADS * share))
+        self.tenant_limit = int(self.limit * config.share)
+        self.tenant_uploads = max(1, int(MOST_UPLOADS * config.share))
         """Maximum number of simultaneous uploads of one API key."""
         self._remove: Callable[[], object] = lambda: None
         """Removes the directory, if it is for this server alone."""

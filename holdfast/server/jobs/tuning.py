@@ -144,8 +144,7 @@ class Tuning:
         self._service, self._store, self._owner, self._now = service, files.store, owner, now
         self._client = service.client
         self._tick_seconds = tick
-        share = service.config.tenant_share if len(service.config.api_key) > 1 else 1
-        self._tenant_limit = max(1, int(MOST_OPEN * share))
+        self._tenant_limit = max(1, int(MOST_OPEN * service.config.share))
         self.runner = TuningRunner(service, files, self._open_directory(), now, lines_cleared or no_lines)
         self._ticking: asyncio.Task[None] | None = None
         self._closed = False

@@ -15,7 +15,8 @@ from holdfast.server.formats.parts import Arguments, CallBegin, Part, Reasoning,
 from holdfast.server.formats.registry import Reading
 from holdfast.server.messages.protocol import MessagesChat
 from holdfast.server.protocol import ApiError
-from holdfast.server.replies import Reply, RequestUsage, Shape, Written, encode
+from holdfast.server.replies import Reply, RequestUsage, Shape, Written
+from holdfast.server.replies import event as named_event
 
 UNSIGNED = "unsigned"
 """Signature of thinking blocks. The server does not verify it when a client sends it back."""
@@ -165,7 +166,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 def event(kind: str, **fields: Any) -> bytes:
     """Encode one server-sent event. Its name is its type."""
-    return f"event: {kind}\ndata: ".encode() + encode({"type": kind, **fields}) + b"\n\n"
+    return named_event({"type": kind, **fields}, kind)
 
 
 def error_event(error: ApiError) -> bytes:

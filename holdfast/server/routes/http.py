@@ -98,8 +98,7 @@ class BodyBudget:
     def of(cls, config: ServerConfig) -> BodyBudget:
         """Create the configured budget. With several keys, each key may use its share, but at least one body."""
         limit, one = int(config.max_bodies_mb * 1e6), int(config.max_body_mb * 1e6)
-        share = config.tenant_share if len(config.api_key) > 1 else 1
-        return cls(limit, max(int(limit * share), min(limit, one)))
+        return cls(limit, max(int(limit * config.share), min(limit, one)))
 
     def add(self, size: int, tenant: str) -> None:
         """Count more bytes of a tenant. Raises ApiError beyond the limits, but counts them nevertheless."""

@@ -12,9 +12,10 @@ from holdfast.server.address import loopback
 from holdfast.server.config import ServerConfig
 from holdfast.server.protocol import ApiError
 from holdfast.server.replica_metrics import describe
+from holdfast.server.replies import event
 from holdfast.server.routes.http import start_stream
 from holdfast.server.service import Service
-from holdfast.server.viewers import Viewers, event
+from holdfast.server.viewers import Viewers
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "via")
 """Headers by which a proxy shows that it forwards the request of another host."""
@@ -36,7 +37,7 @@ def add_activity_routes(app: FastAPI, service: Service, config: ServerConfig) ->
             known[name] = Viewers(engine, name, lambda: names_of(service.client))
         viewers = known[name]
         return await start_stream(
-            request, viewers.events(named=named), lambda error: event("error", {"message": str(error)})
+            request, viewers.events(named=named), lambda error: event({"message": str(error)}, "error")
         )
 
 

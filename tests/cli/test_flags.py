@@ -275,7 +275,7 @@ def test_a_url_may_lack_its_scheme(given: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["nowhere", "ftp://x", "a b:1", ""])
-def test_what_is_no_url_is_left_and_refused(given: str) -> None:
+def test_text_that_is_not_a_url_is_unchanged_and_refused(given: str) -> None:
     with pytest.raises(UsageError, match="it must look like http"):
         build(ChatConfig, {"url": given})
 

@@ -102,7 +102,7 @@ def opening(tree: ast.Module) -> dict[str, int]:
     return found
 
 
-def test_no_file_is_opened_by_its_path_but_by_the_functions_for_that() -> None:
+def test_files_are_opened_by_path_only_through_the_functions_for_it() -> None:
     found = calls()
     fresh = [f"holdfast.{module}, line {line}: {called}" for (module, called), line in found.items()
              if (module, called) not in REASONS]  # fmt: skip

@@ -179,7 +179,7 @@ async def test_a_file_is_kept_while_a_batch_reads_it(tmp_path: Path) -> None:
         await here.files.delete("", file)
 
 
-async def test_cancelling_aborts_lines_and_keeps_what_was_answered(tmp_path: Path) -> None:
+async def test_cancelling_aborts_lines_and_keeps_finished_answers(tmp_path: Path) -> None:
     client = FakeClient()
     async with server(tmp_path, client) as here:
         stream = client.stream

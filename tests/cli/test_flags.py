@@ -98,10 +98,10 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
 def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as printed:
         engine(file=str(path))
-    assert message in str(told.value)
-    assert "\n" not in str(told.value)
+    assert message in str(printed.value)
+    assert "\n" not in str(printed.value)
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,9 @@ async def test_a_response_repeats_parameters_that_have_no_effect(api: openai.Asy
         "service_tier": "flex",
     }
     response = await api.responses.with_raw_response.create(model="tiny", input="hello", extra_body=sent)
-    told = response.http_response.json()
+    sent_back = response.http_response.json()
     del sent["include"]
-    assert {name: told[name] for name in sent} == sent
+    assert {name: sent_back[name] for name in sent} == sent
     plain = (await api.responses.with_raw_response.create(model="tiny", input="hello")).http_response.json()
     assert {name: plain[name] for name in sent} == {
         "user": None,

@@ -530,7 +530,7 @@ async def events(api: httpx.AsyncClient, found: list[Any], connected: asyncio.Ev
             connected.set()
 
 
-def told(found: list[Any], id: str) -> bool:
+def reported(found: list[Any], id: str) -> bool:
     """Whether the events report this batch as completed."""
     updates = [each["batch"] for each in found if each["type"] == "batch.updated"]
     return any((each["id"], each["status"]) == (id, "completed") for each in updates)
@@ -560,7 +560,7 @@ async def test_one_stream_serves_all_batches_of_a_key(listening: Listening, clie
             for id in (early, *ids):
                 await ended(api, id)
             own = (await created(api_of_two, [line("own")])).id
-            while not all(told(found["one"], id) for id in (early, *ids)) or not told(found["two"], own):
+            while not all(reported(found["one"], id) for id in (early, *ids)) or not reported(found["two"], own):
                 await asyncio.sleep(0.01)
             for task in following:
                 task.cancel()

@@ -233,8 +233,8 @@ async def test_idle_uploads_of_one_key_leave_places_for_others(http: Http) -> No
         go.set()
         codes = [(await each).status_code for each in uploads]
         assert sorted(codes) == [200] * 8 + [429] * 12
-        told = next(each for each in uploads if each.result().status_code == 429).result()
-        assert told.headers["retry-after"] == "1" and "may send 8 at once" in told.json()["error"]["message"]
+        refused = next(each for each in uploads if each.result().status_code == 429).result()
+        assert refused.headers["retry-after"] == "1" and "may send 8 at once" in refused.json()["error"]["message"]
         assert (await api.post("/v1/files", content=whole, headers=kind)).status_code == 200
 
 

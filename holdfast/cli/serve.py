@@ -42,8 +42,7 @@ async def run(
     """Serve a language model, applications, or both until a signal. Returns the exit code.
 
     `process` is the process of the language model's first engine. `cluster` sets the number of its engines. `threads`
-    is
-    the number of CPU threads of each application's engine. Raises EngineStartError, StoreError.
+    is the number of CPU threads of each application's engine. Raises EngineStartError, StoreError.
     """
     log_as(server)
     console = Console(highlight=False)

@@ -139,14 +139,10 @@ class PrefixTree(CountingRouter):
     """SGLang's cache-aware policy with its defaults (sgl-model-gateway, `policies/cache_aware.rs`).
 
     The load is unbalanced if the largest number of requests exceeds the smallest by more than `absolute` and by more
-    than
-    the factor `relative`. If so, the turn goes to the replica with the fewest requests. Otherwise, it goes to the
-    replica
-    that last received the turn's longest known prefix, if this prefix is more than the share `match` of the prompt. If
-    it
-    is not, the turn goes to the replica with the fewest requests. The tree consists of blocks here, and of characters
-    or
-    tokens in SGLang.
+    than the factor `relative`. If so, the turn goes to the replica with the fewest requests. Otherwise, it goes to the
+    replica that last received the turn's longest known prefix, if this prefix is more than the share `match` of the
+    prompt. If it is not, the turn goes to the replica with the fewest requests. The tree consists of blocks here, and
+    of characters or tokens in SGLang.
     """
 
     name: RouterName = "prefix-tree"

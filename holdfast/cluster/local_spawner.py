@@ -34,8 +34,7 @@ class LocalSpawner:
         """Prepare for at most `most` engines at the same time.
 
         `process` is the first engine's process, if it was started before; the caller ends it. Raises EngineStartError
-        if
-        there are too few GPUs.
+        if there are too few GPUs.
         """
         self._process = process
         self._gpus = [] if config.device == "cpu" else visible_gpus()

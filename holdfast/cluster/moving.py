@@ -41,8 +41,7 @@ class Mover:
         """Copy the blocks of a chain that `target` lacks from `source`. Returns the number of tokens copied.
 
         It is smaller, or 0, if the source no longer has all blocks, if one of the engines ends, or if the move takes
-        too
-        long. Nothing is lost then, because the missing tokens are computed again.
+        too long. Nothing is lost then, because the missing tokens are computed again.
         """
         tokens = len(chain) * self._block_size
         if not tokens or not (self.can(source) and self.can(target)):

@@ -154,8 +154,7 @@ class PricedRouter:
         """Return how much of a prompt each replica has, by the router's map. Replicas without any are left out.
 
         The first value is what a replica has when its current requests are computed. The second value is the number of
-        tokens
-        that other replicas may copy now.
+        tokens that other replicas may copy now.
         """
         most, size = max(0, turn.prompt_tokens - 1), self.rules.block_size
         held = self.prefixes.find(turn.chain).items()
@@ -172,13 +171,11 @@ class PricedRouter:
         """Choose the cheapest eligible replica. See `Router.choose`.
 
         Among replicas within a millisecond of the cheapest one, the one with the least recent work is chosen. So idle
-        replicas
-        share conversations by cost, not by number.
+        replicas share conversations by cost, not by number.
 
         A replica is not eligible if its load exceeds the lowest load by both `fair_ms` and the factor `fair_ratio`. A
         conversation does not return to the replica that it left less than `settle` seconds ago, unless no other replica
-        is
-        eligible.
+        is eligible.
         """
         able = ready(replicas)
         for replica in replicas:
@@ -319,12 +316,10 @@ class PricedRouter:
         """Return moves of idle conversations. See `Router.rebalance`.
 
         A replica is overloaded if its conversations' recent work exceeds the mean by the share `uneven`. The mean
-        counts as at
-        least half of the time, so mostly idle replicas are not rebalanced. Conversations with more than one turn leave
-        an
-        overloaded replica, the costliest first, as long as that brings it closer to the least loaded one. All
-        conversations
-        leave a draining replica. A conversation moves only if copying its state is faster than computing it again.
+        counts as at least half of the time, so mostly idle replicas are not rebalanced. Conversations with more than
+        one turn leave an overloaded replica, the costliest first, as long as that brings it closer to the least loaded
+        one. All conversations leave a draining replica. A conversation moves only if copying its state is faster than
+        computing it again.
         """
         able = {replica.name: replica for replica in replicas if replica.state is ReplicaState.READY}
         if not able:
@@ -415,8 +410,7 @@ class PricedRouter:
         """Return the ms to recompute the state that `tokens` new tokens displace at a replica.
 
         The estimate is based on the recent past: it takes the share of dropped blocks that were needed again when no
-        replica
-        had them.
+        replica had them.
         """
         prefixes = self.prefixes
         beyond = tokens - prefixes.room(replica) * self.rules.block_size

@@ -54,10 +54,8 @@ class RaySpawner:
         """Join a Ray cluster.
 
         `address` is host:port, or "auto". With "auto", the process joins the cluster on this host, or starts one if
-        there is
-        none. If the process already belongs to a cluster, `address` is ignored, and the process stays in that cluster
-        after
-        the engines have ended.
+        there is none. If the process already belongs to a cluster, `address` is ignored, and the process stays in that
+        cluster after the engines have ended.
 
         Each engine gets `cpus` CPUs, and one GPU per rank if the cluster has GPUs. Raises EngineStartError.
         """

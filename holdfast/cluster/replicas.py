@@ -4,8 +4,7 @@
 engine, where the tokens so far become the beginning of its answer. The client only notices a pause.
 
 A request may itself have caused its engine to end. So the requests of an ended engine are tried on another engine one
-at
-a time. If that engine ends as well, only the request on trial is given up.
+at a time. If that engine ends as well, only the request on trial is given up.
 """
 
 from __future__ import annotations
@@ -177,8 +176,7 @@ class Replicas:
         """Run a request. See `EngineClient.stream`.
 
         `conversation` is the id of the conversation that the request continues, if it is known. Raises EngineDead only
-        if no
-        replica can continue the request. Its message is sent to the client.
+        if no replica can continue the request. Its message is sent to the client.
         """
         self.fleet.check_alive()
         request_id = request_id or uuid.uuid4().hex
@@ -264,8 +262,7 @@ class Replicas:
         """Ask the engines how much they have of a prompt that the router does not know; None if that is useless.
 
         After a restart of the server or a replica, the router's map is empty, although the disk tier still has state.
-        State in
-        the other tiers ends with its engine, or can be reached from all engines.
+        State in the other tiers ends with its engine, or can be reached from all engines.
         """
         if self.config.disk_cache_dir is None or self.router.unknown(turn) < ASK_TOKENS:
             return None

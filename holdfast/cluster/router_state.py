@@ -41,12 +41,9 @@ class PrefixMap:
     """Map from a prefix, by the digest of its last block, to the replicas that have it.
 
     A digest identifies all tokens up to the end of its block. Only every STRIDE-th block and the last block of a chain
-    are
-    remembered. A remembered block represents the blocks before it, too, back to the previous multiple of STRIDE. A
-    replica
-    of known size has the blocks that it used last. As in an engine, the first blocks of a chain are dropped before its
-    last
-    blocks.
+    are remembered. A remembered block represents the blocks before it, too, back to the previous multiple of STRIDE. A
+    replica of known size has the blocks that it used last. As in an engine, the first blocks of a chain are dropped
+    before its last blocks.
     """
 
     def __init__(self, most: int, stride: int = STRIDE) -> None:

@@ -16,8 +16,7 @@ class Spawner(Protocol):
     """Starts and stops engines that all serve the same model with the same configuration.
 
     A number stands for a place, for example a GPU, and belongs to one replica at a time. It may be reused after `stop`.
-    All
-    methods are called on the API process's event loop. Calls for different numbers may overlap.
+    All methods are called on the API process's event loop. Calls for different numbers may overlap.
     """
 
     kind: str
@@ -34,8 +33,7 @@ class Spawner(Protocol):
         """Start an engine, and wait until it accepts requests. `on_progress` receives the name of each stage.
 
         Raises EngineStartError with the reason in one line. If the wait ends early, for example by cancellation, the
-        engine is
-        stopped.
+        engine is stopped.
         """
 
     async def stop(self, number: int, engine: EngineClient) -> None:

@@ -125,8 +125,7 @@ class Router(Protocol):
         """Return the number of prompt tokens that a replica may have without the router knowing.
 
         It is 0 for a known conversation, and for a policy that ignores state. Otherwise it is the largest number that
-        asking
-        the replicas could find.
+        asking the replicas could find.
         """
         ...
 

@@ -21,8 +21,7 @@ class OwnDirectory:
 
     If others could write to a directory, they could put links there, through which this process would overwrite files
     elsewhere. So a directory with another owner, or with write permission for others, is refused, and so are links in
-    it.
-    Because the directory is held open, it stays the checked one even if its path later leads elsewhere.
+    it. Because the directory is held open, it stays the checked one even if its path later leads elsewhere.
     """
 
     def __init__(self, path: Path, parent: OwnDirectory | None = None) -> None:

@@ -114,8 +114,7 @@ def check_regular_below(directory: Path) -> None:
     """Raises OSError if a directory holds anything but regular files, directories, and links to them.
 
     This is for directories whose files a library opens by name. A link without a target is accepted: only code that
-    needs
-    the target fails.
+    needs the target fails.
     """
     with os.scandir(directory) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):

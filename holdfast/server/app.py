@@ -86,8 +86,7 @@ def create_app(
     """Create the HTTP application over started engines.
 
     They serve a language model with an open store, applications, or both. `app.state.jobs` holds the tuning jobs and
-    the
-    batches, which must be started and closed in this order. `app.state.responses.close()` closes the store.
+    the batches, which must be started and closed in this order. `app.state.responses.close()` closes the store.
     `app.state.tracing`, if present, must be closed at the end. `app.state.admissions` counts the requests in progress.
     `app.state.clients` holds the clients of all engines.
     """
@@ -265,10 +264,8 @@ class BrowserCheck:
     """For a server without keys: refuses requests that another web site makes a local browser send.
 
     Three attacks are refused. A site whose name was rebound to this address (DNS rebinding) sends its own name as the
-    host.
-    A site that posts without a CORS preflight cannot declare its body as JSON. Some changes need no body, so a method
-    that
-    may change something must come with this server as the browser's `Origin`.
+    host. A site that posts without a CORS preflight cannot declare its body as JSON. Some changes need no body, so a
+    method that may change something must come with this server as the browser's `Origin`.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -319,8 +316,7 @@ class BrowserCheck:
         """Return the error for a request of another web site that may change something; None for other requests.
 
         A browser sends the site as `Origin`. Behind a proxy that changes the host, `Sec-Fetch-Site` still shows that
-        the
-        origin is this server. No page can forge this header.
+        the origin is this server. No page can forge this header.
         """
         headers = dict(scope["headers"])
         given = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"origin"]

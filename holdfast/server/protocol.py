@@ -634,8 +634,7 @@ def read_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Convert one message for the chat template: role, text, calls and reasoning, or a result. Raises ApiError.
 
     The message's own `name` field is dropped, because chat templates do not use it. The argument `name` is the path of
-    the
-    message in the request.
+    the message in the request.
     """
     role = CHAT_ROLES[checked_role(message, name, CHAT_ROLES)]
     refuse_extra(message, (*MESSAGE_FIELDS, *ROLE_FIELDS.get(role, ())), name)

@@ -153,8 +153,7 @@ class Service:
         """Lane of batch lines.
 
         Batch lines have their own admission and thread, so they cannot take a chat's place or delay its tokenizing.
-        They hold
-        at most half of the engine's queue.
+        They hold at most half of the engine's queue.
         """
         self.tuned: dict[str, tuple[str, str]] = {}
         """Tenant and job by adapter name, for adapters that tuning jobs wrote. Only that tenant may use them."""
@@ -481,8 +480,7 @@ async def side_by_side(
     """Merge streams, as their deltas arrive. Streams are numbered across all groups.
 
     The streams of a group have the same prompt. The first one starts alone. The others start at its first delta, when
-    the
-    blocks of the prompt are cached.
+    the blocks of the prompt are cached.
     """
     if len(groups) == 1 and len(groups[0]) == 1:
         async for delta in groups[0][0]:

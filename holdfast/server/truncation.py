@@ -49,10 +49,8 @@ class Truncation:
         """Call `build` with the messages that stay. Returns its result, whose length is the prompt's in tokens.
 
         `answer` is the maximum number of tokens of the answer; None if it is unknown. The prompt also contains the
-        tools of
-        `toolset`. If not even the last turn fits, the result is a prompt that is too long. Raises the exceptions of
-        `build`,
-        and ValueError if a message's text cannot be tokenized.
+        tools of `toolset`. If not even the last turn fits, the result is a prompt that is too long. Raises the
+        exceptions of `build`, and ValueError if a message's text cannot be tokenized.
         """
         room = self._context - (answer or 1)
         budget = self._context - max(answer or 0, self._context // ANSWER_SHARE)
@@ -105,8 +103,7 @@ def first_kept(roles: Sequence[str], sizes: Sequence[int], budget: int) -> int:
 
     The message begins a turn: a user's message with the answers and calls up to the next one. The function replays the
     conversation in order. Whenever a message that the model did not write exceeds the budget, it drops earlier turns
-    until
-    half of the budget is full. It never drops that message's own turn.
+    until half of the budget is full. It never drops that message's own turn.
     """
     first, turn, total = 0, 0, sum(size for role, size in zip(roles, sizes, strict=True) if role == "system")
     for at, (role, size) in enumerate(zip(roles, sizes, strict=True)):

@@ -35,8 +35,7 @@ class Viewers:
     """Has the engine report its activity while there are viewers, and sends the reports to all of them.
 
     A viewer who comes later first receives the state that the others already have. Memory is bounded: by the contents
-    of a
-    report, by MOST_STEPS, and by MOST_UNSENT for each viewer.
+    of a report, by MOST_STEPS, and by MOST_UNSENT for each viewer.
     """
 
     def __init__(self, client: EngineClient, replica: str = "", replicas: Callable[[], Sequence[str]] = tuple) -> None:

@@ -75,8 +75,7 @@ class Listing:
         """Find conversations whose metadata or items contain `wanted`, ignoring case. Each has its `match`.
 
         Returns a page of found conversations, the id of the last conversation that was read, and whether there are more
-        to
-        read. A page can be short or empty, because one search reads only a bounded amount.
+        to read. A page can be short or empty, because one search reads only a bounded amount.
         """
         wanted, found, size = wanted.casefold(), list[dict[str, Any]](), 0
         with self._database.read() as db:

@@ -437,8 +437,7 @@ class ResponseShape:
         """Yield the last events of a stream. They are sent once the response is stored.
 
         OpenAI's types have no event for a cancelled response, so its last event is response.incomplete. The status in
-        the
-        event's response is `cancelled`.
+        the event's response is `cancelled`.
         """
         items: list[Item] = self.response["output"]
         if items:

@@ -29,8 +29,7 @@ class Store:
     """Synchronous store for one writing and one reading thread. `AsyncStore` runs it off the event loop.
 
     Each method of its parts is one transaction, which is committed whole or not at all. If the process dies, all
-    committed
-    turns stay. Every method takes the tenant, and finds only this tenant's objects.
+    committed turns stay. Every method takes the tenant, and finds only this tenant's objects.
     """
 
     def __init__(self, database: Database, bounds: Bounds, now: Callable[[], float] = time.time) -> None:
@@ -106,8 +105,7 @@ class AsyncStore:
         """Run `work` and return its result. If the caller is cancelled, the work still completes.
 
         Raises ApiError if the store refuses the work or the database fails, for example on a full disk. Then nothing of
-        the
-        work is stored. `param` is the request's parameter that names the object, if there is one.
+        the work is stored. `param` is the request's parameter that names the object, if there is one.
         """
 
         def write(store: Store) -> T:

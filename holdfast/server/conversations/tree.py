@@ -50,8 +50,7 @@ class Tree:
         """Return all turns, each after its parent, older siblings first, and `head`, the turn to continue from.
 
         A deleted turn is left out, and its children get its parent. `running` is true if another server is writing the
-        turn.
-        Raises Conflict if the tree is too large.
+        turn. Raises Conflict if the tree is too large.
         """
         with self._database.read() as db:
             row = self._find(db, tenant, conversation)

@@ -83,8 +83,7 @@ class TurnStore:
         """Store a turn, and append its items to its conversation if it has one.
 
         `begun` means that the beginning of this turn was stored earlier and is replaced now. Raises Conflict if the
-        parent,
-        the conversation or that beginning was deleted or has changed.
+        parent, the conversation or that beginning was deleted or has changed.
         """
         status, context = turn.response["status"], turn.context
         thread = context.thread or turn.conversation or turn.id

@@ -295,8 +295,7 @@ class Writing:
         """Store the whole turn, with its items and raw tokens, in one transaction.
 
         If the answer has several parts, its tokens are not stored, because the template renders the parts differently
-        from
-        the generated text.
+        from the generated text.
         """
         if not self.wanted.store and self.wanted.conversation is None:
             return

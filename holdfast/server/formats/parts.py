@@ -63,8 +63,7 @@ class Parser:
     """A parser whose state is a method. The method reads from `rest`, and returns whether the next state can go on now.
 
     The first state is `outside`, where a subclass looks for the beginning of a call. After a call it returns there.
-    Blanks
-    around calls are dropped.
+    Blanks around calls are dropped.
     """
 
     def __init__(self) -> None:

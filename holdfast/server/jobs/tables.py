@@ -364,8 +364,7 @@ class JobTable(_OwnedTable):
         """Add a job. Raises NotFound for its files, WrongPurpose for files for another purpose, TooMany.
 
         `kept` is the maximum number of a tenant's jobs with adapters, and also of its ended jobs without adapters.
-        Beyond
-        it, the oldest ended jobs without adapters are deleted.
+        Beyond it, the oldest ended jobs without adapters are deleted.
         """
         with self._database.write() as db:
             for param, id in (("training_file", job.training_file), ("validation_file", job.validation_file)):

@@ -557,8 +557,7 @@ class TuningRunner:
         """Load the adapters that a job should serve to its tenant, and unload its older ones.
 
         If an engine ended while it loaded an adapter, the adapter is loaded again once no batch line is suspected.
-        After
-        the second such end, it is given up.
+        After the second such end, it is given up.
         """
         self.announce(job)
         wanted = {name: step for name, step in job.served.items() if name not in self._client.adapters}

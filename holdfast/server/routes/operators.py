@@ -67,8 +67,7 @@ def check_operator(request: Request, config: ServerConfig) -> bool:
     """Return whether the request has an operator's key. Raises ApiError if it may not see operators' data.
 
     Returns False for a request from this machine to a server without keys, which needs none. The error is 401 if only
-    an
-    operator's key is configured, and otherwise 403.
+    an operator's key is configured, and otherwise 403.
     """
     if request.state.operator:
         return True

@@ -104,10 +104,8 @@ def add_status_routes(
         """200 if each engine answers; 503 if one does not, or if the server drains.
 
         With replicas, one that answers is enough. For operators, the body has the state of each replica. If the store
-        or the
-        remote cache fails, the status is still 200, because some or all requests can be served, and the body reports
-        the
-        failure.
+        or the remote cache fails, the status is still 200, because some or all requests can be served, and the body
+        reports the failure.
         """
         state = request.app.state
         client = service.client if service is not None and isinstance(service.client, Replicas) else None

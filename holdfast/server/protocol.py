@@ -516,8 +516,7 @@ def check_items(body: bytes, what: str, param: str | None = None) -> None:
     if containers > MAX_CONTAINERS:
         raise invalid(f"{what} holds {containers} brackets and braces; at most {MAX_CONTAINERS} are taken", param)
     # A quote within a text follows a backslash, so it is not counted. Neither is the closing quote of a string that
-    # ends
-    # in a backslash, so the count is a lower bound.
+    # ends in a backslash, so the count is a lower bound.
     strings = (body.count(b'"') - body.count(b'\\"')) // 2
     if strings > MAX_STRINGS:
         raise invalid(f"{what} holds {strings} strings; at most {MAX_STRINGS} are taken", param)

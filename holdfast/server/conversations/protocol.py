@@ -560,10 +560,10 @@ LAST_EVENTS = {"completed": "completed", "incomplete": "incomplete", "cancelled"
 
 
 def replay(response: Response, after: int = -1) -> Iterator[Event]:
-    """Yield an ended background response's events above `after`, made from the response, because its own were dropped.
+    """Rebuild the events above number `after` of an ended background response from the response itself.
 
-    All text comes as one delta, so there may be fewer events than the original ones. The last event, which contains the
-    response, is always yielded.
+    Used once the original events are dropped. Each text is one delta, so there may be fewer events than originally. The
+    last event, which contains the response, is always yielded.
     """
     *events, last = list(_replayed(_begun(response), response))
     yield from (event for event in events if event["sequence_number"] > after)

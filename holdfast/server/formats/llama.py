@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from holdfast.server.formats.objects import CallObject
-from holdfast.server.formats.parts import Parser
+from holdfast.server.formats.objects import ObjectParser
 
 TAG = "<|python_tag|>"
 
 
-class LlamaCalls(Parser):
+class LlamaCalls(ObjectParser):
     """Reads calls of Llama 3.
 
     Without the tag, JSON counts as a call only if it names a known tool.
@@ -22,9 +21,6 @@ class LlamaCalls(Parser):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__()
         self._names = names
-        self._object = CallObject(self)
-        self._opening = ""
-        """Text before the object. It belongs to the answer if the object is not a call."""
         self.state = self._start
 
     def _start(self) -> bool:
@@ -55,19 +51,11 @@ class LlamaCalls(Parser):
         return True
 
     def _expect(self, opening: str, names: Collection[str] | None) -> None:
-        self._opening, self._object = opening, CallObject(self, names)
+        self.begin_object(opening, names)
         self.state = self._read
 
     def _read(self) -> bool:
-        ended = self._object.read()
-        if not ended and not (self.last and not self._object.begun):
-            return False
-        if self._object.begun:
-            self.state = self._after
-        else:
-            self.speak(self._opening + self._object.raw)
-            self.state = self.outside
-        return ended
+        return self.read_object(self._after)
 
     def _after(self) -> bool:
         """Read what follows a call: another call, or text."""

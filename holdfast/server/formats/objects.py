@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from holdfast.server.formats.parts import Parser
 
@@ -171,3 +171,30 @@ class CallObject:
             self._parser.argue("{}")
         self.done = True
         return at + 1
+
+
+class ObjectParser(Parser):
+    """Base class of parsers whose calls are JSON objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.object = CallObject(self)
+        """Object that is being read."""
+        self.opening = ""
+        """Text before the object. It belongs to the answer if the object is not a call."""
+
+    def begin_object(self, opening: str = "", known: Collection[str] | None = None) -> None:
+        """Begin to read an object, after the text `opening`. `known` are the names that make it a call."""
+        self.opening, self.object = opening, CallObject(self, known)
+
+    def read_object(self, after: Callable[[], bool]) -> bool:
+        """Read more of the object. The next state is `after` if it is a call, otherwise `outside`."""
+        ended = self.object.read()
+        if not ended and not (self.last and not self.object.begun):
+            return False
+        if self.object.begun:
+            self.state = after
+        else:
+            self.speak(self.opening + self.object.raw)
+            self.state = self.outside
+        return ended

@@ -19,8 +19,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.server.formats.objects import CallObject
-from holdfast.server.formats.parts import Parser, held_back
+from holdfast.server.formats.objects import ObjectParser
+from holdfast.server.formats.parts import held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -29,7 +29,7 @@ WORDS = {"true": True, "false": False, "null": None, "none": None}
 """Values that are also accepted in Python's spelling."""
 
 
-class TaggedCalls(Parser):
+class TaggedCalls(ObjectParser):
     """Reads JSON calls and XML calls. The model may write either."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, bare: bool = False) -> None:
@@ -40,9 +40,6 @@ class TaggedCalls(Parser):
         super().__init__()
         self._tags = (OPEN, FUNCTION) if bare else (OPEN,)
         self._schemas = schemas
-        self._object = CallObject(self)
-        self._opening = ""
-        """Text before a call. It belongs to the answer if no call follows."""
         self._properties: Mapping[str, Any] = {}
         self._count = 0
         """Number of arguments of the current function so far."""
@@ -62,9 +59,10 @@ class TaggedCalls(Parser):
         begun = self.rest.lstrip()
         if not begun:
             return False
-        self._opening = OPEN + self.rest[: len(self.rest) - len(begun)]
+        opening = OPEN + self.rest[: len(self.rest) - len(begun)]
         if begun[0] == "{":
-            self.rest, self._object = begun, CallObject(self)
+            self.rest = begun
+            self.begin_object(opening)
             self.state = self._json
         elif begun.startswith(FUNCTION):
             self.rest = begun[len(FUNCTION) :]
@@ -73,7 +71,7 @@ class TaggedCalls(Parser):
             return False
         else:
             self.rest = begun
-            self._no_call(self._opening)
+            self._no_call(opening)
         return True
 
     def _no_call(self, text: str) -> None:
@@ -82,15 +80,7 @@ class TaggedCalls(Parser):
         self.state = self.outside
 
     def _json(self) -> bool:
-        if not self._object.read():
-            if self.last and not self._object.begun:
-                self._no_call(self._opening + self._object.raw)
-            return False
-        if self._object.begun:
-            self.state = self._after
-        else:
-            self._no_call(self._opening + self._object.raw)
-        return True
+        return self.read_object(self._after)
 
     def _after(self) -> bool:
         """Read the text after a call: the closing tag, or another call within the tag."""

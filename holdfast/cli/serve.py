@@ -178,7 +178,7 @@ def lower_tiers(engine: EngineConfig, info: EngineInfo) -> dict[str, str]:
     if engine.disk_cache_dir is not None:
         rows["disk tier"] = f"{engine.disk_cache_gb:g} GB in {engine.disk_cache_dir}"
     if engine.remote_cache is not None:
-        works = f", which does not work now ({info.remote_trouble})" if info.remote_trouble else ""
+        works = f" that fails now ({info.remote_trouble})" if info.remote_trouble else ""
         rows["remote tier"] = f"Redis on {urlsplit(engine.remote_cache).hostname or 'a socket of this host'}{works}"
     return rows
 

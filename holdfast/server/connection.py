@@ -16,7 +16,7 @@ from holdfast.server.replies import encode
 
 MAX_HEADER_BYTES = 64 * 1024
 UPLOAD_RATE = 256 * 1024
-"""Minimum average rate in bytes per second at which a client must send a long body. The configured `body_seconds` are added.
+"""Minimum average rate in bytes per second for a long body. Each body also has the configured `body_seconds`.
 
 Routes without uploads refuse a long body by its declared length, before they receive any of it.
 """

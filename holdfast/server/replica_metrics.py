@@ -30,9 +30,11 @@ class ReplicaMetrics(Collector):
         """Yield the metrics as of the last check of each replica, at most a second ago."""
         members = self._replicas.members
         up = GaugeMetricFamily("holdfast_replica_up", "1 if the replica takes requests", labels=["replica"])
-        requests = GaugeMetricFamily("holdfast_replica_requests", "Requests that the replica has", labels=["replica"])
+        requests = GaugeMetricFamily(
+            "holdfast_replica_requests", "Requests in progress on the replica", labels=["replica"]
+        )
         restarts = CounterMetricFamily(
-            "holdfast_replica_restarts", "Times that the replica's engine ended unasked", labels=["replica"]
+            "holdfast_replica_restarts", "Times that the replica's engine ended unexpectedly", labels=["replica"]
         )
         taken = CounterMetricFamily(
             "holdfast_replica_requests_taken", "Requests that were sent to the replica", labels=["replica"]

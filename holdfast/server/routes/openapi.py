@@ -177,9 +177,9 @@ class Reply(NamedTuple):
         return content
 
 
-LIMIT = ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "most entries of the page")
+LIMIT = ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "maximum number of entries")
 ORDER = ("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}, "oldest or newest first")
-AFTER = ("after", TEXT, "the id of the last entry of the page before")
+AFTER = ("after", TEXT, "the id of the last entry of the previous page")
 PAGE = (LIMIT, AFTER)
 
 TUNING = "/v1/fine_tuning/jobs"
@@ -242,18 +242,18 @@ REPLIES: Mapping[str, Reply] = {
 
 QUERIES: Mapping[str, tuple[tuple[str, Schema, str], ...]] = {
     "GET /v1/responses/{response_id}": (
-        ("stream", TRUTH, "the events of a background response"),
-        ("starting_after", COUNT, "with stream: the sequence_number of the last event that is known"),
+        ("stream", TRUTH, "return the events of a background response"),
+        ("starting_after", COUNT, "with stream: the sequence_number of the last known event"),
     ),
     "GET /v1/responses/{response_id}/input_items": (LIMIT, ORDER, AFTER),
-    "GET /v1/conversations": (LIMIT, AFTER, ("search", TEXT, "only conversations that have this in them")),
-    "DELETE /v1/conversations/{conversation_id}": (("responses", TRUTH, "delete its responses, too"),),
+    "GET /v1/conversations": (LIMIT, AFTER, ("search", TEXT, "only conversations that contain this text")),
+    "DELETE /v1/conversations/{conversation_id}": (("responses", TRUTH, "also delete its responses"),),
     "GET /v1/conversations/{conversation_id}/items": (LIMIT, ORDER, AFTER),
     "GET /v1/files": (
         ("limit", {"type": "integer", "minimum": 1, "maximum": 10000, "default": 10000}, LIMIT[2]),
         ORDER,
         AFTER,
-        ("purpose", TEXT, "only files for this"),
+        ("purpose", TEXT, "only files for this purpose"),
     ),
     "GET /v1/batches": PAGE,
     f"GET {TUNING}": PAGE,
@@ -294,7 +294,7 @@ def describe(operation: Schema, route: str, path: str) -> None:
     error = {"application/json": {"schema": ref(kind)}}
     operation["responses"] = {
         "200": {"description": "Done", "content": REPLIES.get(route, Reply("Any")).content()},
-        "4XX": {"description": "Refused; the message says why", "content": error},
+        "4XX": {"description": "Refused; the message gives the reason", "content": error},
         "5XX": {"description": "Not served now (503), or failed", "content": error},
     }
     for name, schema, what in QUERIES.get(route, ()):

@@ -222,7 +222,7 @@ async def test_requests_without_a_seed_get_one_that_they_keep(started: Any) -> N
     assert None not in seeds and seeds[0] == seeds[1] != seeds[2]
 
 
-async def test_a_request_that_ends_engine_after_engine_is_given_up(started: Any) -> None:
+async def test_a_request_that_ends_several_engines_is_given_up(started: Any) -> None:
     def poisoned(engine: Scripted) -> None:
         engine.dies_at = 1
 
@@ -253,7 +253,7 @@ async def test_a_stream_that_gets_tokens_between_outlives_at_most_three_engines(
     assert replicas.counts.resumed == 3
 
 
-async def test_requests_next_to_one_that_kills_engines_outlive_it(started: Any) -> None:
+async def test_requests_that_run_with_one_that_kills_engines_are_answered(started: Any) -> None:
     def slow(engine: Scripted) -> None:
         engine.prefill = 0.02
 

@@ -192,7 +192,7 @@ async def test_attempts_are_forgotten_with_the_answer_and_with_the_batch(tmp_pat
             assert db.execute(sqlalchemy.select(attempt_table.attempts)).all() == []
 
 
-async def test_a_line_that_ends_replica_after_replica_is_not_tried_again(tmp_path: Path) -> None:
+async def test_a_line_that_ends_several_replicas_is_not_tried_again(tmp_path: Path) -> None:
     from holdfast.cluster.replicas import ReplicaLost
 
     client = FakeClient(refuse=ReplicaLost("2 replicas ended while they had this request"))
@@ -202,9 +202,7 @@ async def test_a_line_that_ends_replica_after_replica_is_not_tried_again(tmp_pat
         assert failed["response"]["body"]["error"]["code"] == "replica_lost"
 
 
-async def test_a_batch_whose_check_ends_server_after_server_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_batch_whose_check_ends_several_servers_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading = asyncio.Event()
 
     def kills(*arguments: Any) -> Any:

@@ -11,14 +11,23 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.client import connection
 from holdfast.engine.client.client import AdapterError, EngineClient
 from holdfast.engine.client.connection import CLOCKS, EngineDead, QueueFull
 from holdfast.engine.client.tuning import JobEnded, JobInfo, JobStart, JobStep, TuningError
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
+from holdfast.lm.parts.adapters.messages import (
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
+from holdfast.lm.parts.tuning.messages import ChangeJob, JobChanged, JobProgress, JobRefused, JobStarted, StartJob
 from tests.engine.client.test_stream import Letters
 from tests.fake_engine import engine_info
 
@@ -200,18 +209,18 @@ async def test_each_question_gets_its_own_answer_and_an_answer_that_nobody_await
     finds = [asyncio.ensure_future(client.found([bytes([number])])) for number in range(2)]
     fetch = asyncio.ensure_future(client.fetch([b"a", b"b", b"c"], [0, 2], "there:1"))
     await asyncio.sleep(0)
-    first, second = wire(client).of(messages.FindChunks)
-    (asked,) = wire(client).of(messages.FetchChunks)
+    first, second = wire(client).of(FindChunks)
+    (asked,) = wire(client).of(FetchChunks)
     assert (asked.digests, asked.indices, asked.source) == ([b"a", b"c"], [0, 2], "there:1")
-    client._take(messages.ChunksFound(second.number, 1, 2, 3))
-    client._take(messages.ChunksFetched(asked.number, 32, "half of it"))
+    client._take(ChunksFound(second.number, 1, 2, 3))
+    client._take(ChunksFetched(asked.number, 32, "half of it"))
     assert (await finds[1], await fetch) == (Found(1, 2, 3), 32) and not finds[0].done()
-    client._take(messages.ChunksFound(first.number, 0, 0, 0))
+    client._take(ChunksFound(first.number, 0, 0, 0))
     assert await finds[0] == Found()
     for _ in range(2):
-        client._take(messages.ChunksFound(first.number, 9, 9, 9))
-        client._take(messages.ChunksFetched(asked.number, 9))
-    assert not client._searches and not client._fetches and not wire(client).of(messages.StopFetch)
+        client._take(ChunksFound(first.number, 9, 9, 9))
+        client._take(ChunksFetched(asked.number, 9))
+    assert not client._searches and not client._fetches and not wire(client).of(StopFetch)
 
 
 async def test_a_fetch_that_nobody_awaits_any_longer_is_stopped(client: EngineClient) -> None:
@@ -219,8 +228,8 @@ async def test_a_fetch_that_nobody_awaits_any_longer_is_stopped(client: EngineCl
     await asyncio.sleep(0)
     fetch.cancel()
     await asyncio.gather(fetch, return_exceptions=True)
-    (asked,) = wire(client).of(messages.FetchChunks)
-    assert [message.number for message in wire(client).of(messages.StopFetch)] == [asked.number]
+    (asked,) = wire(client).of(FetchChunks)
+    assert [message.number for message in wire(client).of(StopFetch)] == [asked.number]
     assert not client._fetches
 
 
@@ -256,7 +265,7 @@ ONE, TWO = (AdapterInfo(content, "a", 8, 100, ("q_proj",)) for content in ("a@1"
 async def loaded(client: EngineClient, info: AdapterInfo, **options: Any) -> AdapterInfo:
     loading = asyncio.ensure_future(client.load_adapter(info.name, "/there", **options))
     await asyncio.sleep(0)
-    client._take(messages.AdapterLoaded(wire(client).of(messages.LoadAdapter)[-1].number, info))
+    client._take(AdapterLoaded(wire(client).of(LoadAdapter)[-1].number, info))
     return await loading
 
 
@@ -265,9 +274,9 @@ async def test_a_replaced_adapter_is_unloaded_and_one_of_equal_content_is_not(cl
     with pytest.raises(AdapterError, match="the name a is taken"):
         await client.load_adapter("a", "/there")
     assert await loaded(client, ONE, replace=True) == ONE
-    assert not wire(client).of(messages.UnloadAdapter)
+    assert not wire(client).of(UnloadAdapter)
     assert await loaded(client, TWO, replace=True) == TWO and client.adapters == {"a": TWO}
-    assert [message.adapter for message in wire(client).of(messages.UnloadAdapter)] == ["a@1"]
+    assert [message.adapter for message in wire(client).of(UnloadAdapter)] == ["a@1"]
 
 
 @pytest.mark.parametrize("name", ["m", "alias", "job-adapter"])
@@ -284,8 +293,8 @@ async def test_a_name_changes_once_at_a_time_and_again_after_a_refusal(client: E
     for change in (client.load_adapter("a", "/other"), client.unload_adapter("a")):
         with pytest.raises(AdapterError, match="adapter a is being loaded or unloaded"):
             await change
-    (asked,) = wire(client).of(messages.LoadAdapter)
-    client._take(messages.AdapterRefused(asked.number, "it is bad"))
+    (asked,) = wire(client).of(LoadAdapter)
+    client._take(AdapterRefused(asked.number, "it is bad"))
     with pytest.raises(AdapterError, match="it is bad"):
         await loading
     assert client.adapters == {} and not client._asked
@@ -293,9 +302,9 @@ async def test_a_name_changes_once_at_a_time_and_again_after_a_refusal(client: E
     unloading = asyncio.ensure_future(client.unload_adapter("a"))
     await asyncio.sleep(0)
     assert client.adapters == {}, "no new request may name it"
-    (unload,) = wire(client).of(messages.UnloadAdapter)
+    (unload,) = wire(client).of(UnloadAdapter)
     assert unload.adapter == "a@1" and not unloading.done()
-    client._take(messages.AdapterUnloaded(unload.number))
+    client._take(AdapterUnloaded(unload.number))
     await unloading
     with pytest.raises(AdapterError) as missing:
         await client.unload_adapter("a")
@@ -385,18 +394,16 @@ async def tuned(client: EngineClient) -> Any:
     starting = asyncio.ensure_future(client.tuning.start(JOB))
     for _ in range(3):
         await asyncio.sleep(0)
-    client._take(messages.JobStarted(wire(client).of(messages.StartJob)[-1].number, job_info()))
+    client._take(JobStarted(wire(client).of(StartJob)[-1].number, job_info()))
     return await starting
 
 
 async def test_a_jobs_events_come_in_order_to_its_own_run_and_its_end_is_the_last(client: EngineClient) -> None:
     run = await tuned(client)
     steps = [JobStep("j", number, 3, 10, 0.5) for number in (1, 2)]
-    client._take(messages.JobProgress([steps[0], JobStep("other", 1, 3, 10, 0.5)]))
-    client._take(
-        messages.JobProgress([steps[1], JobEnded("j", "succeeded", adapter=AdapterInfo("t@1", "tuned", 8, 100, ()))])
-    )
-    client._take(messages.JobProgress([JobStep("j", 3, 3, 10, 0.5)]))
+    client._take(JobProgress([steps[0], JobStep("other", 1, 3, 10, 0.5)]))
+    client._take(JobProgress([steps[1], JobEnded("j", "succeeded", adapter=AdapterInfo("t@1", "tuned", 8, 100, ()))]))
+    client._take(JobProgress([JobStep("j", 3, 3, 10, 0.5)]))
     events = [event async for event in run.events()]
     assert events[:2] == steps and len(events) == 3 and isinstance(events[2], JobEnded)
     assert client.adapters["tuned"].id == "t@1" and not client.tuning.runs and not client.tuning.names
@@ -410,12 +417,12 @@ async def test_an_id_or_a_name_of_a_job_is_taken_until_it_has_ended_or_was_refus
         await client.tuning.start(JOB)
     with pytest.raises(TuningError, match="the name tuned is taken"):
         await client.tuning.start(job_start("k", "tuned"))
-    client._take(messages.JobRefused(wire(client).of(messages.StartJob)[0].number, "it is bad"))
+    client._take(JobRefused(wire(client).of(StartJob)[0].number, "it is bad"))
     with pytest.raises(TuningError, match="it is bad"):
         await starting
     await tuned(client)
     assert client.tuning.names == {"tuned"} and [*client.tuning.runs] == ["j"]
-    client._take(messages.JobProgress([JobEnded("j", "failed", "it is bad")]))
+    client._take(JobProgress([JobEnded("j", "failed", "it is bad")]))
     assert client.tuning.names == set()
     assert (await tuned(client)).id == "j"
 
@@ -426,14 +433,14 @@ async def test_a_change_of_a_job_waits_until_the_engine_has_it(client: EngineCli
     changing = asyncio.ensure_future(getattr(run, action)())
     for _ in range(3):
         await asyncio.sleep(0)
-    (change,) = wire(client).of(messages.ChangeJob)
+    (change,) = wire(client).of(ChangeJob)
     assert (change.job, change.action) == ("j", action) and not changing.done()
-    client._take(messages.JobChanged(change.number))
+    client._take(JobChanged(change.number))
     await changing
     again = asyncio.ensure_future(getattr(run, action)())
     for _ in range(3):
         await asyncio.sleep(0)
-    client._take(messages.JobRefused(wire(client).of(messages.ChangeJob)[1].number, "there is no open job j", True))
+    client._take(JobRefused(wire(client).of(ChangeJob)[1].number, "there is no open job j", True))
     with pytest.raises(TuningError) as refused:
         await again
     assert refused.value.missing
@@ -444,7 +451,7 @@ async def test_a_change_of_a_job_waits_until_the_engine_has_it(client: EngineCli
 async def test_a_run_ends_with_its_engine_after_the_events_that_had_come(client: EngineClient) -> None:
     run = await tuned(client)
     step = JobStep("j", 1, 3, 10, 0.5)
-    client._take(messages.JobProgress([step]))
+    client._take(JobProgress([step]))
     client._take(messages.Failure("the GPU is gone"))
     seen = []
     with pytest.raises(EngineDead, match="the GPU is gone"):

@@ -15,6 +15,9 @@ from holdfast.engine.process.handler import Gate, Handler, Router, find
 from holdfast.engine.process.requests import ClockHandler, RequestHandler, StatsHandler
 from holdfast.engine.process.serve import AWAITED_SECONDS, await_messages, do_step
 from holdfast.engine.process.step_log import StepLog
+from holdfast.lm.parts.adapters.messages import AdapterRefused, AdapterUnloaded, LoadAdapter, UnloadAdapter
+from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
+from holdfast.lm.parts.tuning.messages import ChangeJob, JobRefused, StartJob
 from holdfast.lm.types import SchedulerStats, StepPlan, StepResult
 
 
@@ -31,7 +34,7 @@ class Taking(Handler):
 
     def answers(self) -> Iterable[Any]:
         while self.taken:
-            yield messages.AdapterUnloaded(self.taken.pop(0).number)
+            yield AdapterUnloaded(self.taken.pop(0).number)
 
     def stats(self) -> dict[str, float]:
         return self._stats
@@ -54,12 +57,12 @@ class Taking(Handler):
 
 def test_each_message_goes_to_the_handler_of_its_kind_in_order_and_answers_wait_until_they_are_sent() -> None:
     sent: list[Any] = []
-    adapters, jobs, silent = Taking(messages.LoadAdapter, messages.UnloadAdapter), Taking(messages.ChangeJob), Handler()
+    adapters, jobs, silent = Taking(LoadAdapter, UnloadAdapter), Taking(ChangeJob), Handler()
     router = Router([adapters, jobs, silent], sent.append)
     arrived = [
-        messages.UnloadAdapter(1, "a"),
-        messages.ChangeJob(2, "j", "pause"),
-        messages.LoadAdapter(3, "b", "/there"),
+        UnloadAdapter(1, "a"),
+        ChangeJob(2, "j", "pause"),
+        LoadAdapter(3, "b", "/there"),
     ]
     assert router.receive(arrived)
     assert (adapters.taken, jobs.taken, sent) == ([arrived[0], arrived[2]], [arrived[1]], [])
@@ -72,29 +75,29 @@ def test_each_message_goes_to_the_handler_of_its_kind_in_order_and_answers_wait_
 @pytest.mark.parametrize(
     ("message", "answer"),
     [
-        (messages.LoadAdapter(4, "a", "/there"), messages.AdapterRefused),
-        (messages.UnloadAdapter(4, "a"), messages.AdapterRefused),
-        (messages.StartJob(4, None), messages.JobRefused),  # type: ignore[arg-type]
-        (messages.ChangeJob(4, "j", "pause"), messages.JobRefused),
-        (messages.FindChunks(4, [b"a"]), messages.ChunksFound),
-        (messages.FetchChunks(4, [b"a"], [0], "there:1", 16), messages.ChunksFetched),
+        (LoadAdapter(4, "a", "/there"), AdapterRefused),
+        (UnloadAdapter(4, "a"), AdapterRefused),
+        (StartJob(4, None), JobRefused),  # type: ignore[arg-type]
+        (ChangeJob(4, "j", "pause"), JobRefused),
+        (FindChunks(4, [b"a"]), ChunksFound),
+        (FetchChunks(4, [b"a"], [0], "there:1", 16), ChunksFetched),
     ],
 )
 def test_a_message_whose_part_is_off_is_answered_at_once_by_its_number(message: Any, answer: type) -> None:
     sent: list[Any] = []
-    assert Router([], sent.append).receive([message, messages.StopFetch(4)])
+    assert Router([], sent.append).receive([message, StopFetch(4)])
     (said,) = sent
     assert isinstance(said, answer) and said.number == 4  # type: ignore[attr-defined]
-    if isinstance(said, messages.ChunksFound | messages.ChunksFetched):
+    if isinstance(said, ChunksFound | ChunksFetched):
         assert getattr(said, "tokens", 0) == 0 and getattr(said, "device", 0) == 0
     else:
         assert "this engine" in said.reason  # type: ignore[attr-defined]
 
 
 def test_nothing_behind_the_message_that_ends_the_engine_is_taken() -> None:
-    handler = Taking(messages.ChangeJob)
+    handler = Taking(ChangeJob)
     router = Router([handler], lambda message: None)
-    first, last = (messages.ChangeJob(number, "j", "pause") for number in (1, 2))
+    first, last = (ChangeJob(number, "j", "pause") for number in (1, 2))
     assert not router.receive([first, messages.Shutdown(), last])
     assert handler.taken == [first]
 

@@ -84,9 +84,7 @@ def test_each_message_goes_to_the_handler_of_its_kind_in_order_and_answers_wait_
         (FetchChunks(4, [b"a"], [0], "there:1", 16), ChunksFetched),
     ],
 )
-def test_a_message_whose_part_is_off_is_answered_once_by_its_number(
-    message: Any, answer: type
-) -> None:
+def test_a_message_whose_part_is_off_is_answered_once_by_its_number(message: Any, answer: type) -> None:
     sent: list[Any] = []
     router = Router([refusing(PARTS, [])], sent.append)
     assert router.receive([message, StopFetch(4)])

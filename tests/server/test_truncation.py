@@ -190,3 +190,16 @@ def test_a_cut_leaves_room_for_the_answer_or_for_a_share_of_the_context_if_its_l
         cuts += len(kept) < sum(len(each["content"]) for each in said)
         said.append({"role": "assistant", "content": "y" * 400})
     assert cuts > 5
+
+
+def test_of_known_messages_the_one_that_was_met_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.server.truncation.KNOWN_SIZES", 2)
+    text = FakeText()
+    truncation = Truncation(text, 4000)  # type: ignore[arg-type]
+
+    def tokenized(content: str) -> bool:
+        before = text.encoded
+        truncation.compose([{"role": "user", "content": content}], None, lambda kept: "")
+        return text.encoded > before
+
+    assert [tokenized(each) for each in ("a", "b", "a", "c", "a", "b")] == [True, True, False, True, False, True]

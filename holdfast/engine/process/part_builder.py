@@ -207,7 +207,9 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no address")
     if not isinstance(device, PagedDevice | ManyDevice):
         found.add("padded rows")
-    if not isinstance(device, PagedDevice) or not any(isinstance(part, AdapterDevice) for part in device.parts):
+    if not isinstance(device, PagedDevice | ManyDevice) or not any(
+        isinstance(part, AdapterDevice) for part in device.parts
+    ):
         found.add("no slots for adapters")
     if not isinstance(device, PagedDevice) or not isinstance(device.model, Decoder):
         return found | {"no native decoder on one device"}

@@ -10,6 +10,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache_dtype=self.cache_dtype,
         )
         self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
-        link = None if place is None else place.link(spec, self.max_step_tokens, config.max_sequences)
+        link = None if place is None else place.link(spec, self.max_step_tokens, config.max_samples)
         self._link, self._shared = link, None if place is None else place.host
         self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
         self.parts = tuple(parts)
@@ -413,10 +414,11 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         if not isinstance(attention, CapturableAttention):
             return ()
         incoming = None if self._stage is None else self._stage.incoming
-        graphs = StepGraphs(model, attention, batch, layers, sizes, group=self.group, incoming=incoming)
+        shared: dict[str, Any] = {"group": self.group, "incoming": incoming}
+        graphs = StepGraphs(model, attention, batch, layers, sizes, **shared)
         if not batch.inputs.sizes:
             return (graphs,)
-        return graphs, StepGraphs(model, attention, batch, layers, sizes, beside=graphs)
+        return graphs, StepGraphs(model, attention, batch, layers, sizes, **shared, beside=graphs)
 
     def _cache_bytes(self, free: int, total: int, activations: int, whole: int = 0) -> int:
         """Bytes of the KV cache. Raises MemoryError for a size that is not free, or is less than a block.

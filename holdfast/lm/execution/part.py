@@ -14,6 +14,7 @@ from holdfast.lm.copy_streams import CopyStream
 from holdfast.lm.execution.batch import TOKENS_ONLY, ModelInputs, StagedStep
 from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.types import EngineShape, PartPlan, PartResult, StepPlan
+from holdfast.lm.types.news import PartNews
 
 NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -210,6 +211,9 @@ class DevicePart(ABC):
     def shaped(self, shape: EngineShape) -> EngineShape:
         """An engine's shape with what the part adds to it."""
         return shape
+
+    def learn(self, news: PartNews) -> None:  # noqa: B027
+        """Get news of the planner's side. Called on every rank but the first, before the plans made after it."""
 
     @abstractmethod
     def executor(self, allocated: Allocated) -> PartExecutor:

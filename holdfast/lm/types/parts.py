@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
+from holdfast.lm.types.adapters import AdapterForgotten, AdapterKnown, AdapterPlan, AdapterResult
 from holdfast.lm.types.grammars import GrammarPlan, GrammarResult
+from holdfast.lm.types.news import PartNews
 from holdfast.lm.types.penalties import PenaltyPlan
 from holdfast.lm.types.plan import PartPlan
 from holdfast.lm.types.prompts import PromptPlan, PromptResult
@@ -12,9 +13,11 @@ from holdfast.lm.types.rows import RowPlan, RowResult
 from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 from holdfast.lm.types.vectors import VectorResult
 
-VALUES: tuple[type[PartPlan] | type[PartResult], ...] = (
+VALUES: tuple[type[PartPlan] | type[PartResult] | type[PartNews], ...] = (
     AdapterPlan,
     AdapterResult,
+    AdapterKnown,
+    AdapterForgotten,
     TrainingPlan,
     TrainingReport,
     PenaltyPlan,
@@ -26,4 +29,4 @@ VALUES: tuple[type[PartPlan] | type[PartResult], ...] = (
     RowPlan,
     RowResult,
 )
-"""The classes of the values that parts add to plans and to results. No two have the same name."""
+"""The classes of the values that parts add to plans and to results, and of their news. No two have the same name."""

@@ -80,6 +80,10 @@ class TrainingReport(PartResult):
     launch_seconds: float = 0.0
     """Seconds that the host spent to launch it; 0 if launching does not overlap the device's work."""
 
+    @property
+    def of_each_rank(self) -> bool:
+        return True
+
     def __bool__(self) -> bool:
         """Whether there was a slice."""
         return self.job != ""

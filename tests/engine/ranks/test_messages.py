@@ -19,8 +19,10 @@ from holdfast.engine.ranks.messages import (
     Measured,
     PlanReader,
     PlanWriter,
+    Reported,
     StartRank,
     Stepped,
+    Tell,
     decode_answer,
     decode_command,
     encode,
@@ -39,6 +41,7 @@ from holdfast.lm.types import (
     TableWrite,
     TierCopies,
 )
+from holdfast.lm.types.adapters import AdapterForgotten, AdapterKnown, AdapterResult
 from holdfast.lm.types.grammars import Answer, Forced, GrammarPlan, GrammarResult
 from holdfast.lm.types.parts import VALUES
 from holdfast.lm.types.prompts import PromptPlan, PromptReport, PromptResult
@@ -105,6 +108,7 @@ def test_commands_and_answers_arrive_as_they_were_sent():
         StartRank(EngineConfig(tp=2, cache_gb=0.5), "/tmp/x"),
         Allocate(3, 4),
         CompileGrammar(Grammar("regex", "a")),
+        Tell(write_parts([AdapterKnown("a@1", "a", "/somewhere")])),
     ):
         assert decode_command(encode(command)) == command
     for answer in (
@@ -113,6 +117,8 @@ def test_commands_and_answers_arrive_as_they_were_sent():
         Stepped((1, 2), 0.25),
         Stepped((), 0.25, (), write_parts([PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ()))])),
         Stepped((1, 2), 0.25, parts=write_parts([GrammarResult((Forced(1, (5, 6)),))])),
+        Stepped((1, 2), 0.25, counts=(2, 0)),
+        Reported(7, write_parts([AdapterResult(6, ("a@1",))])),
         Copied((CopyTime(3, True, 64, 0.5),)),
         Failed("out of memory", 12.5),
     ):
@@ -125,6 +131,7 @@ def test_the_values_of_parts_arrive_as_they_were_sent():
         PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ())),
         VectorResult((b"", b"state")),
         GrammarResult((Forced(1, (5, 6)),)),
+        AdapterForgotten("a@1"),
     )
     assert read_parts(write_parts(parts)) == parts
     assert len({kind.__name__ for kind in VALUES}) == len(VALUES)

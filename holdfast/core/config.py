@@ -478,8 +478,6 @@ class EngineConfig:
     @property
     def _no_drafts(self) -> str:
         """The reason why no drafts can be verified; empty if they can."""
-        if self.pp > 1:
-            return f"pp is {self.pp}: drafts are verified on one stage"
         if self.tuning:
             return "tuning plans its slices for decodes without drafts"
         if self.scheduler != "stall-free":

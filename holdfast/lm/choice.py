@@ -205,7 +205,8 @@ def make_scheduler(
     parts: list[Part] = []
     if drafter is not None and cost is not None:
         target = inf if config.tbt_target is None else config.tbt_target / 1000
-        parts.append(SpeculationPart(drafter, cost, most=config.draft_tokens, rows=config.max_samples, target=target))
+        most, rows = config.draft_tokens, config.max_samples
+        parts.append(SpeculationPart(drafter, cost, most=most, rows=rows, target=target, stages=stages))
     parts += parts_of_requests()  # after drafts, which have the budget before forced tokens
     if shape.adapter_slots:
         parts.append(AdapterPart(AdapterPool(shape.adapter_slots)))

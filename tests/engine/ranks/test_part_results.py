@@ -1,4 +1,4 @@
-"""What every rank does for a part is complete once the last rank has done it."""
+"""A part's work on every rank is complete once the last rank has done it."""
 
 from __future__ import annotations
 

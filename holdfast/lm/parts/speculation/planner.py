@@ -189,10 +189,10 @@ class SpeculationPart(Verification):
         only = len(decoding) == len(step.running) and self._stages == 1
         if self._stages > 1:
             decoding = [entry for entry in decoding if entry.next_step <= step.number]
-        if step.in_flight and any(unknown(entry) for entry in decoding):
-            if self._pays(decoding) or (only and self._too_few(decoding, step.number)):
-                step.postpone()  # it is planned once their tokens are known
-                return
+        in_flight = step.in_flight and any(unknown(entry) for entry in decoding)
+        if in_flight and (self._pays(decoding) or (only and self._too_few(decoding, step.number))):
+            step.postpone()  # it is planned once their tokens are known
+            return
         self._measure(step)
         self._promised, self._promise = self._promise, 0.0
 

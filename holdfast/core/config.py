@@ -472,8 +472,6 @@ class EngineConfig:
         if self.executor == "padded" or self.scheduler in ROW_SCHEDULERS:
             name = "executor" if self.executor == "padded" else "scheduler"
             raise ValueError(f"{said}, and {name} is {getattr(self, name)}: padded rows run on one device; drop one")
-        if self.tuning:
-            raise ValueError(f"{said}, and tuning needs the whole model on one device; drop one")
 
     @property
     def _no_drafts(self) -> str:

@@ -26,10 +26,10 @@ from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, LayerAdapter
 from holdfast.lm.types.tuning import TrainingReport, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
+from holdfast.training.host_copies import HostCopies
 from holdfast.training.iteration import Arena, Iteration, Places, kept_places
 from holdfast.training.jobs import Hyperparameters, JobSteps, MicroBatch, TrainingJob
 from holdfast.training.optimizer import adamw_step, learning_rate
-from holdfast.training.host_copies import HostCopies
 from holdfast.training.stages import Stages
 from holdfast.training.state import StepRecord, read_job, records_of
 from holdfast.training.storage import STORED, JobFailure, StepReport, Storage, StoredJob, Vectors, copy_all, pinned
@@ -503,7 +503,8 @@ class Trainer:
         _cast(vectors)
         read = vectors.get("cast", vectors["params"])
         adapters, grads, fresh = (
-            [known.halves.own(layout.views(piece)) for piece in pieces] for pieces in (read, vectors["grads"], vectors["fresh"])
+            [known.halves.own(layout.views(piece)) for piece in pieces]
+            for pieces in (read, vectors["grads"], vectors["fresh"])
         )
         known.resident = _Resident(places, vectors, [*adapters], [*grads], [*fresh])
 

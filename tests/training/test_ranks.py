@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import torch
 from holdfast.core.layout import Layout
 from holdfast.lm.execution.stage_link import GlooLink
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.models.loader import load
-from holdfast.lm.models.peft_files import read_peft
+from holdfast.lm.models.loader import decoder_spec, load
+from holdfast.lm.models.peft_files import LoraPair, read_peft
 from holdfast.training.iteration import arena_of
 from holdfast.training.trainer import Trainer
 from tests.ranks import Rank, in_ranks
-from tests.tuning import BASE, BLOCKS, act, advance, cache_of, drawn_examples, finish, native, new_job
+from tests.tuning import BASE, act, advance, cache_of, drawn_examples, finish, native, new_job
 
 LAYOUTS = [Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(tp=2, pp=2), Layout(pp=3)]
 SIZES: dict[str, Any] = dict(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+How = Callable[[Trainer, str], list[float]]
+Pairs = dict[tuple[int, str], LoraPair]
 OPEN: list[object] = []
 """Links whose messages may still be on their way."""
 
@@ -61,27 +64,34 @@ def interrupted(trainer: Trainer, job: str) -> list[float]:
     return losses
 
 
-def trained(layout: Layout, base: Path, directory: Path, how: Any) -> tuple[list[float], dict[Any, Any]]:
-    """The losses of a job by this layout, and the adapter that rank 0 has written. The job is closed."""
+def run(layout: Layout, base: Path, directory: Path, how: How) -> list[float]:
+    """Open a job by this layout and restore it; the losses that `how` gives. The job is closed."""
 
     def work(rank: Rank) -> list[float]:
         torch.set_num_threads(1)
         trainer = trainer_of(rank, base)
         job = trainer.open(directory).job.id
         act(trainer, job, "restore")
-        losses: list[float] = how(trainer, job)
+        losses = how(trainer, job)
         trainer.close(job)
         assert not rank.rank or not trainer.reports()
         return losses
 
-    losses = in_ranks(layout, work)[0]
-    decoder = load(base, device="cpu", dtype="float32")
-    assert isinstance(decoder, Decoder)
+    return in_ranks(layout, work)[0]
+
+
+def adapter_of(base: Path, directory: Path) -> Pairs:
+    """The newest adapter of a job."""
     newest = max((directory / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    return losses, dict(read_peft(newest, decoder.decoder).pairs)
+    return dict(read_peft(newest, decoder_spec(base)).pairs)
 
 
-def assert_equal_pairs(found: dict[Any, Any], expected: dict[Any, Any]) -> None:
+def trained(layout: Layout, base: Path, directory: Path, how: How) -> tuple[list[float], Pairs]:
+    """The losses of a job by this layout, and the adapter that rank 0 has written."""
+    return run(layout, base, directory, how), adapter_of(base, directory)
+
+
+def assert_equal_pairs(found: Pairs, expected: Pairs) -> None:
     assert found.keys() == expected.keys()
     for key, pair in expected.items():
         for one, other in zip(found[key][:2], pair[:2], strict=True):
@@ -102,30 +112,16 @@ def test_a_job_goes_on_under_another_layout(base: Path, tmp_path: Path) -> None:
     """The vectors in its state are whole, whichever ranks computed them."""
     expected, pairs = trained(Layout(), base, new_job(tmp_path, name="alone"), finish)
     directory, found = new_job(tmp_path, name="moved"), []
-
-    def some(trainer: Trainer, job: str) -> list[float]:
-        first, losses = trainer.next_slice(job)[0], []
-        while trainer.next_slice(job)[0] < min(first + 2, trainer.steps(job).count):
-            if (loss := advance(trainer, job).loss) is not None:
-                losses.append(loss)
-        return losses
-
     for layout in (Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)):
-        (directory / "checkpoints" / "0").mkdir(parents=True, exist_ok=True)
-        losses = in_ranks(layout, lambda rank: run_some(rank, base, directory, some))[0]
-        found += losses
+        found += run(layout, base, directory, two_steps)
     assert found == pytest.approx(expected, rel=1e-4)
-    newest = max((directory / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    decoder = load(base, device="cpu", dtype="float32")
-    assert isinstance(decoder, Decoder)
-    assert_equal_pairs(dict(read_peft(newest, decoder.decoder).pairs), pairs)
+    assert_equal_pairs(adapter_of(base, directory), pairs)
 
 
-def run_some(rank: Rank, base: Path, directory: Path, how: Any) -> list[float]:
-    torch.set_num_threads(1)
-    trainer = trainer_of(rank, base)
-    job = trainer.open(directory).job.id
-    act(trainer, job, "restore", BLOCKS)
-    losses: list[float] = how(trainer, job)
-    trainer.close(job)
+def two_steps(trainer: Trainer, job: str) -> list[float]:
+    """The losses of the next two steps of a job."""
+    losses: list[float] = []
+    while len(losses) < 2:
+        if (loss := advance(trainer, job).loss) is not None:
+            losses.append(loss)
     return losses

@@ -310,6 +310,10 @@ class ManyExecutor(DeviceExecutor):
             ).with_parts(*read_parts(last.parts))
         return self._with_copies(result)
 
+    def part(self, kind: type[Kind]) -> Kind:
+        """Rank 0's part of this class. Raises LookupError if it has none."""
+        return self._own.part(kind)
+
     def prepare(self) -> bool:
         """Use a pause to capture one more graph on every rank. False if none is left on any."""
         if not self._captures or self._in_flight:

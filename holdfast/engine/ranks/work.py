@@ -116,8 +116,7 @@ class Rank:
                     self._answer(messages.Done(device.executor.prepare()))
                 case messages.Tell(news):
                     for each in messages.read_parts(news):
-                        for part in device.parts:
-                            part.learn(each)
+                        device.learn(each)
                 case messages.CompileGrammar(grammar):
                     for compiler in self._grammars:  # rank 0 refuses what cannot be compiled
                         self._compiling.submit(compiler.prepare, grammar)

@@ -53,6 +53,7 @@ from holdfast.lm.types import (
     TableWrite,
     precision_of,
 )
+from holdfast.lm.types.news import PartNews
 from holdfast.loop.contracts import Device
 
 CPU_CACHE_BYTES = 4_000_000_000
@@ -148,6 +149,13 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def part(self, kind: type[Kind]) -> Kind:
         """The part of this class. Raises LookupError if the device has none."""
         return part_of(self.parts, kind)
+
+    def learn(self, news: PartNews) -> None:
+        """Let all parts learn news of the planner's side."""
+        for part in self.parts:
+            part.learn(news)
+        if self._allocated is not None:
+            self.executor.learn(news)
 
     @property
     def memory(self) -> PagedMemory:
@@ -290,7 +298,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         `memory.host` reports it ready.
         """
         memory = self._allocate(sizes.num_blocks, sizes.num_host_blocks, self._graph_sizes)
-        allocated = Allocated(memory, self._make_stream)
+        allocated = Allocated(memory, self._make_stream, self._link)
         self._allocated = memory, self._executor(memory, [part.executor(allocated) for part in self.parts])
         spec = self.model.spec
         weights = spec.weight_bytes // spec.dtype.itemsize

@@ -13,6 +13,7 @@ import torch
 from holdfast.lm.copy_streams import CopyStream
 from holdfast.lm.execution.batch import TOKENS_ONLY, ModelInputs, StagedStep
 from holdfast.lm.execution.paged_memory import PagedMemory
+from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.types import EngineShape, PartPlan, PartResult, StepPlan
 from holdfast.lm.types.news import PartNews
 
@@ -126,6 +127,9 @@ class PartExecutor:
         """Context in which a graph is captured: no thread of the part may allocate pinned memory within it."""
         return NOTHING
 
+    def learn(self, news: PartNews) -> None:
+        """Get news of the planner's side. Called on every rank but the first, before the plans made after it."""
+
     def close(self) -> None:
         """End the part's threads. The device is idle by then."""
 
@@ -182,6 +186,8 @@ class Allocated:
     memory: PagedMemory
     make_stream: Callable[[], CopyStream]
     """Makes streams for copies that run during the computation."""
+    link: StageLink | None = None
+    """The link to the other stages, if the device is one of a pipeline."""
 
 
 class DevicePart(ABC):
@@ -213,7 +219,7 @@ class DevicePart(ABC):
         return shape
 
     def learn(self, news: PartNews) -> None:  # noqa: B027
-        """Get news of the planner's side. Called on every rank but the first, before the plans made after it."""
+        """`PartExecutor.learn`, also before there is an executor."""
 
     @abstractmethod
     def executor(self, allocated: Allocated) -> PartExecutor:

@@ -10,7 +10,7 @@ from holdfast.lm.types.plan import PartPlan
 from holdfast.lm.types.prompts import PromptPlan, PromptResult
 from holdfast.lm.types.result import PartResult
 from holdfast.lm.types.rows import RowPlan, RowResult
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
+from holdfast.lm.types.tuning import JobClosed, JobOpened, TrainingPlan, TrainingReport
 from holdfast.lm.types.vectors import VectorResult
 
 VALUES: tuple[type[PartPlan] | type[PartResult] | type[PartNews], ...] = (
@@ -20,6 +20,8 @@ VALUES: tuple[type[PartPlan] | type[PartResult] | type[PartNews], ...] = (
     AdapterForgotten,
     TrainingPlan,
     TrainingReport,
+    JobOpened,
+    JobClosed,
     PenaltyPlan,
     GrammarPlan,
     GrammarResult,

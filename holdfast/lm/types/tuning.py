@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.lm.types.news import PartNews
 from holdfast.lm.types.plan import BlockMove, PartPlan
 from holdfast.lm.types.result import PartResult
 
@@ -58,6 +59,24 @@ class TrainingPlan(PartPlan):
     @property
     def computes(self) -> bool:
         return bool(self.slice)
+
+
+@dataclass(frozen=True, slots=True)
+class JobOpened(PartNews):
+    """A job that plans may have slices of from now on."""
+
+    job: str
+    directory: str
+    """Directory of its files, on the host of all ranks."""
+    step: int
+    """Number of steps that are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobClosed(PartNews):
+    """A job that no plan has slices of any more."""
+
+    job: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from tests.engine.conftest import SMALL
 from tests.invariants import check_scheduler
 from tests.tokenizers_made import byte_level
 
-LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1)]
+LAYOUTS = [(2, 1), (1, 2), (2, 2)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 ADAPTERS = {"all": (8, None), "some": (4, ("q", "o", "gate")), "rest": (16, ("k", "v", "up", "down"))}
 """Rank and modules of each adapter."""

@@ -25,6 +25,8 @@ from holdfast.engine.process.handler import Handler
 from holdfast.engine.process.parts.adapters import AdapterHandler
 from holdfast.lm.parts.tuning.deferral import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.tuner import Tuner
+from holdfast.lm.types.news import PartNews
+from holdfast.lm.types.tuning import JobClosed, JobOpened
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
 from holdfast.training.jobs import ALL_MODULES, Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
 from holdfast.training.state import JOB_FILE, read_job, write_job
@@ -122,15 +124,26 @@ class Notice:
         self.given = False
 
 
+def nobody(news: PartNews) -> None:
+    """There is no other rank to tell."""
+
+
 class TuningHandler(Handler):
     """Takes, changes and ends tuning jobs."""
 
     receives = (messages.StartJob, messages.ChangeJob)
 
     def __init__(
-        self, tuner: Tuner, trainer: Trainer, adapters: AdapterHandler, rules: TuningRules, notice: Notice
+        self,
+        tuner: Tuner,
+        trainer: Trainer,
+        adapters: AdapterHandler,
+        rules: TuningRules,
+        notice: Notice,
+        tell: Callable[[PartNews], None] = nobody,
     ) -> None:
-        """The trainer was made to call `notice` when it is done with a state."""
+        """The trainer was made to call `notice` when it is done with a state. `tell` lets other ranks learn news."""
+        self._tell = tell
         self._tuner, self._trainer, self._adapters, self._rules = tuner, trainer, adapters, rules
         self._notice = notice
         self._reader = ThreadPoolExecutor(1, "holdfast-read-job")
@@ -305,6 +318,7 @@ class TuningHandler(Handler):
         except ValueError as refusal:
             return messages.JobRefused(number, str(refusal)[:REASON_CHARACTERS])
         records = self._trainer.records(job)
+        self._tell(JobOpened(job, str(Path(start.directory).absolute()), len(records)))
         try:
             self._tuner.add(
                 job,
@@ -316,6 +330,7 @@ class TuningHandler(Handler):
             )
         except ValueError as refusal:
             self._trainer.close(job)
+            self._tell(JobClosed(job))
             return messages.JobRefused(number, str(refusal)[:REASON_CHARACTERS])
         if start.paused and len(records) < steps.count:
             self._tuner.pause(job)
@@ -418,6 +433,7 @@ class TuningHandler(Handler):
 
     def _forget(self, job: str, how: Callable[[str], None]) -> None:
         how(job)
+        self._tell(JobClosed(job))
         del self._open[job]
 
 

@@ -68,12 +68,10 @@ def with_training(
 
     Training runs in slices if there is a target between tokens, else by the deferral rule with `deferral_bound` seconds
     (None: DEFAULT_BOUND). With `progress`, slices go on however full the steps are. Raises ValueError for padded rows,
-    in a pipeline, under a scheduler that is not stall-free, and for a bound with a target.
+    under a scheduler that is not stall-free, and for a bound with a target.
     """
     if shape.rows is not None:
         raise ValueError("tuning needs a paged cache, and the model runs on padded rows")
-    if stages > 1:
-        raise ValueError(f"a pipeline has {stages} stages; tuning runs on one")
     if config.scheduler != "stall-free":
         raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {config.scheduler}; drop one")
     if config.tbt_target is None:

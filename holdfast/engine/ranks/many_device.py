@@ -17,6 +17,7 @@ from holdfast.core.layout import Layout
 from holdfast.core.types import Grammar
 from holdfast.engine.ranks.messages import (
     Allocate,
+    Announce,
     BeginHost,
     Compile,
     CompileGrammar,
@@ -28,7 +29,6 @@ from holdfast.engine.ranks.messages import (
     Prepare,
     Reported,
     Stepped,
-    Tell,
     TimeLinks,
     read_parts,
     write_parts,
@@ -162,9 +162,9 @@ class ManyDevice(LanguageDevice):
         """Let the rank that draws compile a grammar in time, where that is another. Raises RankFailure."""
         self._ranks.send(CompileGrammar(grammar))
 
-    def tell(self, news: PartNews) -> None:
+    def announce(self, news: PartNews) -> None:
         """Let the parts of all other ranks learn something, before plans that are made later. Raises RankFailure."""
-        self._ranks.send(Tell(write_parts((news,))))
+        self._ranks.send(Announce(write_parts((news,))))
 
     def compile(self) -> None:
         """Compile on rank 0, then on the others, which find most kernels compiled."""

@@ -76,7 +76,7 @@ class CompileGrammar(Message, tag="grammar"):
     grammar: Grammar
 
 
-class Tell(Message, tag="tell"):
+class Announce(Message, tag="announce"):
     """Let every part of the device learn this."""
 
     news: WrittenParts
@@ -163,7 +163,7 @@ class Failed(Message, tag="failed"):
 
 
 Command = (
-    StartRank | Compile | Measure | Allocate | TimeLinks | BeginHost | Prepare | CompileGrammar | Tell | Plan | End
+    StartRank | Compile | Measure | Allocate | TimeLinks | BeginHost | Prepare | CompileGrammar | Announce | Plan | End
 )
 Answer = Loaded | Measured | Done | Stepped | Reported | Copied | Failed
 

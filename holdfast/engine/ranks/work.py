@@ -114,7 +114,7 @@ class Rank:
                 case messages.Prepare():
                     self._submitted.join()
                     self._answer(messages.Done(device.executor.prepare()))
-                case messages.Tell(news):
+                case messages.Announce(news):
                     for each in messages.read_parts(news):
                         device.learn(each)
                 case messages.CompileGrammar(grammar):

@@ -186,7 +186,7 @@ def test_the_directory_that_other_ranks_get_is_absolute(monkeypatch: pytest.Monk
     told: list = []
     info = SimpleNamespace(id="a@1", name="a")
     own = SimpleNamespace(register=lambda read: info)
-    device = SimpleNamespace(tell=told.append)
+    device = SimpleNamespace(announce=told.append)
     monkeypatch.chdir(tmp_path)
     FilesOfRanks(own, device).register(SimpleNamespace(directory=Path("here")))  # type: ignore[arg-type]
     assert told[0].directory == str(tmp_path / "here")

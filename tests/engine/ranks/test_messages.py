@@ -12,6 +12,7 @@ from holdfast.core.config import EngineConfig
 from holdfast.core.types import Grammar, TokenLogprobs
 from holdfast.engine.ranks.messages import (
     Allocate,
+    Announce,
     CompileGrammar,
     Copied,
     Failed,
@@ -22,7 +23,6 @@ from holdfast.engine.ranks.messages import (
     Reported,
     StartRank,
     Stepped,
-    Tell,
     decode_answer,
     decode_command,
     encode,
@@ -108,7 +108,7 @@ def test_commands_and_answers_arrive_as_they_were_sent():
         StartRank(EngineConfig(tp=2, cache_gb=0.5), "/tmp/x"),
         Allocate(3, 4),
         CompileGrammar(Grammar("regex", "a")),
-        Tell(write_parts([AdapterKnown("a@1", "a", "/somewhere")])),
+        Announce(write_parts([AdapterKnown("a@1", "a", "/somewhere")])),
     ):
         assert decode_command(encode(command)) == command
     for answer in (

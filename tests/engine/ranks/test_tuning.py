@@ -1,4 +1,4 @@
-"""Tuning in engines of several ranks: the losses of one process, beside streams, and an adapter that is served."""
+"""Tuning in engines of several ranks: the losses of one process, next to streams, and an adapter that is served."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_job_has_the_losses_of_one_process_and_its_adapter_is_served_at_once(
     [(SLICES, 2, 1), ({"deferral_bound": 0.0}, 1, 2), (SLICES, 1, 2)],
     ids=["slices-tp2", "deferral-pp2", "slices-pp2"],
 )
-def test_streams_beside_a_job_get_their_tokens_and_memory_is_taken_back(
+def test_streams_next_to_a_job_get_their_tokens_and_memory_is_taken_back(
     bench: Make, tmp_path: Path, options: dict[str, Any], tp: int, pp: int
 ) -> None:
     """The memory is so small that the job has to leave the device."""

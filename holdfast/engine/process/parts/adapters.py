@@ -43,12 +43,12 @@ class FilesOfRanks(AdapterFiles):
 
     def register(self, read: Any) -> AdapterInfo:
         info = self.own.register(read)
-        self._device.tell(AdapterKnown(info.id, info.name, str(read.directory.absolute())))
+        self._device.announce(AdapterKnown(info.id, info.name, str(read.directory.absolute())))
         return info
 
     def forget(self, adapter: str) -> None:
         self.own.forget(adapter)
-        self._device.tell(AdapterForgotten(adapter))
+        self._device.announce(AdapterForgotten(adapter))
 
 
 class AdapterHandler(Handler):

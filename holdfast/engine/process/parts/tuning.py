@@ -87,8 +87,8 @@ class TuningBuilder(PartBuilder):
         device = self.site.blocks
         trainer: Trainer = device.executor.part(TuningExecutor).training
         notice, rules = device.part(TuningOnDevice).notice, self._rules(trainer.base_digest)
-        tell = device.tell if isinstance(device, ManyDevice) else nobody
-        return (TuningHandler(self._tuner, trainer, adapters, rules, notice, tell),)
+        announce = device.announce if isinstance(device, ManyDevice) else nobody
+        return (TuningHandler(self._tuner, trainer, adapters, rules, notice, announce),)
 
     def _rules(self, base_digest: str) -> TuningRules:
         config, device = self.site.config, self.site.blocks

@@ -125,7 +125,7 @@ class Notice:
 
 
 def nobody(news: PartNews) -> None:
-    """There is no other rank to tell."""
+    """Do nothing: there is no other rank."""
 
 
 class TuningHandler(Handler):
@@ -140,10 +140,10 @@ class TuningHandler(Handler):
         adapters: AdapterHandler,
         rules: TuningRules,
         notice: Notice,
-        tell: Callable[[PartNews], None] = nobody,
+        announce: Callable[[PartNews], None] = nobody,
     ) -> None:
-        """The trainer was made to call `notice` when it is done with a state. `tell` lets other ranks learn news."""
-        self._tell = tell
+        """The trainer was made to call `notice` when it is done with a state. `announce` lets other ranks know."""
+        self._announce = announce
         self._tuner, self._trainer, self._adapters, self._rules = tuner, trainer, adapters, rules
         self._notice = notice
         self._reader = ThreadPoolExecutor(1, "holdfast-read-job")
@@ -318,7 +318,7 @@ class TuningHandler(Handler):
         except ValueError as refusal:
             return messages.JobRefused(number, str(refusal)[:REASON_CHARACTERS])
         records = self._trainer.records(job)
-        self._tell(JobOpened(job, str(Path(start.directory).absolute()), len(records)))
+        self._announce(JobOpened(job, str(Path(start.directory).absolute()), len(records)))
         try:
             self._tuner.add(
                 job,
@@ -330,7 +330,7 @@ class TuningHandler(Handler):
             )
         except ValueError as refusal:
             self._trainer.close(job)
-            self._tell(JobClosed(job))
+            self._announce(JobClosed(job))
             return messages.JobRefused(number, str(refusal)[:REASON_CHARACTERS])
         if start.paused and len(records) < steps.count:
             self._tuner.pause(job)
@@ -433,7 +433,7 @@ class TuningHandler(Handler):
 
     def _forget(self, job: str, how: Callable[[str], None]) -> None:
         how(job)
-        self._tell(JobClosed(job))
+        self._announce(JobClosed(job))
         del self._open[job]
 
 

@@ -43,7 +43,13 @@ def make_tuner(
         )
         seconds = cost.step([(1, context)] * decodes)
         room = TrainingRoom(
-            config.tbt_target / 1000, 1 - RESERVE, decodes, seconds, deviation=cost.deviation, exact=exact
+            config.tbt_target / 1000,
+            1 - RESERVE,
+            decodes,
+            seconds,
+            deviation=cost.deviation,
+            exact=exact,
+            stages=config.pp,
         )
     training = TrainingCost(cost, sizes, block_seconds=block_seconds)
     return Tuner(
@@ -81,4 +87,4 @@ def with_training(
             f"deferral_bound is {deferral_bound} and tbt_target is {config.tbt_target}: training goes by one of them"
         )
     assert cost is not None  # a target needs it in any case
-    return TrainingSlices(policy, part, cost, config.tbt_target / 1000, progress=progress)
+    return TrainingSlices(policy, part, cost, config.tbt_target / 1000, progress=progress, stages=stages)

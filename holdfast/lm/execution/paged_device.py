@@ -110,7 +110,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
             cache_dtype=self.cache_dtype,
         )
         self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
-        link = None if place is None else place.link(spec, self.max_step_tokens, config.max_samples)
+        sizes = spec, self.max_step_tokens, config.max_samples
+        link = None if place is None else place.link(*sizes, back=config.tuning)
         self._link, self._shared = link, None if place is None else place.host
         self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
         self.parts = tuple(parts)

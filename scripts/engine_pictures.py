@@ -18,9 +18,9 @@ from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 
 from holdfast.cli.targets import simulated_engine
-from holdfast.core.config import EngineConfig
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from scripts.demo import MODEL, server
 from scripts.page_pictures import SIZES, save
 

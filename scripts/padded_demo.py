@@ -27,9 +27,10 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from holdfast.core.config import EngineConfig, SchedulerName
+from holdfast.core.config import SchedulerName
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from scripts.demo import START_SECONDS, free_port
 
 SIZES: dict[str, Any] = {

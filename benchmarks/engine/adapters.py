@@ -25,9 +25,9 @@ import torch
 
 from benchmarks.engine.llama8b import LLAMA_3_8B, draw, request
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.peft_files import MODULES, AdapterWeights, LoraPair, module_shapes, write_peft
 from holdfast.loop.loop import Loop

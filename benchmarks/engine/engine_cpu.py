@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.loader import load

@@ -336,8 +336,8 @@ def rows(
     quick: bool = True,
 ) -> Any:
     """Build the engine and run the rows; with `profile`, the kernels of decode steps too."""
-    from holdfast.core.config import EngineConfig
     from holdfast.engine.process.build import build
+    from holdfast.lm.config import EngineConfig
 
     directory = Path(tempfile.mkdtemp(prefix="qwen3-30b-a3b-"))
     (directory / "config.json").write_text(json.dumps(QWEN3_30B_A3B | shape))

@@ -33,13 +33,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, percentile
 from holdfast.lab.planning import find_capacity, sustained
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import DATASETS, Workload
+from holdfast.lm.config import EngineConfig
 
 SYSTEMS = ("orca", "prefill-first", "computed")
 TIMES = {"strict": 5, "relaxed": 25}

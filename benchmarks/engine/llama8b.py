@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.cost import CostModel
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.profiles import CostProfile
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import StepPlan, StepResult
 from holdfast.loop.contracts import Executor
 from holdfast.loop.loop import Loop

@@ -319,9 +319,9 @@ def answer(loop: Any, prompt: tuple[int, ...]) -> tuple[list[int], int]:
 def bring(source: Any, target: Any, prompt: tuple[int, ...]) -> Any:
     """Move a prompt's state between two engines of this process. What the target says of it."""
     from holdfast.core.types import Identity
-    from holdfast.engine.messages import FetchChunks
     from holdfast.engine.process.parts.moves import MoveHandler
     from holdfast.lm.memory.digests import block_digests
+    from holdfast.lm.parts.moves.messages import FetchChunks
 
     chain = block_digests(Identity().root(), prompt[: len(prompt) // 16 * 16], 16)
     target.handler(MoveHandler).receive(FetchChunks(1, chain, list(range(len(chain))), source.info.chunk_address, 16))

@@ -51,9 +51,9 @@ from benchmarks.engine.step_breakdown import breakdown, watched
 from benchmarks.lib.in_real_time import RealEngine, Recorder, Stepped
 from benchmarks.lib.invocation import add_engine_options, provenance
 from benchmarks.papers.sarathi import Unbalanced
-from holdfast.core.config import EngineConfig
 from holdfast.lab.metrics import percentile, summary
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.policies import whole_tiles
 from holdfast.lm.types import EngineShape

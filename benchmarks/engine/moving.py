@@ -30,9 +30,9 @@ from typing import Any
 from benchmarks.engine.llama8b import LLAMA_3_8B, write_shape
 from benchmarks.engine.multiturn import draw
 from benchmarks.lib.invocation import add_engine_options, provenance
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
+from holdfast.lm.config import EngineConfig
 
 SHAPE = dict(
     vocab_size=4096,

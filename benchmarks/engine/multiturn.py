@@ -32,10 +32,10 @@ import torch
 from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.lib.in_real_time import StepRecord
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import SchedulerStats
 from holdfast.loop.loop import Loop
 

@@ -24,12 +24,12 @@ import torch
 from benchmarks.engine.llama8b import directory_of, started
 from benchmarks.engine.many_gpus import LAYOUTS, SMALL_SHAPE, VOCAB, byte_tokenizer, tell
 from holdfast.core.types import Identity, Request, SamplingParams
-from holdfast.engine.messages import JobEnded, JobProgress, JobRefused, JobStart, JobStep
 from holdfast.engine.process.build import Engine
 from holdfast.engine.process.parts.adapters import AdapterHandler
 from holdfast.engine.process.parts.tuning_handler import TuningHandler
 from holdfast.lm.models.loader import decoder_spec
 from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, module_shapes, write_peft
+from holdfast.lm.parts.tuning.messages import JobEnded, JobProgress, JobRefused, JobStart, JobStep
 from holdfast.training.data import EXAMPLES_FILE, write_examples
 
 PARTS = ("adapters", "drafts", "tuning")

@@ -52,7 +52,6 @@ from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.local_spawner import LocalSpawner
 from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.profiles import CostProfile
@@ -61,6 +60,7 @@ from holdfast.lab.metrics import Record, percentile
 from holdfast.lab.simulator.cluster import simulate_cluster
 from holdfast.lab.simulator.devices import Link
 from holdfast.lab.workloads import Conversation, PromptTokens, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.digests import block_digests
 from holdfast.lm.types import StepPlan, StepResult
 

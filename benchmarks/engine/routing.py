@@ -27,13 +27,13 @@ from benchmarks.lib import paper_workloads
 from benchmarks.lib.invocation import provenance
 from holdfast.cluster.priced import Pricing
 from holdfast.cluster.routing import POLICIES, RoutingRules, make_router
-from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.cluster import simulate_cluster, spread
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.simulator.devices import LINKS
 from holdfast.lab.workloads import Workload
+from holdfast.lm.config import EngineConfig
 
 LINK = "ethernet-100g"
 CONTEXT = 200_000

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.lib.in_real_time import RealEngine, Stepped, checkpoint_of, predicted
 from benchmarks.lib.invocation import add_engine_options, command
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.cost import CostModel
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
@@ -40,6 +40,7 @@ from holdfast.lab.simulator.devices import look_up
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
+from holdfast.lm.config import EngineConfig
 
 SHOWN = [f"{which}_{name}_ms" for name in ("ttft", "itl", "e2el") for which in ("mean", "median", "p99")]
 PACE_SECONDS = 0.5

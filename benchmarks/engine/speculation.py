@@ -36,9 +36,9 @@ import torch
 
 from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.lib.invocation import add_engine_options, provenance
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.speculation.planner import SpeculationPart
 from holdfast.lm.scheduler.part import Hooks
 from holdfast.lm.types import LanguageLoop

@@ -35,8 +35,8 @@ from torch.profiler import profile as torch_profile
 
 from benchmarks.engine.llama8b import LLAMA_3_8B, draw, offline, request
 from benchmarks.lib.invocation import provenance, settle
-from holdfast.core.config import EngineConfig
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.scheduler.policies import StallFree
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite

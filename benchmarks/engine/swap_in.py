@@ -26,10 +26,10 @@ from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.engine.multiturn import SMALL, draw
 from benchmarks.lib.in_real_time import StepRecord
 from benchmarks.lib.invocation import add_engine_options, provenance, settle
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Request, SamplingParams
 from holdfast.engine.messages import EngineInfo
 from holdfast.engine.process.build import build
+from holdfast.lm.config import EngineConfig
 from holdfast.loop.loop import Loop
 
 DECODES, EVERY = 32, 6

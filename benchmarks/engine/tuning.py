@@ -34,7 +34,7 @@ from holdfast.lm.kernels.cache.kv_cache import KVCache
 from holdfast.lm.kernels.training.attention import Packing, packed_attention_for
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
-from holdfast.lm.types.tuning import TrainingAction, TrainingSlice
+from holdfast.lm.parts.tuning.values import TrainingAction, TrainingSlice
 from holdfast.training.data import EXAMPLES_FILE, write_examples
 from holdfast.training.iteration import arena_of
 from holdfast.training.jobs import Hyperparameters, TrainingJob

@@ -41,7 +41,6 @@ from benchmarks.engine.llama8b import LLAMA_3_8B
 from benchmarks.engine.served_pace import give_tokenizer
 from benchmarks.lib.invocation import provenance
 from holdfast.cli.targets import ask_engine
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import BATCH_CLASS, SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.tuning import EXAMPLES_FILE, JobStart, JobStep, TuningRun, write_examples
@@ -54,6 +53,7 @@ from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.simulator.training import Tuning, job_of, training_shape
 from holdfast.lab.workloads import PromptTokens, Workload, azure_csv, fit_context, speed_up
+from holdfast.lm.config import EngineConfig
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE = "llama-3-8b"

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.lib.invocation import settle
 from holdfast.core.columns import Columns
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.core.types import SequenceOutput
 from holdfast.engine.process.build import build
@@ -27,6 +26,7 @@ from holdfast.lab.simulator.run import VOCAB_SIZE, Clients, engine_shape
 from holdfast.lab.simulator.shapes import MODELS, ModelShape
 from holdfast.lab.workloads import Workload
 from holdfast.lm.choice import make_scheduler, steps_in_flight
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.types import EngineShape, StepPlan, StepResult
 from holdfast.loop.contracts import Executor

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from benchmarks.lib.in_real_time import WallClock
-from holdfast.core.config import EngineConfig
 from holdfast.core.stages import Stages
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.run import Clients
 from holdfast.lab.workloads import Conversation, Turn, Workload
 from holdfast.lm.choice import make_scheduler
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.padded.device import PaddedDevice, Probed
 from holdfast.lm.padded.loading import UnmodifiedModel, load_unmodified
 from holdfast.lm.types import EngineShape, LanguageExecutor, LanguageLoop, SchedulerStats

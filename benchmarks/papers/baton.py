@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.lib import paper_workloads
 from benchmarks.lib.papers import RESULTS, origin, save
-from holdfast.core.config import EngineConfig, SchedulerName
+from holdfast.core.config import SchedulerName
 from holdfast.core.version import __version__
 from holdfast.lab.metrics import Record
 from holdfast.lab.simulator.deployment import deploy
@@ -42,6 +42,7 @@ from holdfast.lab.simulator.padded import ENGINE, Batch, RowSoftware
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Workload
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape, StepPlan, StepResult
 

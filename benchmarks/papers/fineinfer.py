@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.papers import RESULTS, save
-from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record
 from holdfast.lab.row_schedulers import PaddedBatches, PredictedLength
@@ -48,6 +47,7 @@ from holdfast.lab.simulator.padded import RowSoftware
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import Conversation, Lengths, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.builder import StepBuilder
 from holdfast.lm.scheduler.entries import Entry
 from holdfast.lm.scheduler.row_builder import RowBuilder

@@ -22,7 +22,7 @@ from benchmarks.lib.invocation import provenance
 from benchmarks.lib.papers import save
 from benchmarks.lib.row_engines import GRACE, LLAMA_3_8B, TINY, RowEngines, progress, serve, warm
 from benchmarks.papers.fineinfer import LONGEST, MODEL, cache_tokens, figures_of, requests
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import SamplingParams
 from holdfast.engine.checkpoint import Checkpoint
 from holdfast.engine.client.client import EngineClient
@@ -32,6 +32,7 @@ from holdfast.lab import workloads
 from holdfast.lab.load_client import LoadClient, ask_server
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import PromptTokens
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.types import StepPlan, StepResult
 

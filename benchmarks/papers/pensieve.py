@@ -45,7 +45,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.lib import papers
 from benchmarks.lib.invocation import add_engine_options
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import Burst
 from holdfast.core.types import Request, SamplingParams
 from holdfast.lab import workloads
@@ -53,6 +52,7 @@ from holdfast.lab.metrics import summary
 from holdfast.lab.simulator.executor import Reserve, SimulatedExecutor, VirtualClock
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Workload
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.retention import EVICTIONS, RetentionRule, cost_by_position
 from holdfast.lm.scheduler.builder import StepBuilder

@@ -37,7 +37,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.lib import papers
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import CostModel
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
@@ -48,6 +47,7 @@ from holdfast.lab.simulator.devices import DEVICES, LINKS, Link
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.workloads import DATASETS, Conversation, Turn, Workload
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.scheduler.pipeline_target import PipelineLatencyTarget
 from holdfast.lm.scheduler.policies import whole_tiles

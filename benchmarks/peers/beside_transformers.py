@@ -29,9 +29,9 @@ import torch
 
 from benchmarks.lib.invocation import provenance, settle
 from benchmarks.lib.row_engines import GRACE, LLAMA_3_8B, TINY, RowEngines, directory_of, progress, serve
-from holdfast.core.config import EngineConfig
 from holdfast.engine.process.build import build
 from holdfast.lab.workloads import Conversation, Turn, Workload
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import StepPlan, StepResult
 
 RESULTS = Path(__file__).parent / "results"

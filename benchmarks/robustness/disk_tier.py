@@ -154,10 +154,10 @@ def serve(options: dict[str, Any]) -> None:
     """The engine's process: prompts come in lines, answers go out."""
     import torch
 
-    from holdfast.core.config import EngineConfig
     from holdfast.core.types import Request, SamplingParams
     from holdfast.engine.process.build import build_engine
     from holdfast.engine.process.parts.tiers import TierHandler
+    from holdfast.lm.config import EngineConfig
 
     if (threads := options.get("threads")) is not None:
         torch.set_num_threads(threads)

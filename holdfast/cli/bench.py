@@ -17,7 +17,7 @@ from rich.text import Text
 from holdfast.cli.flags import check_url, require_at_least_1, require_positive
 from holdfast.cli.output import changed_options, check_outputs
 from holdfast.cli.targets import Target, local_engine, server, simulated_engine
-from holdfast.core.config import EngineConfig, option
+from holdfast.core.config import option
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, Slo, summary
@@ -29,6 +29,7 @@ from holdfast.lab.simulator.devices import DEVICES, LINKS
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.simulator.tiers import DISK_RATE
 from holdfast.lab.workloads import Workload, WorkloadConfig, num_requests
+from holdfast.lm.config import EngineConfig
 
 SIMULATED_OPTIONS = (
     "scheduler", "token_budget", "tbt_target", "max_sequences", "max_model_len", "block_size", "headroom",

@@ -24,9 +24,10 @@ from holdfast.cli.batch_mode import Batching, BatchPlace, LocalPlace, RemotePlac
 from holdfast.cli.flags import check_url, require_at_least_1
 from holdfast.cli.talkers import ChatError, Head, LocalTalker, Settings, StatefulTalker, Talker, connect, server_client
 from holdfast.cli.terminal import CommandCompleter, Words, lines
-from holdfast.core.config import EngineConfig, option
+from holdfast.core.config import option
 from holdfast.engine.client.client import EngineClient, Usage
 from holdfast.files.regular import read_bytes
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import data_directory
 from holdfast.server.conversations.service import Responses

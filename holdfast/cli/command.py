@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from holdfast.cli.completion import SCRIPTS, SHELLS, options_of
 from holdfast.cli.flags import CommandError, ConfigT, Parser, UsageError, add_flags, build, flag_of, read_file, signed
 from holdfast.cli.topics import common, titled
-from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, OPERATOR_VARIABLE, AppConfig, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL, KEY_VARIABLE, OPERATOR_VARIABLE, AppConfig
 from holdfast.core.version import __version__
+from holdfast.lm.config import EngineConfig
 
 if TYPE_CHECKING:
     from holdfast.cluster.config import ClusterConfig
@@ -188,7 +189,7 @@ def add_options(parser: argparse.ArgumentParser, command: Command, *, whole: boo
         else:
             shown = common(config, names)
             hidden += len(names) - len(shown)
-            add_flags(parser, config, title, names, shown)
+            add_flags(parser, config, title, [*shown, *(name for name in names if name not in shown)], shown)
     if hidden:
         parser.epilog = f"{hidden} more options: {parser.prog} --help-all"
 

@@ -18,7 +18,7 @@ from holdfast.cli.output import changed_options, check_outputs, progress_bar
 from holdfast.cluster.config import MOST_REPLICAS, ClusterConfig
 from holdfast.cluster.local_spawner import cores
 from holdfast.cluster.routing import POLICIES, RouterName
-from holdfast.core.config import BUILTIN_MODEL, PACKED_SCHEDULERS, EngineConfig, SchedulerName, option
+from holdfast.core.config import BUILTIN_MODEL, PACKED_SCHEDULERS, SchedulerName, option
 from holdfast.engine.checkpoint import Checkpoint, read_json
 from holdfast.engine.hub import is_id
 from holdfast.engine.profiles import CostProfile
@@ -38,6 +38,7 @@ from holdfast.lab.simulator.deployment import configured_shape
 from holdfast.lab.simulator.devices import DEVICES, LINKS, look_up
 from holdfast.lab.simulator.shapes import MODELS, ModelShape, shape_from_config
 from holdfast.lab.workloads import WorkloadConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import precision_of
 
 DEVICE = "h200"

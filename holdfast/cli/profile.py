@@ -9,12 +9,13 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.output import require_writable, stage_printer
-from holdfast.core.config import AppConfig, EngineConfig, option
+from holdfast.core.config import AppConfig, option
 from holdfast.core.cost import PaddedCost
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.profiles import CellProfile, CostProfile
 from holdfast.lab.reports.tables import table
+from holdfast.lm.config import EngineConfig
 
 LARGEST = 16384
 """Largest size of a task that can be measured, in nodes."""

@@ -14,12 +14,13 @@ from rich.text import Text
 from holdfast.cli.output import stage_printer
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig
 from holdfast.core.stages import in_words
 from holdfast.core.version import __version__
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.messages import AppInfo, EngineInfo, TensorField
 from holdfast.engine.spawn import EngineProcess
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.database import place, shown
 from holdfast.server.run import Engines, log_as

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from holdfast.cli.output import progress_bar, stage_printer
 from holdfast.cli.talkers import server_client
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import SamplingParams
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import QueueFull
@@ -29,6 +28,7 @@ from holdfast.lab.simulator.executor import VirtualClock
 from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.tiers import DISK_RATE
 from holdfast.lab.workloads import PromptTokens, Workload, num_requests
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.scheduler.scheduler import Scheduler
 from holdfast.lm.types import EngineShape

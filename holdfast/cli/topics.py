@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig, own_options
+from holdfast.lm.config import EngineConfig
 
 COMMON: Mapping[str, Sequence[str]] = {
     "ClusterConfig": ("replicas",),
     "EngineConfig": (
-        "device", "dtype", "quantization", "max_model_len", "max_sequences", "cache_gb", "tbt_target", "adapter",
+        "device", "dtype", "quantization", "max_model_len", "max_sequences", "cache_gb", "adapter", "tbt_target",
     ),
-    "ServerConfig": ("host", "port", "api_key", "store", "log_level"),
+    "ServerConfig": ("host", "port", "api_key", "log_level", "store"),
     "AppConfig": ("app",),
 }  # fmt: skip
 """The options of a config that the short help shows. If a config is not listed here, all of its options are shown."""
+
+
+def topics_of_parts() -> dict[str, list[str]]:
+    """The options of each part with a topic of its own, by the topic."""
+    parts = [
+        kind for kind in reversed(EngineConfig.__mro__) if issubclass(kind, CoreConfig) and vars(kind).get("topic")
+    ]
+    return {part.topic: [option.name for option in own_options(part)] for part in parts}
+
+
 TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "EngineConfig": {
         "the model": (
@@ -28,11 +39,7 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "pace and order": (
             "tbt_target", "token_budget", "scheduler", "order", "ttft_target", "priority_aging", "fair_weight",
         ),
-        "adapters": ("adapter", "max_adapters", "max_adapter_rank", "adapter_host_gb"),
-        "tuning": (
-            "tuning", "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress",
-            "tuning_mirror",
-        ),
+        **topics_of_parts(),
         "padded rows": ("prefill_ahead", "shrink_threshold"),
         "how steps run": ("steps_in_flight", "cuda_graphs", "attention_backend", "threads", "trace"),
     },
@@ -70,6 +77,5 @@ def titled(config: type, title: str, names: Sequence[str]) -> list[tuple[str, li
 
 
 def common(config: type, names: Sequence[str]) -> list[str]:
-    """The fields in `names` that the short help shows."""
-    shown = COMMON.get(config.__name__)
-    return [name for name in names if shown is None or name in shown]
+    """The fields in `names` that the short help shows, in its order."""
+    return [name for name in COMMON.get(config.__name__, names) if name in names]

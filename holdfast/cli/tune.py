@@ -24,10 +24,11 @@ from holdfast.cli.flags import CommandError, UsageError, check_url
 from holdfast.cli.output import require_writable, stage_printer
 from holdfast.cli.stopped import MARK, Mark, copy_whole, download, read_mark, write_whole
 from holdfast.cli.talkers import PATIENT, TENANT, ChatError, answer_of, connection, fetched, server_client
-from holdfast.core.config import EngineConfig, option
+from holdfast.core.config import option
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.tuning import ALL_MODULES, Hyperparameters
 from holdfast.files.regular import open_file
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.jobs.files import Files

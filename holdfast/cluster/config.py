@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 
 from holdfast.cluster.routing import RouterName
-from holdfast.core.config import EngineConfig, option
+from holdfast.core.config import option
+from holdfast.lm.config import EngineConfig
 
 MOST_REPLICAS = 64
 AUTO = "auto"

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.core.config import EngineConfig
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.spawn import EngineProcess
+from holdfast.lm.config import EngineConfig
 
 CPU_CACHE_GB = 4.0
 """Maximum GB of KV cache of an engine on a CPU, if no size is configured."""

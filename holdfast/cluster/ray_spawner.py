@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cluster.local_spawner import CPU_CACHE_GB, CPU_HOST_TIER_GB, HOST_TIER_GB, with_own_files
-from holdfast.core.config import EngineConfig
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineStartError
 from holdfast.engine.curve import LOST
 from holdfast.engine.spawn import Link, Remote
+from holdfast.lm.config import EngineConfig
 
 try:
     import ray

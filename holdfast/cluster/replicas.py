@@ -39,7 +39,6 @@ from holdfast.cluster.routing import (
 )
 from holdfast.cluster.scaling import Load, Scaler
 from holdfast.cluster.spawner import Spawner
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import MAX_SEED, AdapterInfo, SamplingParams
 from holdfast.engine import messages
 from holdfast.engine.client.client import Delta, EngineClient, Stream, prepare
@@ -49,6 +48,7 @@ from holdfast.engine.client.pooling import Pooling
 from holdfast.engine.client.text import Text
 from holdfast.engine.client.tuning import TuningClient, TuningError
 from holdfast.engine.profiles import CostProfile
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.memory.digests import DigestCache
 from holdfast.lm.types import SchedulerStats

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.local_spawner import LocalSpawner
-from holdfast.core.config import EngineConfig
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.spawn import EngineProcess
+from holdfast.lm.config import EngineConfig
 
 
 class Spawner(Protocol):

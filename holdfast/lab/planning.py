@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.cluster.routing import RouterName, RoutingRules, make_router
-from holdfast.core.config import EngineConfig, SchedulerName
+from holdfast.core.config import SchedulerName
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, Slo, queue_growth, summary
@@ -23,6 +23,7 @@ from holdfast.lab.simulator.run import context_length, simulate
 from holdfast.lab.simulator.shapes import ModelShape
 from holdfast.lab.workloads import Workload
 from holdfast.lm.choice import find_policy
+from holdfast.lm.config import EngineConfig
 
 MAX_QUEUED_MS = 2000.0
 """Longest median wait in ms for the first step under a sustained load (Sarathi-Serve §5)."""

@@ -9,6 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from holdfast.core.config import option
+from holdfast.core.units import bytes_of_gb, bytes_of_mb, seconds_of_days
 from holdfast.server.formats.registry import check_names
 
 
@@ -143,6 +144,36 @@ class ServerConfig:
                 raise ValueError(f"{name} is empty or holds something other than visible ASCII; choose another key")
         if set(self.api_key) & set(self.operator_key):
             raise ValueError("operator_key is among the API keys; give operators a key of their own")
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Size in bytes of the largest request body."""
+        return bytes_of_mb(self.max_body_mb)
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        """Most bytes of request bodies being received."""
+        return bytes_of_mb(self.max_bodies_mb)
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Size in bytes of the largest uploaded file."""
+        return bytes_of_mb(self.max_file_mb)
+
+    @property
+    def files_bytes(self) -> int:
+        """Most bytes of files kept."""
+        return bytes_of_gb(self.files_gb)
+
+    @property
+    def store_bytes(self) -> int:
+        """Most bytes of tokens and items kept."""
+        return bytes_of_gb(self.store_gb)
+
+    @property
+    def store_seconds(self) -> float:
+        """Seconds after its last turn that a conversation is kept."""
+        return seconds_of_days(self.store_days)
 
 
 def check_endpoint(endpoint: str) -> None:

@@ -19,11 +19,12 @@ import uvicorn
 from holdfast.cluster.config import ClusterConfig
 from holdfast.cluster.replicas import Replicas
 from holdfast.cluster.spawner import make_spawner
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig
 from holdfast.engine.client.app_client import AppClient
 from holdfast.engine.client.client import EngineClient
 from holdfast.engine.client.connection import EngineConnection, EngineStartError
 from holdfast.engine.spawn import EngineProcess
+from holdfast.lm.config import EngineConfig
 from holdfast.server.address import loopback, url_of
 from holdfast.server.config import ServerConfig
 from holdfast.server.connection import Connection, Connections
@@ -144,9 +145,7 @@ def log_as(config: ServerConfig) -> None:
 
 def open_store(config: ServerConfig) -> Store:
     """Open the configured store. Raises StoreError."""
-    bounds = Bounds(
-        seconds=config.store_days * 86400, threads=config.store_conversations, bytes=int(config.store_gb * 1e9)
-    )
+    bounds = Bounds(seconds=config.store_seconds, threads=config.store_conversations, bytes=config.store_bytes)
     return Store.open(place(config.store), bounds, more=JOB_STEPS)
 
 

@@ -79,7 +79,7 @@ class Viewers:
             "model": info.model,
             "device": info.memory.device,
             "scheduler": config.scheduler,
-            "target": None if config.tbt_target is None else config.tbt_target / 1000,
+            "target": config.tbt_seconds,
             "budget": info.token_budget,
             "block_size": info.block_size,
             "blocks": info.num_blocks,

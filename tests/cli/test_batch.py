@@ -23,7 +23,7 @@ from holdfast.cli import batch
 from holdfast.cli.batch import BatchConfig
 from holdfast.cli.command import main
 from holdfast.cli.flags import CommandError, UsageError
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 
 
 @pytest.fixture(autouse=True)

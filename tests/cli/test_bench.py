@@ -10,11 +10,11 @@ from rich.console import Console
 from holdfast.cli.bench import BenchConfig, describe_capacity, target_of
 from holdfast.cli.command import main
 from holdfast.cli.targets import sender
-from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.metrics import Record, summary
 from holdfast.lab.reports.tables import show_figures
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import RowBytes, RowShape
 from tests.lab.simulator.simulation import PROFILE
 from tests.padded_rows import ABLE

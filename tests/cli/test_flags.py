@@ -16,7 +16,8 @@ import holdfast.cli
 from holdfast.cli.chat import ChatConfig
 from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import UsageError, build, check_url, flag_of, read_file
-from holdfast.core.config import AppConfig, EngineConfig
+from holdfast.core.config import AppConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 
 
@@ -295,8 +296,11 @@ try:
 except SystemExit as ended:
     assert ended.code == 0
 heavy = {{"fastapi", "uvicorn", "sqlalchemy", "httpx", "openai", "rich", "prompt_toolkit", "tokenizers", "torch"}}
-own = {{"holdfast.server", "holdfast.engine", "holdfast.lab", "holdfast.lm"}}
+own = {{"holdfast.server", "holdfast.engine", "holdfast.lab"}}
 assert not (heavy | own) & set(sys.modules), (heavy | own) & set(sys.modules)
+of_models = {{name.removeprefix("holdfast.lm.") for name in sys.modules if name.startswith("holdfast.lm.")}}
+packages = {{"parts"}} | {{f"parts.{{name.split('.')[1]}}" for name in of_models if name.startswith("parts.")}}
+assert of_models <= packages | {{"config"}} | {{f"{{name}}.options" for name in packages}}, of_models
 """
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -12,10 +12,10 @@ from holdfast.cli.command import main, make_parser
 from holdfast.cli.flags import build
 from holdfast.cli.plan import PlanConfig, most_devices, question_of, recommend, serve_command, served_model, shape_named
 from holdfast.cluster.config import ClusterConfig
-from holdfast.core.config import EngineConfig
 from holdfast.lab.planning import Candidate, Evaluation
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.workloads import WorkloadConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import RowBytes, RowShape
 from tests.lab.simulator.simulation import PROFILE
 from tests.padded_rows import ABLE

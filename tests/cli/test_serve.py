@@ -20,8 +20,8 @@ from rich.console import Console
 
 from holdfast.cli.command import main
 from holdfast.cli.serve import announce, announce_apps, curl_line, python_lines
-from holdfast.core.config import EngineConfig
 from holdfast.engine import spawn
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 
 

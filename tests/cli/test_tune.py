@@ -26,7 +26,7 @@ from holdfast.cli import tune
 from holdfast.cli.command import main
 from holdfast.cli.flags import UsageError
 from holdfast.cli.tune import Bar, TuneConfig, bar
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.server.jobs import tuning_runner
 
 

@@ -20,13 +20,13 @@ from holdfast.cluster.fleet import NoReplica
 from holdfast.cluster.replica import State
 from holdfast.cluster.replicas import ReplicaLost, Replicas
 from holdfast.cluster.scaling import Load, Scaler
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo, FinishReason, Found, SamplingParams, SequenceOutput
 from holdfast.engine.client.client import AdapterError, Delta, EngineClient, Stream
 from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
 from holdfast.engine.client.generation import GenerationDefaults
 from holdfast.engine.client.pooling import NONE
 from holdfast.engine.client.text import TokenIds
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import SchedulerStats
 from tests.lab.simulator.simulation import PROFILE
 

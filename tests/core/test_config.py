@@ -14,8 +14,9 @@ from holdfast.cli.profile import ProfileConfig
 from holdfast.cli.tune import TuneConfig
 from holdfast.cluster.config import ClusterConfig
 from holdfast.core import config
-from holdfast.core.config import ROW_SCHEDULERS, AppConfig, EngineConfig
+from holdfast.core.config import ROW_SCHEDULERS, AppConfig
 from holdfast.lab.workloads import WorkloadConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 
 

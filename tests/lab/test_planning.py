@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.lab import workloads
 from holdfast.lab.planning import (
     Candidate,
@@ -20,6 +19,7 @@ from holdfast.lab.planning import (
 )
 from holdfast.lab.simulator.run import simulate
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from tests.lab.simulator.simulation import PROFILE
 
 QUESTION = CapacityQuestion(

@@ -20,11 +20,11 @@ from serving import listening
 from sqlalchemy.exc import DatabaseError
 from tokenizers_made import byte_level
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.version import __version__
 from holdfast.engine.client.client import Delta
 from holdfast.engine.client.connection import QueueFull
 from holdfast.engine.client.text import Text
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.types import SchedulerStats
 from holdfast.server import protocol

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from holdfast.core.config import EngineConfig, check_adapter_name
 from holdfast.core.types import (
     AdapterInfo,
     FinishReason,
@@ -32,8 +31,19 @@ from holdfast.engine.client.pooling import NONE, find_pooling
 from holdfast.engine.client.text import Text, TextStream
 from holdfast.engine.client.tuning import TuningClient
 from holdfast.engine.spawn import EngineProcess, Process
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.memory.digests import DigestCache, usable_blocks
+from holdfast.lm.parts.adapters.messages import (
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from holdfast.lm.parts.adapters.options import check_adapter_name
+from holdfast.lm.parts.moves.messages import ChunksFetched, ChunksFound, FetchChunks, FindChunks, StopFetch
+from holdfast.lm.parts.tuning.messages import JobChanged, JobProgress, JobRefused, JobStarted
 from holdfast.lm.types import SchedulerStats
 
 REMEMBERED_BLOCKS = 1 << 16
@@ -278,7 +288,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
         self._searches[number] = answer
         try:
-            self._child.send(messages.FindChunks(number, list(chain)))
+            self._child.send(FindChunks(number, list(chain)))
             return await answer
         finally:
             self._searches.pop(number, None)
@@ -297,13 +307,13 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         self._fetches[number] = answer
         digests = [chain[index] for index in indices]
         try:
-            message = messages.FetchChunks(number, digests, list(indices), source, self.info.block_size)
+            message = FetchChunks(number, digests, list(indices), source, self.info.block_size)
             self._child.send(message)
             return await answer
         finally:
             del self._fetches[number]
             if not self.dead.is_set() and not answer.done():
-                self._child.send(messages.StopFetch(number))
+                self._child.send(StopFetch(number))
 
     def _identity(self, tenant: str, adapter: str) -> Identity:
         content = self.adapters[adapter].id if adapter else ""
@@ -330,10 +340,10 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             before = {self.adapters[name].id} if name in self.adapters else set()
             if name in self.names or name in self.tuning.names or (before and not replace):
                 raise AdapterError(f"the name {name} is taken")
-            loaded: AdapterInfo = await self._ask(lambda number: messages.LoadAdapter(number, name, path))
+            loaded: AdapterInfo = await self._ask(lambda number: LoadAdapter(number, name, path))
             self.adapters[name] = loaded
         for adapter in before - {loaded.id}:
-            await self._ask(partial(messages.UnloadAdapter, adapter=adapter), wait=False)
+            await self._ask(partial(UnloadAdapter, adapter=adapter), wait=False)
         return loaded
 
     async def unload_adapter(self, name: str) -> None:
@@ -345,7 +355,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
             if name not in self.adapters:
                 raise AdapterError(f"there is no adapter {name}", missing=True)
             adapter = self.adapters.pop(name)
-            await self._ask(lambda number: messages.UnloadAdapter(number, adapter.id))
+            await self._ask(lambda number: UnloadAdapter(number, adapter.id))
 
     @contextmanager
     def _change(self, name: str) -> Iterator[None]:
@@ -358,9 +368,7 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
         finally:
             self._changing.discard(name)
 
-    async def _ask(
-        self, message: Callable[[int], messages.LoadAdapter | messages.UnloadAdapter], *, wait: bool = True
-    ) -> Any:
+    async def _ask(self, message: Callable[[int], LoadAdapter | UnloadAdapter], *, wait: bool = True) -> Any:
         """Send a message about an adapter and wait for its answer. Raises AdapterError for a refusal."""
         self._check_alive()
         number = next(self._numbers)
@@ -424,21 +432,21 @@ class EngineClient(EngineConnection[messages.EngineInfo, SchedulerStats]):
                     stream = self._streams[request_id]
                     self._forget(request_id)
                     stream.fail(RequestRefused(reason, param))
-            case messages.ChunksFound(number, device, host, lower):
+            case ChunksFound(number, device, host, lower):
                 self._settle(self._searches.get(number), Found(device, host, lower))
-            case messages.ChunksFetched(number, tokens, reason):
+            case ChunksFetched(number, tokens, reason):
                 if reason:
                     log.debug("holdfast: a fetch gave %d tokens: %s", tokens, reason)
                 self._settle(self._fetches.get(number), tokens)
-            case messages.AdapterLoaded(number, info):
+            case AdapterLoaded(number, info):
                 self._settle(self._asked.pop(number, None), info)
-            case messages.AdapterUnloaded(number):
+            case AdapterUnloaded(number):
                 self._settle(self._asked.pop(number, None), None)
-            case messages.AdapterRefused(number, reason):
+            case AdapterRefused(number, reason):
                 if number in self._asked and not (refused := self._asked.pop(number)).done():
                     refused.set_exception(AdapterError(reason))
                     refused.exception()  # marks it as retrieved, because nobody may still wait
-            case messages.JobStarted() | messages.JobChanged() | messages.JobRefused() | messages.JobProgress():
+            case JobStarted() | JobChanged() | JobRefused() | JobProgress():
                 self.tuning.take(message)
 
     def _deliver(self, output: SequenceOutput, now: float) -> None:

@@ -15,12 +15,13 @@ from typing import Any, Self, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from holdfast.core.config import BUILTIN_MODEL, EngineConfig
+from holdfast.core.config import BUILTIN_MODEL
 from holdfast.core.types import AdapterInfo, FinishReason, SamplingParams, TokenLogprobs
 from holdfast.engine.client.client import Delta, EngineClient, Timings
 from holdfast.engine.client.text import Text
 from holdfast.engine.client.tuning import EXAMPLES_FILE, JobEnded, JobStart, JobStep, TuningError, write_examples
 from holdfast.engine.messages import EngineInfo
+from holdfast.lm.config import EngineConfig
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]

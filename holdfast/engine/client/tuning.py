@@ -18,7 +18,22 @@ from typing import Any
 from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
 from holdfast.engine.client.connection import EngineDead
-from holdfast.engine.messages import JobAction, JobEnded, JobEvent, JobInfo, JobStart, JobStatus, JobStep
+from holdfast.lm.parts.tuning.messages import (
+    ChangeJob,
+    FromEngine,
+    JobAction,
+    JobChanged,
+    JobEnded,
+    JobEvent,
+    JobInfo,
+    JobProgress,
+    JobRefused,
+    JobStart,
+    JobStarted,
+    JobStatus,
+    JobStep,
+    StartJob,
+)
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, digest_of, write_examples
 from holdfast.training.jobs import (
     ALL_MODULES,
@@ -178,12 +193,12 @@ class TuningClient:
         """
         if job not in self._runs:
             raise TuningError(f"there is no open job {job}", missing=True)
-        await self._ask(lambda number: messages.ChangeJob(number, job, action))
+        await self._ask(lambda number: ChangeJob(number, job, action))
 
     async def _start(self, job: JobStart) -> TuningRun:
         self._starting[job.id] = job
         try:
-            await self._ask(lambda number: messages.StartJob(number, job))
+            await self._ask(lambda number: StartJob(number, job))
         except BaseException:
             self._starting.pop(job.id, None)
             raise
@@ -197,19 +212,19 @@ class TuningClient:
         self._send(message(number))
         return await asyncio.shield(answer)
 
-    def take(self, message: messages.TuningAnswer) -> None:
+    def take(self, message: FromEngine) -> None:
         """Handle a message about jobs."""
         match message:
-            case messages.JobStarted(number, info):
+            case JobStarted(number, info):
                 self._runs[info.id] = self._started[info.id] = TuningRun(self, info)
                 self._settle(number, info)
-            case messages.JobChanged(number):
+            case JobChanged(number):
                 self._settle(number, None)
-            case messages.JobRefused(number, reason, missing):
+            case JobRefused(number, reason, missing):
                 if number in self._asked and not (answer := self._asked.pop(number)).done():
                     answer.set_exception(TuningError(reason, missing=missing))
                     answer.exception()  # marks it as retrieved, because nobody may still wait
-            case messages.JobProgress(events):
+            case JobProgress(events):
                 for event in events:
                     self._deliver(event)
 

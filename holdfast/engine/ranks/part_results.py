@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from holdfast.lm.parts.adapters.values import AdapterPlan, AdapterResult
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport
 from holdfast.lm.types import PartResult, StepPlan
-from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport
 
 
 class OfRanks(Protocol):

@@ -7,15 +7,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.training_cost import MICRO_BATCHES
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.part import Allocated, DevicePart, Launched, part_of
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.parts.tuning.device import Training, TuningDevice, TuningExecutor
+from holdfast.lm.parts.tuning.values import JobClosed, JobOpened, TrainingSlice
 from holdfast.lm.types.news import PartNews
-from holdfast.lm.types.tuning import JobClosed, JobOpened, TrainingSlice
 from holdfast.training.base import digest_of_shards
 from holdfast.training.iteration import arena_of, workspace_bytes
 from holdfast.training.state import mirror_directory

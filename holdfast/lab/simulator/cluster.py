@@ -9,7 +9,6 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 from holdfast.cluster.routing import Found, Move, ReplicaState, ReplicaView, Router, Turn
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, Identity, Request, SequenceOutput
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.metrics import Record
@@ -18,6 +17,7 @@ from holdfast.lab.simulator.devices import Link
 from holdfast.lab.simulator.executor import SimulatedExecutor, VirtualClock
 from holdfast.lab.simulator.run import VOCAB_SIZE, Conversations, Watch, make_loop, nobody, on_rows
 from holdfast.lab.workloads import Workload
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.memory.digests import DigestCache, block_digests
 from holdfast.lm.scheduler.scheduler import Scheduler

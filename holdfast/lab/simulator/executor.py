@@ -12,8 +12,8 @@ from holdfast.core.types import Identity
 from holdfast.lab.simulator.deployment import Pipeline
 from holdfast.lab.simulator.training import SimulatedTrainer
 from holdfast.lm.parts.speculation.drafts import Drafter, Matcher
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.types import PENDING, CopyTime, PartResult, StepPlan, StepResult, TierCopied
-from holdfast.lm.types.tuning import TrainingPlan
 
 TOKEN, OTHER = 7, 8
 """The tokens that steps sample: the first, or the other if a guess should be wrong. No model runs: a sequence ends at

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from holdfast.core.training_cost import HEAD_TOKENS, TrainingCost, TrainingShape, UnitKind
 from holdfast.lab.simulator.shapes import BYTES, ModelShape
-from holdfast.lm.types.tuning import TrainingReport, TrainingSlice
+from holdfast.lm.parts.tuning.values import TrainingReport, TrainingSlice
 
 NUMBER = 4
 """Bytes of a 32-bit number."""

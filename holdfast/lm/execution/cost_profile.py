@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig
 from holdfast.core.cost import HEAVY, Burst, CostModel, interpolate
 from holdfast.lm.execution.paged_memory import PagedMemory
 from holdfast.lm.kernels.attention.protocol import Attention, CapturableAttention, Segments
@@ -78,7 +78,7 @@ class TimedDevice(Protocol):
     """An allocated device: a `PagedDevice`, or several that share a model, with what the first of them holds of it."""
 
     @property
-    def config(self) -> EngineConfig: ...
+    def config(self) -> CoreConfig: ...
 
     @property
     def kind(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.core.config import CoreConfig
 from holdfast.core.stages import Stages
 from holdfast.core.version import __version__
 from holdfast.lm.copy_streams import CopyStream, stream_for
@@ -76,7 +76,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
     def __init__(
         self,
         model: Model,
-        config: EngineConfig,
+        config: CoreConfig,
         *,
         parts: Collection[DevicePart] = (),
         name: str = "",
@@ -435,8 +435,8 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         `whole` is as for `_host_cache_bytes`.
         """
         config, whole = self.config, whole or self.block_bytes
-        if config.cache_gb is not None:
-            cache = self._own_share(config.cache_gb * 1e9, whole)
+        if config.cache_bytes is not None:
+            cache = self._own_share(config.cache_bytes, whole)
         elif self.kind == "cuda":
             reserved_by_others = total - free
             cache = int(total * config.memory_fraction) - reserved_by_others - activations
@@ -458,26 +458,25 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
 
         A block takes `whole` bytes on all ranks together; 0: this rank has all of them.
         """
-        wanted, whole = self.config.host_cache_gb, whole or self.block_bytes
+        wanted, size, whole = self.config.host_cache_gb, self.config.host_cache_bytes, whole or self.block_bytes
         free, total = memory_of(CPU)
-        if wanted == "auto":
+        if size is None:
             pinned, config = self.kind == "cuda", self.config
             if not config.prefix_sharing or not (pinned or config.moves_blocks):
                 return 0
             # On a CPU both tiers are the same memory, and this one is only what blocks pass through.
             most = HOST_CACHE_BYTES if pinned else TRANSIT_BYTES
             return self._own_share(min(most, free // 4), whole)
-        size = int(wanted * 1e9)
-        if size > free or 0 < wanted * 1e9 < whole:
+        if size > free or (wanted and size < whole):
             raise MemoryError(
                 f"host_cache_gb is {wanted}: of {total / 1e9:.1f} GB of host memory {free / 1e9:.1f} are free, and a "
                 f"block takes {whole / 1e9:.6f}; choose a size between, 0 for no host tier, or auto"
             )
         return self._own_share(size, whole)
 
-    def _own_share(self, size: float, whole: int) -> int:
+    def _own_share(self, size: int, whole: int) -> int:
         """This rank's share of `size` bytes, where a block takes `whole` bytes on all ranks together."""
-        return int(size) * self.block_bytes // whole
+        return size * self.block_bytes // whole
 
     def _widest_plans(self) -> Iterator[StepPlan]:
         """The steps that take most memory: one long prefill, then as many sequences as fit, drawn and filtered."""

@@ -56,8 +56,8 @@ class DrawnStep(Protocol):
         ...
 
 
-class DrawRules:
-    """Which tokens the rows of one step may draw. This class itself allows all.
+class DrawRules(ABC):
+    """Which tokens the rows of one step may draw.
 
     The rules of a step may follow from the tokens of the steps before it. Methods are called in plan order, by one
     thread at a time: `masks`, then `drawn`, then `read` and `results`, each for step after step.
@@ -73,14 +73,14 @@ class DrawRules:
         """Whether `masks` would wait for the tokens of a step that the device may still compute."""
         return False
 
+    @abstractmethod
     def masks(self) -> torch.Tensor:
         """The masks [M, W] int32 of the rows `StagedStep.masked`, on the device."""
-        raise NotImplementedError
 
-    def drawn(self, step: DrawnStep) -> None:
+    def drawn(self, step: DrawnStep) -> None:  # noqa: B027
         """The step's draw was launched."""
 
-    def read(self) -> None:
+    def read(self) -> None:  # noqa: B027
         """Read the step's tokens, and before them those of earlier steps. Waits for the device."""
 
     def results(self) -> Sequence[PartResult]:
@@ -88,7 +88,14 @@ class DrawRules:
         return ()
 
 
-EVERY_TOKEN = DrawRules()
+class EveryToken(DrawRules):
+    """Rules that restrict no row."""
+
+    def masks(self) -> torch.Tensor:
+        return torch.empty((0, 0), dtype=torch.int32)
+
+
+EVERY_TOKEN: DrawRules = EveryToken()
 
 
 class PartExecutor:

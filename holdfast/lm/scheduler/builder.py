@@ -58,6 +58,12 @@ class StepBuilder(ABC):
     `RowBuilder`. This class holds the plan under construction, and makes the StepPlan of it.
     """
 
+    __slots__ = (
+        "_decodes", "_ids", "_kept", "_preempted", "_queues", "_rows", "_samples", "_starts", "_stops", "_swap_in",
+        "_tokens", "_writes", "budget", "draws", "due", "in_flight", "now", "num_tokens", "number", "pace", "planned",
+        "pool", "postponed", "predicted", "running", "sampling", "swapping_in", "weigh",
+    )  # fmt: skip
+
     def __init__(self, queues: Queues, number: int, now: float) -> None:
         self.budget = 0
         """Tokens that may still be planned."""

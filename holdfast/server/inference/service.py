@@ -103,7 +103,7 @@ class Applications:
     @contextmanager
     def _held(self, wanted: Wanted) -> Iterator[None]:
         """Count the bytes of a request's inputs within the context. Raises ApiError 503 beyond the limit."""
-        size, limit = sum(len(tensor.data) for tensor in wanted.inputs.values()), int(self.config.max_bodies_mb * 1e6)
+        size, limit = sum(len(tensor.data) for tensor in wanted.inputs.values()), self.config.max_bodies_bytes
         if self.held + size > limit:
             reason = f"more than {limit} bytes of inputs are in progress; try again"
             raise ApiError(reason, status=503, code="overloaded", retry_after=1)

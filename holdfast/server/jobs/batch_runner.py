@@ -254,7 +254,7 @@ class BatchRunner:
             await self._change(running, "failed", faults=[fault])
             return
         await self._starts.note(batch.id, WHOLE)
-        limit, choices = int(self._service.config.max_body_mb * 1e6), self._service.config.max_choices
+        limit, choices = self._service.config.max_body_bytes, self._service.config.max_choices
         since = time.perf_counter()
 
         def allow(line: Line) -> None:

@@ -58,8 +58,8 @@ class Files:
         """Raises StoreError if the directory cannot be used."""
         self.store = store
         self.now = now
-        self.largest = int(config.max_file_mb * 1e6)
-        self.limit = int(config.files_gb * 1e9)
+        self.largest = config.max_file_bytes
+        self.limit = config.files_bytes
         share = config.tenant_share if len(config.api_key) > 1 else 1
         self.tenant_limit = int(self.limit * share)
         self.tenant_uploads = max(1, int(MOST_UPLOADS * share))

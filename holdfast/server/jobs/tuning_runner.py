@@ -224,7 +224,7 @@ class TuningRunner:
         )  # fmt: skip
 
     def _example_reader(self, running: RunningJob) -> ExampleReader:
-        limit = int(self._service.config.max_body_mb * 1e6)
+        limit = self._service.config.max_body_bytes
         client = self._client
 
         def wanted() -> bool:

@@ -97,7 +97,7 @@ class BodyBudget:
     @classmethod
     def of(cls, config: ServerConfig) -> BodyBudget:
         """Create the configured budget. With several keys, each key may use its share, but at least one body."""
-        limit, one = int(config.max_bodies_mb * 1e6), int(config.max_body_mb * 1e6)
+        limit, one = config.max_bodies_bytes, config.max_body_bytes
         share = config.tenant_share if len(config.api_key) > 1 else 1
         return cls(limit, max(int(limit * share), min(limit, one)))
 
@@ -129,7 +129,7 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
 
     Raises ApiError 413 as soon as it is too large, 429 if its tenant's bodies together are, 503 if all bodies are.
     """
-    body, limit = bytearray(), int(config.max_body_mb * 1e6)
+    body, limit = bytearray(), config.max_body_bytes
     budget: BodyBudget = request.app.state.bodies
     tenant = tenant_of(request)
     declared = request.headers.get("content-length", "")
@@ -151,7 +151,7 @@ def decompress(body: bytes, encoding: str, config: ServerConfig) -> bytes:
 
     Raises ApiError: 413 as soon as it is too large, 415 for an unknown encoding, 400 for invalid data.
     """
-    limit = int(config.max_body_mb * 1e6)
+    limit = config.max_body_bytes
     if encoding.lower() in ("", "identity"):
         return body
     if encoding.lower() not in ENCODINGS:

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import FinishReason, SamplingParams
 from holdfast.engine.client import template
 from holdfast.engine.client.client import AdapterError, EngineClient
 from holdfast.engine.client.connection import EngineDead, EngineStartError, QueueFull
 from holdfast.engine.link import Child
 from holdfast.engine.messages import Abort, Start, Submit
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.models.loader import load
 from tests.adapters import drawn, write

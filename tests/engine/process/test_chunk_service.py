@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from holdfast.engine.messages import ChunksFetched, FetchChunks
 from holdfast.engine.process import chunk_service
 from holdfast.engine.process.block_moves import Moves
 from holdfast.engine.process.chunk_service import ChunkService
 from holdfast.engine.process.chunk_wire import ChunkPeer, Kind, PeerError, Terms
+from holdfast.lm.parts.moves.messages import ChunksFetched, FetchChunks
 from holdfast.lm.parts.moves.planner import MovePart
 from tests.invariants import check_scheduler
 from tests.scheduling import create_scheduler

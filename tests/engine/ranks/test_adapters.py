@@ -11,12 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
-from holdfast.engine.messages import AdapterLoaded, AdapterRefused, AdapterUnloaded, LoadAdapter, Refused, UnloadAdapter
+from holdfast.engine.messages import Refused
 from holdfast.engine.process.build import Engine, build_engine
 from holdfast.engine.process.parts.adapters import AdapterHandler, FilesOfRanks
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.models.loader import decoder_spec
+from holdfast.lm.parts.adapters.messages import (
+    AdapterLoaded,
+    AdapterRefused,
+    AdapterUnloaded,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from tests.adapters import drawn, write
 from tests.checkpoints import VOCAB, make
 from tests.engine.conftest import SMALL

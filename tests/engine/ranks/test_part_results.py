@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from holdfast.engine.ranks.part_results import LoadsOfRanks, PartResults, SlicesOfRanks, split
+from holdfast.lm.parts.adapters.values import AdapterLoad, AdapterPlan, AdapterResult
+from holdfast.lm.parts.grammars.values import GrammarResult
+from holdfast.lm.parts.tuning.values import TrainingPlan, TrainingReport, TrainingSlice
 from holdfast.lm.types import PartPlan, StepPlan
-from holdfast.lm.types.adapters import AdapterLoad, AdapterPlan, AdapterResult
-from holdfast.lm.types.grammars import GrammarResult
-from holdfast.lm.types.tuning import TrainingPlan, TrainingReport, TrainingSlice
 
 
 def plan(step: int, *parts: PartPlan) -> StepPlan:

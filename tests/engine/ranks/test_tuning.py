@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.config import EngineConfig
-from holdfast.engine import messages
-from holdfast.engine.messages import JobEnded, JobStatus, JobStep
+from holdfast.lm.config import EngineConfig
+from holdfast.lm.parts.tuning.messages import JobChanged, JobEnded, JobStatus, JobStep
 from tests.checkpoints import make
 from tests.engine.conftest import SMALL
 from tests.engine.test_tuning import SLICES, TUNING, Bench, drawn, new_job
@@ -148,7 +147,7 @@ def test_jobs_take_turns_pause_and_are_cancelled_on_all_ranks(bench: Make, tmp_p
     for name in ("one", "two"):
         each.start(new_job(tmp_path, name, epochs=20 if name == "one" else 2))
     each.reach("one", 2)
-    assert isinstance(each.change("one", "pause"), messages.JobChanged)
+    assert isinstance(each.change("one", "pause"), JobChanged)
     each.until(lambda: each.events("one", JobStatus)[-1].status == "paused")
     each.finish("two")
     each.change("one", "resume")

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.cost import PaddedCost
 from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.padded import Batch, PaddedStepTimes, RowSoftware
 from holdfast.lab.simulator.run import context_length, engine_shape
 from holdfast.lab.workloads import Conversation, Turn, fixed
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.types import Forward, RowBytes, RowMove, RowPlan, RowShape, Sampling, Segment, StepPlan
 from tests.lab.simulator.simulation import COST, PROFILE, run
 from tests.padded_rows import ABLE

@@ -10,7 +10,7 @@ from holdfast.engine.profiles import CostProfile
 from holdfast.lab.simulator.shapes import MODELS
 from holdfast.lab.simulator.training import SimulatedJob, SimulatedTrainer, Tuning, job_of, training_shape
 from holdfast.lab.workloads import Conversation, Turn
-from holdfast.lm.types.tuning import TrainingSlice
+from holdfast.lm.parts.tuning.values import TrainingSlice
 from holdfast.training.jobs import units_of
 from tests.lab.simulator.simulation import run
 from tests.training_plans import SHAPE

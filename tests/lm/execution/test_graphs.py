@@ -15,8 +15,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.batch import Batch
 from holdfast.lm.execution.graphs import MAX_TOKENS, Captured, GraphSizes, StepGraphs
 from holdfast.lm.execution.paged_device import PagedDevice
@@ -32,8 +32,8 @@ from holdfast.lm.models.base import StepInput
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.loader import load
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
+from holdfast.lm.parts.adapters.values import AdapterPlan
 from holdfast.lm.types import Sampling, Segment, StepPlan, TableWrite
-from holdfast.lm.types.adapters import AdapterPlan
 from tests.adapters import drawn
 from tests.paged import sizes
 

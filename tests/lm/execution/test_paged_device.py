@@ -11,7 +11,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution import paged_device
 from holdfast.lm.execution.batch import TOKENS_ONLY, ModelInputs
 from holdfast.lm.execution.paged_device import PagedDevice

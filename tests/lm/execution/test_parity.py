@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.config import AttentionBackendName, EngineConfig
+from holdfast.core.config import AttentionBackendName
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.memory.block_pool import BlockPool
 from holdfast.lm.models.base import Model, StepInput

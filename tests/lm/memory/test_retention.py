@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.memory.retention import EVICTIONS, MIN_AGE, Retention, RetentionRule, cost_by_position
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.layout import Layout
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.kernels.linear.experts.experts import ExpertRule
 from holdfast.lm.models.base import UnsupportedCheckpoint
 from holdfast.lm.models.decoder import Decoder

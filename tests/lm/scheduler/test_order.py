@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.choice import capacity_of, make_policy
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.order import Deadline, Fair, Fcfs, Priority, make_order
 from tests.invariants import check_scheduler
 from tests.scheduling import answer, create_requests, create_scheduler, spans

@@ -19,10 +19,10 @@ from batch_server import Server, server
 from fake_engine import FakeClient, engine_info
 from looked_after import looked_after
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import BATCH_CLASS, FinishReason
 from holdfast.engine.client.client import Delta, Usage
 from holdfast.engine.client.connection import QueueFull
+from holdfast.lm.config import EngineConfig
 from holdfast.server.jobs import batch_runner, feed, lines
 from holdfast.server.jobs.batch_runner import Turns
 from holdfast.server.jobs.files import Files

@@ -17,7 +17,7 @@ from fake_engine import FakeClient, engine_info
 from fake_tuning import STATE
 from looked_after import looked_after
 
-from holdfast.core.config import EngineConfig
+from holdfast.lm.config import EngineConfig
 from holdfast.server.config import ServerConfig
 from holdfast.server.conversations.store import AsyncStore
 from holdfast.server.jobs import tuning, tuning_runner

@@ -14,9 +14,9 @@ import pytest
 from served import Serving, started
 
 from holdfast.cli.targets import simulated_engine
-from holdfast.core.config import EngineConfig
 from holdfast.lab.simulator.deployment import deploy
 from holdfast.lab.workloads import Conversation, Turn
+from holdfast.lm.config import EngineConfig
 from holdfast.lm.scheduler.queue_report import REASONS
 
 pytestmark = pytest.mark.browser

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.core.config import EngineConfig
 from holdfast.core.types import AdapterInfo
 from holdfast.lm.copy_streams import CopyEvent, CopyStream
 from holdfast.lm.execution.part import Allocated, DevicePart, PartExecutor
@@ -24,8 +23,9 @@ from holdfast.lm.models.families import NATIVE
 from holdfast.lm.models.peft_files import AdapterWeights, DecoderSizes, UnsupportedAdapter, check_effect, read_peft
 from holdfast.lm.models.shard import own_adapter
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
+from holdfast.lm.parts.adapters.options import AdapterOptions
+from holdfast.lm.parts.adapters.values import AdapterForgotten, AdapterKnown, AdapterPlan, AdapterResult
 from holdfast.lm.types import EngineShape, PartPlan, PartResult, StepPlan
-from holdfast.lm.types.adapters import AdapterForgotten, AdapterKnown, AdapterPlan, AdapterResult
 from holdfast.lm.types.news import PartNews
 
 log = logging.getLogger("holdfast.engine")
@@ -245,7 +245,7 @@ class AdapterExecutor(PartExecutor):
 class AdapterDevice(DevicePart):
     """The slots of adapters on a device, and the adapters that may be loaded into them."""
 
-    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+    def __init__(self, model: Decoder, config: AdapterOptions) -> None:
         """Allocate the slots that a configuration asks for, for the layers, heads and columns of this device."""
         spec, shard = model.spec, model.shard
         self._device = spec.device
@@ -260,7 +260,7 @@ class AdapterDevice(DevicePart):
         self.store = AdapterStore(
             self.slots,
             model.decoder,
-            host_bytes=int(config.adapter_host_gb * 1e9),
+            host_bytes=config.adapter_host_bytes,
             pinned=pinned,
             own=whole if ranks == 1 else partial(own_adapter, spec=model.decoder, shard=shard),
             devices=ranks,
@@ -298,7 +298,7 @@ class AdapterDevice(DevicePart):
         return AdapterExecutor(self.slots, self.store, allocated.make_stream)
 
 
-def adapter_device(model: Model, config: EngineConfig) -> AdapterDevice:
+def adapter_device(model: Model, config: AdapterOptions) -> AdapterDevice:
     """The slots of adapters for a model. Raises ValueError for a model that takes no adapters."""
     if not isinstance(model, Decoder):
         raise ValueError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from holdfast.lm.parts.tuning.options import DEFAULT_BOUND
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.scheduler.builder import Policy, StepBuilder
 from holdfast.lm.types import StepPlan, StepResult
-
-DEFAULT_BOUND = 1.0
-"""Default deferral bound in seconds."""
 
 
 class Deferred(Policy):

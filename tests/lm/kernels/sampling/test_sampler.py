@@ -12,7 +12,7 @@ from holdfast.lm.kernels.sampling import logprobs, sampler
 from holdfast.lm.kernels.sampling.logprobs import Logprobs
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
 from holdfast.lm.parts.prompts.device import records_of
-from holdfast.lm.types.prompts import PromptReport
+from holdfast.lm.parts.prompts.values import PromptReport
 from tests.ranks import in_group
 
 ROWS, VOCAB = 13, 101

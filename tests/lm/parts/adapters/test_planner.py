@@ -12,9 +12,9 @@ from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.lm.limits import RequestRefused
 from holdfast.lm.parts.adapters.planner import AdapterPart, adapter_of
 from holdfast.lm.parts.adapters.pool import AdapterPool
+from holdfast.lm.parts.adapters.values import AdapterPlan, AdapterResult
 from holdfast.lm.scheduler.order import Fair, Fcfs, Priority
 from holdfast.lm.types import StepResult, TierCopied
-from holdfast.lm.types.adapters import AdapterPlan, AdapterResult
 from tests.invariants import check_scheduler
 from tests.scheduling import EOS, VOCABULARY, FakeDevice, answer, create_requests, create_scheduler, run_alone
 

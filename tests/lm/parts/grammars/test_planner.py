@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from holdfast.core.types import Grammar, Request, SamplingParams, TokenLogprobs
+from holdfast.lm.grammar.rows import Forced
+from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
 from holdfast.lm.types import StepResult
-from holdfast.lm.types.grammars import Forced, GrammarPlan, GrammarResult
 from tests.lm.scheduler.test_histories import STEPS, History, check
 from tests.scheduling import FakeDevice, create_scheduler, sampled, sampled_from, spans
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from holdfast.core.types import BATCH_CLASS
 from holdfast.lm.parts.tuning.deferral import Deferred
 from holdfast.lm.parts.tuning.planner import TuningPart
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.policies import StallFree
-from holdfast.lm.types.tuning import TrainingPlan
 from tests.scheduling import create_scheduler, spans
 from tests.training_plans import FakeEngine, a_request, blocks_of, cost_model, make_steps, make_tuner
 

@@ -4,8 +4,8 @@ import pytest
 
 from holdfast.lm.parts.tuning.planner import TuningPart
 from holdfast.lm.parts.tuning.slabs import QUIET_SECONDS
+from holdfast.lm.parts.tuning.values import TrainingPlan
 from holdfast.lm.scheduler.builder import Policy
-from holdfast.lm.types.tuning import TrainingPlan
 from tests.invariants import check_scheduler
 from tests.scheduling import FakeDevice, create_scheduler
 from tests.training_plans import FakeTrainer, a_request, blocks_of, make_steps, make_tuner

@@ -344,7 +344,7 @@ def test_a_state_that_was_to_be_on_the_disk_and_is_overtaken_takes_a_newer_one_t
     act(trainer, "job", "restore")
     while trainer.next_slice("job")[0] < 3:
         advance(trainer, "job")
-    act(trainer, "job", "offload")  # its state waits behind the one that is being written
+    act(trainer, "job", "offload")  # its state waits until the previous write has ended
     act(trainer, "job", "restore")
     while trainer.next_slice("job")[0] < 5:
         advance(trainer, "job")

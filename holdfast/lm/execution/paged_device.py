@@ -111,7 +111,7 @@ class PagedDevice(Device[MemoryMeasurement, EngineShape]):
         )
         self.block_bytes = self._cache(1, torch.device("meta")).data.nbytes
         sizes = spec, self.max_step_tokens, config.max_samples
-        link = None if place is None else place.link(*sizes, back=config.tuning)
+        link = None if place is None else place.link(*sizes, back=any(part.sends_back for part in parts))
         self._link, self._shared = link, None if place is None else place.host
         self._stage = None if link is None else StageEnd(link, spec, self.max_step_tokens)
         self.parts = tuple(parts)

@@ -205,6 +205,11 @@ class DevicePart(ABC):
         """Bytes on the device that the part keeps as long as the engine runs."""
         return 0
 
+    @property
+    def sends_back(self) -> bool:
+        """Whether its work sends tensors to the stage before it in a pipeline."""
+        return False
+
     def workspace_bytes(self) -> int:
         """Largest number of bytes that the part's work takes besides the cache. Measured while there is no cache."""
         return 0

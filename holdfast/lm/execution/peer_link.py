@@ -119,7 +119,7 @@ class _Sender:
         """Send a tensor. It may be overwritten by what is computed later."""
         data = tensor.contiguous().view(-1).view(torch.uint8)
         current = torch.cuda.current_stream(self._device)
-        for piece in data.split(self._slot_bytes):
+        for piece in torch.split(data, self._slot_bytes):
             slot, self._sent = self._sent % STREAM_SLOTS, self._sent + 1
             if self._sent > STREAM_SLOTS:
                 # The neighbour has read this slot's earlier copy only after it was sent.
@@ -145,7 +145,7 @@ class _Receiver:
     def receive(self, into: torch.Tensor) -> None:
         """Write the next tensor into a contiguous one of the same size."""
         current = torch.cuda.current_stream(self._device)
-        for piece in into.view(-1).view(torch.uint8).split(self._slot_bytes):
+        for piece in torch.split(into.view(-1).view(torch.uint8), self._slot_bytes):
             slot, self._received = self._received % STREAM_SLOTS, self._received + 1
             wait(self._came, self._received, current)
             copy(piece.data_ptr(), self._slots + slot * self._slot_bytes, len(piece), current)

@@ -325,7 +325,7 @@ def choose_device(
     it, ValueError for an option that the executor does not read, and MemoryError.
     """
     if isinstance(ranks, Ranks):
-        return make_many_device(config, ranks, stages)
+        return make_many_device(config, ranks, stages, more)
     if config.executor == "padded":
         return Choice(make_padded_device(config, checkpoint, stages), "executor is padded")
     if config.executor == "auto" and config.scheduler in ROW_SCHEDULERS:
@@ -351,11 +351,11 @@ def choose_device(
     return Choice(device, str(refusal))
 
 
-def make_many_device(config: EngineConfig, ranks: Ranks, stages: Stages) -> Choice:
+def make_many_device(config: EngineConfig, ranks: Ranks, stages: Stages, more: MoreParts = no_more) -> Choice:
     """The model on the devices of all ranks. Raises RankFailure, naming the rank."""
     torch.set_num_threads(threads_of(config))
     own, answers = ranks.together(
-        StartRank(config, ranks.meeting), partial(make_rank, config, 0, ranks.meeting, stages)
+        StartRank(config, ranks.meeting), partial(make_rank, config, 0, ranks.meeting, stages, more=more)
     )
     ranks.met()
     loaded = [answer for answer in answers if isinstance(answer, Loaded)]

@@ -79,9 +79,9 @@ class Site:
     @property
     def decoder(self) -> Decoder:
         """The model, if it is a native decoder. Raises TypeError for another."""
-        if not isinstance(self.paged.model, Decoder):
-            raise TypeError(f"the model is a {type(self.paged.model).__name__}, not a Decoder")
-        return self.paged.model
+        if not isinstance(self.blocks.model, Decoder):
+            raise TypeError(f"the model is a {type(self.blocks.model).__name__}, not a Decoder")
+        return self.blocks.model
 
 
 @dataclass(slots=True)
@@ -115,9 +115,10 @@ class PartBuilder(ABC):
     def device_parts(
         config: EngineConfig, order: Order, model: Model, parts: Sequence[DevicePart]
     ) -> Sequence[DevicePart]:
-        """The part's further state on the device of an engine that has only one.
+        """The part's further state on the device of the engine's process.
 
-        Its work comes before that of `parts`, which all ranks have. The weights are loaded.
+        Its work comes before that of `parts`, which all ranks have. The weights are loaded. Other ranks have what
+        `engine.ranks.paged.make_rank` gives them.
         """
         return ()
 
@@ -173,7 +174,7 @@ class Exclusion(NamedTuple):
 EXCLUSIONS = (
     Exclusion(
         "tuning",
-        "no native decoder on one device",
+        "no native decoder",
         "tuning needs a native decoder over a paged cache, and this model has none; leave it out",
     ),
     Exclusion(
@@ -215,10 +216,12 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no address")
     if not isinstance(device, PagedDevice | ManyDevice):
         found.add("padded rows")
-    if not isinstance(device, PagedDevice) or not any(isinstance(part, AdapterDevice) for part in device.parts):
+    if not isinstance(device, PagedDevice | ManyDevice) or not any(
+        isinstance(part, AdapterDevice) for part in device.parts
+    ):
         found.add("no slots for adapters")
-    if not isinstance(device, PagedDevice) or not isinstance(device.model, Decoder):
-        return found | {"no native decoder on one device"}
+    if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
+        return found | {"no native decoder"}
     if device.model.decoder.experts:
         found.add("experts")
     if not device.model.decoder.takes_adapters:

@@ -391,13 +391,20 @@ class Decoder:
                 normed = stream.copy_(normed)
             inner, first = ops.gated_linear(normed, layer.gate_up, layer.gate_up_bias), nothing
         else:
-            # A projection that writes to the stream has its adapters write to the stream too.
             stacks, lora = adapters.layers[index], adapters.rows if sampled else adapters.tokens
-            first = partial(lora.begin(attended, stacks.o, stream).add, stream)
-            normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm, first)
-            normed = ops.computed(normed)
+            if self.group is not None:
+                finish = lora.begin(attended, stacks.o)
+                normed = ops.add_adapted_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm, finish)
+            else:
+                # A projection that writes to the stream has its adapters write to the stream too.
+                first = partial(lora.begin(attended, stacks.o, stream).add, stream)
+                normed = ops.add_linear_norm(stream, attended, layer.o, layer.o_bias, layer.post_norm, first)
+                normed = ops.computed(normed)
             finish = lora.begin(normed, stacks.gate_up)
             inner = ops.gate(ops.linear(normed, layer.gate_up, layer.gate_up_bias), finish)
+            if self.group is not None:
+                finish = lora.begin(inner, stacks.down)
+                return ops.add_adapted_norm(stream, inner, layer.down, layer.down_bias, following, finish)
             first = partial(lora.begin(inner, stacks.down, stream).add, stream)
         normed = ops.add_linear_norm(
             stream, inner, layer.down, layer.down_bias, following, first, out_norm=layer.mlp_out_norm

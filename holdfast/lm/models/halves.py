@@ -5,6 +5,12 @@ tensors. The backward turns the gradient of x' into that of x in place and write
 matrices; base weights have none. Kept tensors that were freed are computed again by the same operations from the same
 x, so the results have the same bits.
 
+Where several devices share each layer, a device has its own rows of the weights that read the stream, and its own
+columns of those that add to it (`shard.module_pieces`). The stream and its gradient are equal on all devices: forwards
+add up what devices add to the stream, and backwards add up the gradients of what devices read (Megatron-LM, §3). The
+gradients of an adapter are this device's part of a sum over devices. They lie in the whole matrices, and are zero where
+the device has no part.
+
 LoRA (Hu et al., 2021, §4.1): y = W x + s B (A x). With t = s Bᵀ dy: dB = s dy (A x)ᵀ, dA = t xᵀ, dx = Wᵀ dy + Aᵀ t.
 """
 
@@ -17,13 +23,16 @@ from math import prod
 import torch
 
 from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.linear import layer_ops_for
 from holdfast.lm.kernels.linear.layers import LayerShape, Rotation
 from holdfast.lm.kernels.training import training_ops_for
 from holdfast.lm.kernels.training.attention import Packing, packed_attention_for, sent
+from holdfast.lm.kernels.training.loss import shared_loss_backward
 from holdfast.lm.kernels.training.ops import product_in_float32
 from holdfast.lm.models.decoder import Decoder, LayerWeights
 from holdfast.lm.models.decoder_spec import LINEAR_FIELDS
 from holdfast.lm.models.peft_files import MODULES, DecoderSizes, module_shapes
+from holdfast.lm.models.shard import module_pieces
 
 GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 """For each fused linear layer (a field of LayerWeights), the modules that read its input."""
@@ -112,7 +121,10 @@ class PackedTokens:
 
 
 class Halves:
-    """The halves of a decoder's layers, and its head. Callers must turn autograd off."""
+    """The halves of a decoder's layers, and its head, or of this device's part of them. Layers count from its first.
+
+    Callers must turn autograd off. All devices that share the layers make the same calls.
+    """
 
     def __init__(self, model: Decoder, layout: AdapterLayout, scale: float) -> None:
         """`scale` is LoRA's s. Raises ValueError for a model with FP8 or 4-bit weights."""
@@ -124,7 +136,8 @@ class Halves:
                     f"the model's weights are {kind}; tuning needs them in 16 or 32 bits: leave out quantization"
                 )
         self.model, self.layout, self.scale = model, layout, scale
-        self._spec = spec
+        self._group, self._pieces = model.group, module_pieces(spec, model.shard)
+        self._spec = spec = model.shard.own(spec)
         device, dtype = model.spec.device, model.spec.dtype
         shape = LayerShape(
             num_heads=spec.num_heads,
@@ -137,6 +150,7 @@ class Halves:
             amplitude=spec.rope.amplitude,
         )
         self._ops = training_ops_for(shape)
+        self._shared = self._ops.layers if self._group is None else layer_ops_for(shape, self._group)
         self.attention = packed_attention_for(device, dtype, spec.head_dim)
         self._windows = spec.windows or (None,) * spec.num_layers
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -148,6 +162,15 @@ class Halves:
             "down": {"down": slice(0, hidden)},
         }
         """For each fused linear layer, the output columns of its modules."""
+
+    def own(self, adapter: LayerAdapter) -> LayerAdapter:
+        """This device's part of a layer's whole matrices, as views."""
+        found = {}
+        for field, group in adapter.items():
+            columns = self._pieces[group.b[0][0]].slices[1]  # equal for all modules that share an input
+            rows = tuple((module, b[self._pieces[module].slices[0]]) for module, b in group.b)
+            found[field] = LoraGroup(group.a[:, columns], rows)
+        return found
 
     def pack(self, ids: torch.Tensor, lengths: tuple[int, ...]) -> PackedTokens:
         """Pack token ids [T] int64 on the device as sequences of these lengths.
@@ -184,7 +207,11 @@ class Halves:
 
     def embed(self, tokens: PackedTokens, out: torch.Tensor) -> None:
         """Write the embeddings [T, hidden] to `out`."""
-        torch.index_select(self.model.embedding, 0, tokens.ids, out=out)
+        if self._group is None:
+            torch.index_select(self.model.embedding, 0, tokens.ids, out=out)
+        else:
+            first = self.model.shard.vocabulary(self._spec.vocab_size).start
+            out.copy_(self._shared.embed(tokens.ids, self.model.embedding, first))
 
     def attention_forward(
         self, layer: int, x: torch.Tensor, tokens: PackedTokens, adapter: LayerAdapter, kept: Kept, out: torch.Tensor
@@ -192,15 +219,13 @@ class Halves:
         """Write x + attention(x) [T, hidden] to `out`."""
         weights = self.model.layers[layer]
         attended = self._attend(layer, x, tokens, adapter, kept)
-        low, columns = self._low("o", adapter, kept), self._columns["o"]
-        self._project(attended, _dense(weights.o), weights.o_bias, columns, low, out, x)
+        self._add("o", attended, _dense(weights.o), weights.o_bias, self._low("o", adapter, kept), x, out)
 
     def mlp_forward(self, layer: int, x: torch.Tensor, adapter: LayerAdapter, kept: Kept, out: torch.Tensor) -> None:
         """Write x + mlp(x) [T, hidden] to `out`."""
         weights = self.model.layers[layer]
         product = self._gate(layer, x, adapter, kept)
-        low, columns = self._low("down", adapter, kept), self._columns["down"]
-        self._project(product, _dense(weights.down), weights.down_bias, columns, low, out, x)
+        self._add("down", product, _dense(weights.down), weights.down_bias, self._low("down", adapter, kept), x, out)
 
     def attention_backward(
         self,
@@ -236,7 +261,7 @@ class Halves:
         back, t = self._project_backward("qkv", together, _dense(weights.qkv), adapter, grads, kept)
         if t is not None:
             _write_grad_of_a(t, self._norm(x, weights.input_norm), grads, "qkv")
-        self._ops.add_norm_backward(gradient, back, x, weights.input_norm)
+        self._ops.add_norm_backward(gradient, self._summed(back), x, weights.input_norm)
 
     def mlp_backward(
         self,
@@ -258,7 +283,7 @@ class Halves:
         back, t = self._project_backward("gate_up", together, _dense(weights.gate_up), adapter, grads, kept)
         if t is not None:
             _write_grad_of_a(t, self._norm(x, weights.post_norm), grads, "gate_up")
-        self._ops.add_norm_backward(gradient, back, x, weights.post_norm)
+        self._ops.add_norm_backward(gradient, self._summed(back), x, weights.post_norm)
 
     def head(
         self, stream: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, backward: bool
@@ -269,10 +294,14 @@ class Halves:
         """
         head, norm = self.model.lm_head, self.model.norm
         logits = self._norm(stream, norm) @ head.t()
-        losses = self._ops.loss_backward(logits, targets, weights)
+        if self._group is None:
+            losses = self._ops.loss_backward(logits, targets, weights)
+        else:
+            first = self.model.shard.vocabulary(self._spec.vocab_size).start
+            losses = shared_loss_backward(logits, targets, weights, first, self._group)
         if backward:
             gradient = torch.zeros_like(stream)
-            self._ops.add_norm_backward(gradient, logits @ head, stream, norm)
+            self._ops.add_norm_backward(gradient, self._summed(logits @ head), stream, norm)
             stream.copy_(gradient)
         return losses.sum()
 
@@ -307,6 +336,29 @@ class Halves:
         product = self._ops.gate(kept["gate"], kept["up"])
         self._shrink(product, "down", adapter, kept)
         return product
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over the devices that share the layers. x may be overwritten."""
+        return x if self._group is None else self._group.all_reduce(x)
+
+    def _add(
+        self,
+        field: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        low: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        stream: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write stream + the projection of x, summed over devices, to `out` [T, hidden]."""
+        columns = self._columns[field]
+        if self._group is None:
+            self._project(x, weight, bias, columns, low, out, stream)
+            return
+        torch.add(stream, self._summed(self._project(x, weight, None, columns, low, None)), out=out)
+        if bias is not None:
+            out += bias
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._ops.layers.norm(x, weight)

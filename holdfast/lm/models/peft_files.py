@@ -120,6 +120,15 @@ class AdapterWeights:
     def num_bytes(self) -> int:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
 
+    @property
+    def elements(self) -> int:
+        """Number of elements of all pairs."""
+        return sum(pair.a.numel() + pair.b.numel() for pair in self.pairs.values())
+
+    def is_finite(self, dtype: torch.dtype) -> bool:
+        """Whether all numbers are finite as this dtype."""
+        return all(bool(tensor.to(dtype).isfinite().all()) for pair in self.pairs.values() for tensor in pair[:2])
+
     def digest(self) -> str:
         """SHA-256 of all numbers, their places and scales, in hexadecimal. It does not depend on file or name."""
         digest = hashlib.sha256()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.core.layout import Layout, split_layers
 from holdfast.lm.models.decoder_spec import DecoderSpec, Shape, layer_elements, layer_shapes
+from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, module_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +159,31 @@ def layer_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, tuple[Piece, ...]
         field: tuple(piece(field, part, shape) for part, shape in enumerate(shapes))
         for field, shapes in layer_shapes(spec).items()
     }
+
+
+def module_pieces(spec: DecoderSpec, shard: Shard) -> dict[str, Piece]:
+    """For each module that an adapter may change, the device's piece of its linear layer [outputs, inputs].
+
+    An adapter's B is split as the rows of this piece, and its A as the columns. So the sum over devices of the
+    adapter's parts is the whole adapter's output, like the sum of the layer's parts.
+    """
+    fields = layer_pieces(spec, shard)
+    q, kv, inner = fields["qkv"][0].own[0], fields["qkv"][1].own[0], shard.part(spec.intermediate_size)
+    rows = {"q": q, "k": kv, "v": kv, "gate": inner, "up": inner}
+    columns = {"o": q, "down": inner}
+    pieces = {}
+    for module, (outputs, inputs) in module_shapes(spec).items():
+        own = rows.get(module, range(outputs)), columns.get(module, range(inputs))
+        pieces[module] = Piece((outputs, inputs), own)
+    return pieces
+
+
+def own_adapter(weights: AdapterWeights, spec: DecoderSpec, shard: Shard) -> AdapterWeights:
+    """The device's part of a whole adapter, with layers numbered from the first one of its stage."""
+    pieces, pairs = module_pieces(spec, shard), {}
+    for (layer, module), pair in weights.pairs.items():
+        if layer in shard.layers:
+            rows, columns = pieces[module].slices
+            own = LoraPair(pair.a[:, columns], pair.b[rows], pair.scale)
+            pairs[layer - shard.layers.start, module] = own
+    return AdapterWeights(pairs)

@@ -42,6 +42,11 @@ class PartResult:
         """This result of a step with drafts, where `last` are the places of the last accepted token of each draw."""
         return self
 
+    @property
+    def of_each_rank(self) -> bool:
+        """Whether every rank that shares the model gives such a result, so that the planner needs all of them."""
+        return False
+
 
 P = TypeVar("P")
 

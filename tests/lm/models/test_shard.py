@@ -10,8 +10,10 @@ import torch
 from holdfast.core.layout import Layout
 from holdfast.lm.models.decoder_spec import DecoderSpec, layer_shapes
 from holdfast.lm.models.families import NAMES
+from holdfast.lm.models.peft_files import MODULES
 from holdfast.lm.models.rope import Rope
-from holdfast.lm.models.shard import Shard, layer_pieces, shard_of, vocabulary_piece
+from holdfast.lm.models.shard import Shard, layer_pieces, module_pieces, own_adapter, shard_of, vocabulary_piece
+from tests.adapters import drawn
 
 
 def spec(**changes: Any) -> DecoderSpec:
@@ -99,3 +101,24 @@ def test_a_size_that_cannot_be_split_is_named(changes: dict[str, int], tp: int, 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="pp is 7; the model has 6 layers"):
         shard_of(spec(), Layout(pp=7), 0)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 3)])
+def test_the_parts_of_an_adapter_add_up_to_the_whole(tp: int, pp: int) -> None:
+    whole, layout = spec(num_kv_heads=4), Layout(tp=tp, pp=pp)
+    weights = drawn(whole, 4, seed=1)
+    for (layer, module), pair in weights.pairs.items():
+        x = torch.randn(3, pair.a.shape[1], generator=torch.Generator().manual_seed(2))
+        found = torch.zeros(3, pair.b.shape[0])
+        held = 0
+        for shard in shards(whole, layout):
+            own = own_adapter(weights, whole, shard).pairs
+            assert {module for _, module in own} == {*MODULES}
+            assert {number for number, _ in own} == {*range(len(shard.layers))}
+            if layer in shard.layers:
+                rows, columns = module_pieces(whole, shard)[module].slices
+                part = own[layer - shard.layers.start, module]
+                found[:, rows] += x[:, columns] @ part.a.t() @ part.b.t()
+                held += 1
+        assert held == tp
+        torch.testing.assert_close(found, x @ pair.a.t() @ pair.b.t())

@@ -215,6 +215,27 @@ class LayerOps:
             stream += bias
         return self.norm(stream, norm)
 
+    def add_adapted_norm(
+        self,
+        stream: torch.Tensor,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        adapters: Finish,
+    ) -> torch.Tensor:
+        """`add_linear_norm` with a group, where each device's adapters add to its partial sums of the projection."""
+        added = self._projected(x, weight)
+        adapters.add(added)
+        if self.group is not None and not self.shape.layer_norm and len(norm):
+            return self.group.add_norm(stream, added[None], bias, norm, self.shape.eps)
+        if self.group is not None:
+            added = self.group.all_reduce(added)
+        if bias is not None:
+            added += bias
+        stream += added
+        return self.norm(stream, norm)
+
     def add_linears_norm(
         self,
         stream: torch.Tensor,

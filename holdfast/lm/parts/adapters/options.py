@@ -48,9 +48,6 @@ class AdapterOptions(CoreConfig):
                 raise ValueError(f"{name} is both an adapter and a served_model_name; give each a name of its own")
             if names.count(name) > 1:
                 raise ValueError(f"adapter {name} is given twice; give each a name of its own")
-        for name in ("adapter", "max_adapters"):
-            if self.several_devices and getattr(self, name):
-                raise ValueError(f"{self.several_devices}, and {name} needs the whole model on one device; drop one")
 
     @property
     def adapters(self) -> list[tuple[str, str]]:

@@ -36,16 +36,25 @@ class TrainingSlices(Policy):
     """
 
     def __init__(
-        self, inner: Policy, part: TuningPart, cost: CostModel, target: float, *, progress: bool = False
+        self,
+        inner: Policy,
+        part: TuningPart,
+        cost: CostModel,
+        target: float,
+        *,
+        progress: bool = False,
+        stages: int = 1,
     ) -> None:
         """`target` in seconds between tokens, above 0; else ValueError.
 
+        With several `stages`, as many steps run between two tokens of a stream, and each may have a slice.
         With `progress` a unit runs every PROGRESS_SECONDS, whatever waits and however full the steps are. In any case a
         job that has to leave waits no longer than that.
         """
         if not target > 0:
             raise ValueError(f"target is {target} s; it must be above 0")
         self.inner, self.part, self.target, self.progress = inner, part, target, progress
+        self._stages = stages
         self._predictor = cost.predictor()
         self._corrections = {prompts: Correction(cost.deviation) for prompts in (False, True)}
         """Corrections of steps of decodes alone (False) and of steps with prompts (True)."""
@@ -71,7 +80,7 @@ class TrainingSlices(Policy):
         late = (self.progress or tuner.leaves) and step.now >= self._trained_at + PROGRESS_SECONDS
         if (self._must_yield(step) and not late) or (idle and step.in_flight):
             return
-        room = min(self.target, IDLE_SECONDS) if idle else self.target * (1 - RESERVE) - seconds
+        room = min(self.target, IDLE_SECONDS) if idle else (self.target * (1 - RESERVE) - seconds) / self._stages
         if self.part.train(room, at_least_one=late or (idle and not step.running)):
             self._trained_at = step.now
 

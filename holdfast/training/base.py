@@ -92,10 +92,10 @@ def _places(model: Decoder) -> dict[str, _Place]:
         "project_out": (narrow, hidden),
         "positions": (spec.position_rows, hidden),
     }
-    for name, shape in others.items():
+    for name, sizes in others.items():
         value = getattr(model, name)
-        if all(shape):
-            found[name] = _Place(shape, (0, 0) if value is None or shard.index else _sums(value))
+        if all(sizes):
+            found[name] = _Place(sizes, (0, 0) if value is None or shard.index else _sums(value))
     own = layer_pieces(spec, shard)
     before = layer_pieces(spec, replace(shard, index=shard.index - 1)) if shard.index else {}
     for index in range(spec.num_layers):

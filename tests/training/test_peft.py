@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from holdfast.core.types import Request, SamplingParams
+from holdfast.lm.kernels.linear.fused_layers import FusedLayerOps
+from holdfast.lm.kernels.training.fused_ops import FusedTrainingOps
+from holdfast.lm.models import halves as halves_module
 from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves
+from holdfast.lm.models.loader import load
 from holdfast.training.iteration import Iteration, Places
 from holdfast.training.jobs import units_of
 from holdfast.training.optimizer import learning_rate
@@ -81,13 +85,12 @@ def peft_loss(model: Any, examples: list[Example]) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "computed again"])
-@pytest.mark.parametrize(("family", "modules"), CASES)
-def test_gradients_are_peft_s(family: str, modules: tuple[str, ...], keep: bool, tmp_path: Path) -> None:
-    module, model = base_of(family, tmp_path)
+def assert_gradients_are_peft_s(
+    module: Any, model: Decoder, modules: tuple[str, ...], examples: list[Example], *, keep: bool, most: float = 1e-5
+) -> None:
+    where = model.spec.device
     layout = AdapterLayout(model.decoder, modules or adapted_modules(model.decoder).everywhere, RANK)
     layers, reference = model.decoder.num_layers, wrapped(module, layout, 8.0)
-    examples = drawn_examples(6)
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(layers * layout.elements, generator=generator) * 0.1  # B too, for a stricter test than zeros
     for parameter, value in matrices(reference, layout, vector):
@@ -95,9 +98,10 @@ def test_gradients_are_peft_s(family: str, modules: tuple[str, ...], keep: bool,
     expected = peft_loss(reference, examples)
     expected.backward()
 
-    halves, grads = Halves(model, layout, 8.0 / RANK), torch.full_like(vector, torch.nan)
-    ids = torch.tensor([token for tokens, _ in examples for token in tokens])
-    weights = torch.tensor([w for _, each in examples for w in (*each[1:], 0.0)])
+    vector, grads = vector.to(where), torch.full_like(vector, torch.nan, device=where)
+    halves = Halves(model, layout, 8.0 / RANK)
+    ids = torch.tensor([token for tokens, _ in examples for token in tokens], device=where)
+    weights = torch.tensor([w for _, each in examples for w in (*each[1:], 0.0)], device=where)
     lengths = tuple(len(tokens) for tokens, _ in examples)
     iteration = Iteration(
         halves,
@@ -111,10 +115,37 @@ def test_gradients_are_peft_s(family: str, modules: tuple[str, ...], keep: bool,
         [layout.views(piece) for piece in grads.chunk(layers)],
     )
     iteration.run(0, len(iteration.units), keep=keep)
-    torch.testing.assert_close(iteration.loss, expected.detach(), atol=1e-5, rtol=1e-5)
-    for parameter, found in matrices(reference, layout, grads):
-        assert float((found - parameter.grad).abs().max()) < 1e-5
+    torch.testing.assert_close(iteration.loss.cpu(), expected.detach(), atol=1e-5, rtol=1e-5)
+    for parameter, found in matrices(reference, layout, grads.cpu()):
+        assert float((found - parameter.grad).abs().max()) < most
         assert float((found - parameter.grad).norm() / parameter.grad.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "computed again"])
+@pytest.mark.parametrize(("family", "modules"), CASES)
+def test_gradients_are_peft_s(family: str, modules: tuple[str, ...], keep: bool, tmp_path: Path) -> None:
+    module, model = base_of(family, tmp_path)
+    assert_gradients_are_peft_s(module, model, modules, drawn_examples(6), keep=keep)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+def test_gradients_on_a_gpu_are_peft_s(family: str, tmp_path: Path) -> None:
+    module, _ = base_of(family, tmp_path)
+    model = load(tmp_path, device="cuda", dtype="float32")
+    assert isinstance(model, Decoder)
+    assert_gradients_are_peft_s(module, model, (), drawn_examples(6), keep=True, most=5e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma3", "opt", "falcon", "gpt-oss"])
+def test_the_kernels_of_a_gpu_give_peft_s_gradients(
+    family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton's interpreter runs the operations between the products."""
+    monkeypatch.setattr(halves_module, "training_ops_for", lambda shape: FusedTrainingOps(FusedLayerOps(shape)))
+    monkeypatch.setattr(halves_module, "layer_ops_for", FusedLayerOps)
+    module, model = base_of(family, tmp_path)
+    assert_gradients_are_peft_s(module, model, (), drawn_examples(2, longest=5), keep=True, most=5e-5)
 
 
 @pytest.mark.parametrize("family", TUNED)

@@ -59,8 +59,8 @@ class LoraGroup:
 
     def of(self, number: int, x: torch.Tensor, rank: int) -> torch.Tensor:
         """The columns of x [T, modules * rank] that belong to entry `number` of B."""
-        parts = torch.split(x, rank, dim=-1)  # type: ignore[no-untyped-call]
-        return parts[number] if len(parts) == len(self.b) else parts[0]  # type: ignore[no-any-return]
+        parts = torch.split(x, rank, dim=-1)
+        return parts[number] if len(parts) == len(self.b) else parts[0]
 
 
 class Low(NamedTuple):

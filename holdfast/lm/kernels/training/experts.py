@@ -29,7 +29,7 @@ def experts_backward(
     counts = torch.bincount(pairs, minlength=len(experts.router)).tolist()
     gradient = torch.zeros_like(wide(x))
     back_shares = torch.zeros_like(shares).flatten()
-    for expert, own in enumerate(torch.split(order, counts)):  # type: ignore[no-untyped-call]
+    for expert, own in enumerate(torch.split(order, counts)):
         if not len(own):
             continue
         tokens = own // top_k

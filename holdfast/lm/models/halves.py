@@ -64,7 +64,7 @@ class LoraGroup:
 
 
 class Low(NamedTuple):
-    """What a module of an adapter, or a part of one, adds to a projection: s · small Bᵀ to some columns."""
+    """The change of a projection by a module of an adapter, or a part of one: s · small Bᵀ is added to some columns."""
 
     columns: slice
     small: torch.Tensor  # [T, rank]: x Aᵀ
@@ -530,7 +530,7 @@ class Halves:
             kept[name] = torch.mm(x, adapter[field].a.t(), out=kept.get(name))
 
     def _low(self, field: str, adapter: LayerAdapter, kept: Kept) -> list[Low]:
-        """What a group adds to a projection."""
+        """The changes of a projection by a group."""
         if field not in adapter:
             return []
         group, shrunk = adapter[field], kept[f"shrunk_{field}"]

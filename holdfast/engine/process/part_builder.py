@@ -221,7 +221,7 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no slots for adapters")
     if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
         return found | {"no native decoder"}
-    if device.model.decoder.experts is not None and site.config.layout.ranks > 1:
+    if device.model.decoder.experts and site.config.layout.ranks > 1:
         found.add("experts on several ranks")
     return found
 

@@ -108,7 +108,7 @@ def _places(model: Decoder) -> dict[str, _Place]:
             name = f"{index}.{field.name}"
             if pieces is None:
                 continue
-            shape = (sum(piece.whole[0] for piece in pieces), *pieces[0].whole[1:])
+            whole = (sum(piece.whole[0] for piece in pieces), *pieces[0].whole[1:])
             plain = weighted = row = 0
             if isinstance(value, torch.Tensor):
                 rows = torch.split(value, [piece.shape[0] for piece in pieces])
@@ -119,7 +119,7 @@ def _places(model: Decoder) -> dict[str, _Place]:
                         one, other = _sums(tensor, *starts)
                         plain, weighted = plain + one, weighted + other
                     row += piece.whole[0]
-            found[name] = _Place(shape, (_wrapped(plain), _wrapped(weighted)))
+            found[name] = _Place(whole, (_wrapped(plain), _wrapped(weighted)))
     return found
 
 

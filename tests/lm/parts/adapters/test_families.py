@@ -247,6 +247,17 @@ def test_a_dora_is_refused_where_the_slots_have_no_gains(tmp_path: Path) -> None
         store.read("x", case.directories["dora"])
 
 
+@pytest.mark.gpu
+def test_a_gpu_takes_a_dora_only_if_the_engine_was_started_for_it(tmp_path: Path) -> None:
+    case = family("llama", tmp_path)
+    model = load(case.base, device="cuda", dtype="float32")
+    assert isinstance(model, Decoder)
+    stores = [AdapterDevice(model, EngineConfig(max_adapters=1, dora=dora)).store for dora in (True, False)]
+    assert stores[0].read("x", case.directories["dora"]).packed.gains is not None
+    with pytest.raises(UnsupportedAdapter, match="start it with dora"):
+        stores[1].read("x", case.directories["dora"])
+
+
 def test_a_slot_that_held_a_dora_scales_nothing_for_the_next_adapter(tmp_path: Path) -> None:
     case = family("llama", tmp_path)
     slots = slots_of(case, ("dora", "wide"))

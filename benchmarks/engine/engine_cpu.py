@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def holdfast(prompts: list[list[int]], generated: int, steps_in_flight: int) -> float:
-    """Output tokens a second of executor, scheduler and loop."""
+    """Output tokens per second of executor, scheduler and loop."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **SHAPE}))
         model = load(directory, device="cpu", load_format="random")
@@ -92,7 +92,7 @@ def holdfast(prompts: list[list[int]], generated: int, steps_in_flight: int) -> 
 
 
 def transformers_continuous_batching(prompts: list[list[int]], generated: int) -> float:
-    """Output tokens a second of `generate_batch` for a random model of the same shape."""
+    """Output tokens per second of `generate_batch` for a random model of the same shape."""
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).eval()

@@ -3,7 +3,7 @@
 Run: python -m benchmarks.engine.scheduler_step [steps] [--schedulers stall-free latency-target ...]
      python -m benchmarks.engine.scheduler_step evictions [--conversations 100000]
 
-Wall time counts other work of the machine, the thread's CPU time does not. `latency-target` is stall-free with a
+Wall time includes other work of the machine; the thread's CPU time does not. `latency-target` is stall-free with a
 target. `evictions` times each eviction order over idle conversations.
 """
 

@@ -1,4 +1,4 @@
-"""Topics of options: the options in the short help, and the groups of the whole help."""
+"""Topics of options: which options the short help shows, and how the full help groups them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMON: Mapping[str, Sequence[str]] = {
     "ServerConfig": ("host", "port", "api_key", "log_level", "store"),
     "AppConfig": ("app",),
 }  # fmt: skip
-"""The options of a config that the short help shows. If a config is not listed here, all of its options are shown."""
+"""Options that the short help shows, by config. For a config that is not listed, it shows all options."""
 
 
 def topics_of_parts() -> dict[str, list[str]]:
@@ -60,13 +60,11 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
         ),
     },
 }  # fmt: skip
-"""The groups of a config's options in the whole help, each with its title. Other options follow under the config's own
-title.
-"""
+"""Groups of options in the full help, by config and title. Options without a group come under the config's title."""
 
 
 def titled(config: type, title: str, names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """These options of a config by topic, each with its title. `title` is for options without a topic."""
+    """Return these options of a config by topic, with the topics' titles. `title` is for options without a topic."""
     topics = TOPICS.get(config.__name__, {})
     known = {name for members in topics.values() for name in members}
     prefix = f"{title}: " if config is EngineConfig else ""

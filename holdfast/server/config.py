@@ -1,4 +1,4 @@
-"""ServerConfig: every option of the HTTP server, frozen. Flags and YAML keys are generated from it."""
+"""ServerConfig: all options of the HTTP server, frozen. Flags and YAML keys are generated from it."""
 
 from __future__ import annotations
 
@@ -103,6 +103,11 @@ class ServerConfig:
     )
     health_seconds: float = option(5.0, "time the engine has to answer /health before it counts as hanging")
     drain_seconds: float = option(30.0, "time that running streams have to finish after SIGTERM or Ctrl-C")
+
+    @property
+    def share(self) -> float:
+        """Share of a limit that one tenant may use. A single API key may use all of it."""
+        return self.tenant_share if len(self.api_key) > 1 else 1.0
 
     def __post_init__(self) -> None:
         for name, low, high in (

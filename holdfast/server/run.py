@@ -1,4 +1,4 @@
-"""Runs the server: starts the engine, listens, drains on a signal, and ends when the engine dies."""
+"""Runs the server: starts the engines, listens, drains on a signal, and stops when an engine dies."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ from holdfast.server.service import Admission
 from holdfast.server.tracing import Tracing
 
 CUT_SECONDS = 2.0
-"""Seconds in which streams can send their error event after the engine has ended."""
+"""Seconds for which running streams may send their error event after the engine has ended."""
 
 log = logging.getLogger("holdfast.server")
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of a server: of a language model, of applications, or of both."""
+    """The engines of a server: one for a language model, some for applications, or both."""
 
     model: EngineClient | Replicas | None
     apps: Sequence[AppClient] = ()
 
     @property
     def all(self) -> list[EngineConnection[Any, Any] | Replicas]:
-        """Return all engines."""
+        """All engines."""
         return [*([] if self.model is None else [self.model]), *self.apps]
 
 
@@ -72,10 +72,10 @@ async def run(
 ) -> int:
     """Serve on `listener` until a signal or an engine's death. Returns the process's exit code.
 
-    Without `engine` there is no language model and no store. `cluster` gives the number of its engines. `threads` is
+    Without `engine` there is no language model and no store. `cluster` sets the number of its engines. `threads` is
     for the engines of applications. `on_ready` is called with the engines and the base URL once the server accepts
-    requests. The caller ends `process`, in which the language model's engine starts. Raises StoreError if the store
-    cannot be opened, and EngineStartError if an engine cannot start.
+    requests. The language model's engine starts in `process`, if given, which the caller ends. Raises StoreError if the
+    store cannot be opened, and EngineStartError if an engine cannot start.
     """
     if not config.api_key and not loopback(config.host):
         log.warning(
@@ -86,7 +86,7 @@ async def run(
         )
     with contextlib.ExitStack() as held:
         store = None if engine is None else held.enter_context(contextlib.closing(open_store(config)))
-        # FastAPI takes a second to import, and the engine takes longer to start.
+        # FastAPI takes a second to import. That is done while the engine starts, which takes longer.
         routes = asyncio.create_task(asyncio.to_thread(import_module, "holdfast.server.app"))
         engines = await start(engine, apps, process, cluster, threads=threads, on_progress=on_progress)
         try:
@@ -105,7 +105,7 @@ async def start(
     threads: int | None,
     on_progress: Callable[[str], None],
 ) -> Engines:
-    """Start all engines in parallel. If one cannot start, all end. Raises EngineStartError."""
+    """Start all engines in parallel. If one cannot start, all are closed. Raises EngineStartError."""
     starts: list[Coroutine[Any, Any, EngineConnection[Any, Any] | Replicas]] = []
     if engine is not None and cluster.many:
         starts.append(Replicas.start(cluster, make_spawner(engine, cluster, process), on_progress))
@@ -132,12 +132,12 @@ async def start(
 
 
 def report_stage(on_progress: Callable[[str], None], app: str, stage: str) -> None:
-    """Report the stage of an application's start."""
+    """Report a stage of an application's start."""
     on_progress(f"{app}: {stage}")
 
 
 def log_as(config: ServerConfig) -> None:
-    """Configure this process's log on standard error."""
+    """Configure this process's log, which goes to standard error."""
     verbose = config.log_level in ("debug", "info")
     logging.basicConfig(format=f"{'%(asctime)s ' * verbose}holdfast: %(message)s", level=logging.WARNING)
     logging.getLogger("holdfast").setLevel(config.log_level.upper())
@@ -181,7 +181,7 @@ async def serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
         gc.collect()
-        gc.freeze()  # A full collection over all modules would stop every stream for 50 to 100 ms.
+        gc.freeze()  # Without this, a full collection over all modules stops every stream for 50 to 100 ms.
         await start_jobs(jobs)
         on_ready(engines, url_of(listener, config))
         await asyncio.wait({died, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,12 +206,12 @@ async def start_jobs(jobs: Sequence[Tuning | Batches]) -> None:
     for each in jobs:
         try:
             await each.start()
-        except ApiError as error:  # It is tried again every few seconds.
+        except ApiError as error:  # The jobs try again every few seconds.
             log.error("batches and tuning jobs of an earlier start cannot continue yet: %s", error.message)
 
 
 async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batches], engines: Engines) -> None:
-    """End the jobs and the engines. Streams that still run get a moment to send an error event."""
+    """End the jobs and the engines. Running streams get a moment to send an error event."""
     for admission in admissions:
         admission.draining = True
     for each in jobs:
@@ -222,7 +222,7 @@ async def end_work(admissions: Sequence[Admission], jobs: Sequence[Tuning | Batc
 
 
 async def close_store(responses: Responses | None, tracing: Tracing | None) -> None:
-    """Close the store and tracing once no request is in progress."""
+    """Close the store and tracing. No request may be in progress."""
     if responses is not None:
         await responses.close()
     if tracing is not None:
@@ -230,7 +230,7 @@ async def close_store(responses: Responses | None, tracing: Tracing | None) -> N
 
 
 async def first_death(clients: Sequence[EngineConnection[Any, Any] | Replicas]) -> str:
-    """Wait until one of the engines ends. Returns its reason."""
+    """Wait until one of the engines ends. Returns the reason."""
     waits = [asyncio.create_task(client.dead.wait()) for client in clients]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -249,7 +249,7 @@ async def all_idle(admissions: Sequence[Admission]) -> None:
 async def drain(
     admissions: Sequence[Admission], seconds: float, died: asyncio.Task[str], received: asyncio.Queue[int]
 ) -> int:
-    """Refuse new requests and let running ones finish, within the time limit. A second signal ends the wait at once."""
+    """Refuse new requests, and wait for running ones up to the time limit or a second signal. Returns the exit code."""
     for admission in admissions:
         admission.draining = True
     if in_progress := sum(admission.in_progress for admission in admissions):
@@ -268,7 +268,7 @@ async def drain(
 
 @contextlib.contextmanager
 def signals() -> Iterator[asyncio.Queue[int]]:
-    """Receive SIGTERM and SIGINT in a queue within the context. Their default action is off."""
+    """Put SIGTERM and SIGINT into a queue within the context, instead of their default action."""
     received: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     kinds = (signal.SIGTERM, signal.SIGINT)
@@ -282,7 +282,7 @@ def signals() -> Iterator[asyncio.Queue[int]]:
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers, because `serve` decides when it ends."""
+    """uvicorn without its signal handlers, because `serve` decides when the server stops."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -82,7 +82,8 @@ def _places(model: Decoder) -> dict[str, _Place]:
     """The tensors of the whole model by name, in the order of `_weights`. The model has no experts."""
     spec, shard = model.decoder, model.shard
     found: dict[str, _Place] = {}
-    tokens, shape = shard.vocabulary(spec.vocab_size), (spec.vocab_size, spec.embedding_size)
+    tokens = shard.vocabulary(spec.vocab_size)
+    shape: tuple[int, ...] = (spec.vocab_size, spec.embedding_size)
     found["embedding"] = _Place(shape, _sums(model.embedding, tokens.start) if shard.first else (0, 0))
     leads = shard.first and shard.index == 0
     if model.norm.numel():

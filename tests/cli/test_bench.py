@@ -215,9 +215,9 @@ def test_a_capacity_of_arrivals_that_lasted_has_no_warning(requests, lifetime, w
     """The conversations arrive at two per second."""
     found = {"request_rate": 2.0, "arrival_window": requests / 2, "mean_lifetime": lifetime}
     slower = {"request_rate": 1.0, "arrival_window": requests, "mean_lifetime": 1.0}
-    told = describe_capacity(BenchConfig(capacity=50.0), 2.0, workloads.fixed(requests, 8, 8), [slower, found])
-    assert ("the queue does not grow" in told) == (not wanted)
-    assert wanted in told and "capacity: 2 a second with P99 TBT within 50 ms" in told
+    described = describe_capacity(BenchConfig(capacity=50.0), 2.0, workloads.fixed(requests, 8, 8), [slower, found])
+    assert ("the queue does not grow" in described) == (not wanted)
+    assert wanted in described and "capacity: 2 a second with P99 TBT within 50 ms" in described
     assert "too few" not in describe_capacity(BenchConfig(capacity=50.0), 0.0, workloads.fixed(1, 8, 8), [found])
 
 

@@ -99,10 +99,10 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
 def test_an_invalid_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as printed:
         engine(file=str(path))
-    assert message in str(told.value)
-    assert "\n" not in str(told.value)
+    assert message in str(printed.value)
+    assert "\n" not in str(printed.value)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_url_may_lack_its_scheme(given: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["nowhere", "ftp://x", "a b:1", ""])
-def test_what_is_no_url_is_left_and_refused(given: str) -> None:
+def test_text_that_is_not_a_url_is_unchanged_and_refused(given: str) -> None:
     with pytest.raises(UsageError, match="it must look like http"):
         build(ChatConfig, {"url": given})
 

@@ -130,8 +130,8 @@ def test_a_profile_of_another_precision_is_refused(tmp_path, capsys):
     path = tmp_path / "profile.json"
     replace(PROFILE, quantization="fp8").save(path)
     assert plan("--profile", str(path), *SMALL) == 2
-    told = "quantization is none, and the profile of m on d was measured with fp8; give --quantization fp8"
-    assert told in capsys.readouterr().err
+    expected = "quantization is none, and the profile of m on d was measured with fp8; give --quantization fp8"
+    assert expected in capsys.readouterr().err
     assert plan("--profile", str(path), *SMALL, "--quantization", "fp8", "--schedulers", "orca") == 0
     assert parsed(capsys.readouterr().out.strip().splitlines()[-1]).quantization == "fp8"
 

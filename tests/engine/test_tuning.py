@@ -720,7 +720,7 @@ def test_a_client_names_the_adapter_of_a_job_as_soon_as_it_has_ended(
             assert sum(len(delta.tokens) for delta in [delta async for delta in stream]) == 3
             with pytest.raises(TuningError, match="taken"):
                 await client.tuning.start(replace(job, id="second"))
-            client.tuning._check_alive()
+            client._check_alive()
         finally:
             await client.close()
         with pytest.raises(EngineDead):

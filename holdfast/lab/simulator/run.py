@@ -61,21 +61,21 @@ class Outcome:
     stats: SchedulerStats
     """State of queues and memory at the end."""
     trained: float = 0.0
-    """Virtual seconds that the device trained, besides `busy`."""
+    """Virtual seconds that the device trained, not included in `busy`."""
     trained_tokens: int = 0
     """Number of tokens in complete micro-batches."""
     slices: int = 0
     stages_busy: tuple[float, ...] = ()
-    """Virtual seconds that each stage of a pipeline computed; `busy` is their mean. Empty for one stage."""
+    """Virtual seconds that each stage of a pipeline computed. `busy` is their mean. Empty for one stage."""
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The share of the run in which each stage of a pipeline had nothing to do (bubbles)."""
+        """Share of the run in which each stage of a pipeline had nothing to do (bubbles)."""
         return tuple(1 - busy / self.seconds for busy in self.stages_busy)
 
 
 Watch = Callable[[Scheduler, EngineShape, VirtualClock], Iterable[Observer[StepPlan, StepResult]]]
-"""Makes the observers of a simulated loop, given its planner, the engine's shape and the virtual clock."""
+"""Function that makes the observers of a simulated loop from its planner, the engine's shape and the virtual clock."""
 
 
 def nobody(scheduler: Scheduler, shape: EngineShape, clock: VirtualClock) -> tuple[()]:
@@ -106,12 +106,14 @@ def simulate(
     Conversations arrive at their times. With `concurrency`, arrival times are ignored and that number of conversations
     is kept open (closed loop). `host_seconds` is the host's time for each step. `pace(t)` multiplies the duration of a
     step that starts at t. With a `pipeline`, one more step is in flight for each further stage, and `profile.cost` must
-    be its `whole()`. `watch` makes those who observe the loop. `on_progress` receives the number of requests that
-    have ended.
+    be its `whole()`. `watch` makes the observers of the loop. `on_progress` receives the number of requests that have
+    ended.
+
     With the executor "padded", or a profile of padded rows, plans are of padded rows, which `software` runs.
     `make_policy` replaces the policy that `config` asks for. With an `acceptance`, decodes verify drafts as
-    `config.speculation` says, and each guess is right with this chance. `tuning` has training jobs that run with the
-    requests; the run ends with the last request. After `until` virtual seconds it ends with the records made by then.
+    `config.speculation` says, and each guess is right with this probability. `tuning` has training jobs that run with
+    the requests; the run ends with the last request. After `until` virtual seconds it ends with the records made by
+    then.
 
     If `config` has a directory for a disk tier, that tier is empty at first and moves `disk_rate` bytes per second.
     There is no remote tier.
@@ -159,7 +161,7 @@ def make_loop(
     tuning: Tuning | None = None,
     acceptance: float | None = None,
 ) -> tuple[LanguageLoop, SimulatedExecutor, SimulatedTrainer | None, Callable[[], None]]:
-    """The engine's loop on a clock of its own, its executor, its trainer if there is `tuning`, and a function.
+    """The engine's loop on its own clock, its executor, its trainer if there is `tuning`, and a function.
 
     Call the function when no step can run while a disk tier still works: it lets the awaited job end. See `simulate`.
     """
@@ -226,7 +228,7 @@ def on_rows(config: EngineConfig, profile: CostProfile) -> bool:
 def _host_tier(config: EngineConfig, profile: CostProfile) -> tuple[int, float]:
     """Number of blocks in the host tier, and seconds to copy one block."""
     if not config.host_cache_bytes or not config.prefix_sharing:
-        return 0, 0.0  # "auto" is off: a simulation has no host memory to measure
+        return 0, 0.0  # "auto" means none: a simulation has no host memory to measure
     if not (profile.token_bytes and profile.copy_rate):
         cost = profile.cost
         raise ValueError(
@@ -251,7 +253,7 @@ def _disk_tier(config: EngineConfig, shape: EngineShape) -> LowerShape:
 
 
 def context_length(config: EngineConfig, profile: CostProfile) -> int:
-    """Longest sequence in tokens, prompt and output together."""
+    """Largest number of tokens in a sequence, prompt and output together."""
     longest = config.max_model_len or profile.max_model_len
     if profile.rows is None:
         return min(longest, profile.cache_tokens + 1)
@@ -291,8 +293,8 @@ def engine_shape(config: EngineConfig, profile: CostProfile, *, host_blocks: int
 def row_shape(config: EngineConfig, profile: CostProfile) -> RowShape:
     """Padded rows in the memory of the profile's cache, with the layout that the profile was measured on.
 
-    If the profile is of a paged cache, the rows are of a model with full attention, which has every ability. A host
-    tier is as large as `config` says; "auto" is none. Raises ValueError if the profile has no size of a position.
+    If the profile is of a paged cache, the rows are of a model with full attention, which has every ability. The host
+    tier has the size in `config`; "auto" means none. Raises ValueError if the profile has no size of a position.
     """
     if not profile.token_bytes:
         cost = profile.cost
@@ -349,7 +351,7 @@ class Conversations:
         self._tokens = PromptTokens(vocab_size)
         self._open: dict[str, _OpenRequest] = {}
         self._history: dict[int, tuple[int, ...]] = {}
-        """The tokens so far of each conversation with a turn still due."""
+        """The tokens so far of each conversation that has a turn left."""
         first = len(workload) if concurrency is None else min(concurrency, len(workload))
         self._due = [(0.0 if concurrency else workload[number].arrival, number, 0) for number in range(first)]
         """Turns to send: time, conversation, turn."""
@@ -358,7 +360,7 @@ class Conversations:
 
     @property
     def next_due(self) -> float:
-        """When the next turn is to be sent, in seconds; infinite if none is due before another ends."""
+        """Time at which the next turn is to be sent, in seconds; infinite if none is due before another ends."""
         return self._due[0][0] if self._due else inf
 
     @property

@@ -1,4 +1,4 @@
-"""Transfers: copies of blocks between device and host, on streams of their own, during the computation."""
+"""Transfers: copies of blocks between device and host, on their own streams, during the computation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from holdfast.lm.models.base import LayerCache, LayerCaches
 from holdfast.lm.types import BlockCopy, StepPlan, TierCopied
 
 GROUPS = 4
-"""Groups of layers in which a plan that awaits its own swap-in gets it. It starts once the first is complete."""
+"""Number of layer groups in which a plan's own swap-in is copied. The plan starts once the first group is complete."""
 
 
 class SwappingInLayers:
-    """The layers' caches while they are swapped in. Reading a layer makes the computation wait for that layer's copy.
+    """The layers' caches while they are swapping in. Reading a layer makes the computation wait for that layer's copy.
 
     So the first layers compute while later ones are still being copied (Pensieve §4.3.3). Pensieve does this for every
-    swap-in. Here only a plan that awaits its own copies does it: it has nothing else to compute. Its layers are copied
-    in `GROUPS` groups. While other sequences run, a sequence joins once its whole copy is there.
+    swap-in. Here only a plan that awaits its own copies does it, because it has nothing else to compute. Its layers are
+    copied in `GROUPS` groups. While other sequences run, a sequence joins once its whole copy is complete.
     """
 
     def __init__(self, layers: Sequence[LayerCache], events: Sequence[CopyEvent]) -> None:
@@ -91,11 +91,11 @@ class Transfers:
         return layers
 
     def completed(self, *, wait: bool) -> TierCopied:
-        """Copies that have completed. With `wait`, block until all copies begun so far have."""
+        """Copies that have completed. With `wait`, block until all copies begun so far have completed."""
         return self._copies.completed(self._begun, wait=wait)
 
 
 def block_numbers(copies: Sequence[BlockCopy]) -> torch.Tensor:
-    """Sources and targets of copies, int64 [2, n]. `torch.tensor` takes 10 times as long, and a device may wait."""
+    """Sources and targets of copies, int64 [2, n]. `torch.tensor` takes 10 times as long, while a device waits."""
     flat = np.fromiter(chain.from_iterable(copies), np.int64, 2 * len(copies))
     return torch.from_numpy(flat.reshape(-1, 2).T.copy())

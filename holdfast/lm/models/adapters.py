@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An adapter on the host, ready to be copied to a slot: the numbers that the slot reads, in the slot's order."""
+    """An adapter on the host, ready to be copied to a slot: its numbers in the order in which a slot stores them."""
 
     numbers: torch.Tensor  # [n], in the type of the slots
     pieces: tuple[Piece, ...]
@@ -182,10 +182,7 @@ class AdapterSlots:
             self.scaled.discard(slot)
 
     def fill(self) -> None:
-        """Fill every slot with an adapter of the full rank that adds zero.
-
-        This is the widest case, for measuring steps.
-        """
+        """Fill every slot with an adapter of the full rank that adds zero: the widest case, for measuring steps."""
         self._numbers.zero_()
         self._ranks.fill_(self.max_rank)
         self._scales.zero_()

@@ -43,9 +43,9 @@ from holdfast.lm.models.rope import Rope
 from holdfast.lm.models.shard import module_pieces
 
 Kept = dict[str, torch.Tensor]
-"""The tensors, by name, that a half's backward needs besides its input.
+"""The tensors that a half's backward needs besides its input, by name.
 
-A forward writes into the tensors that are there already, and adds the others.
+A forward writes into the tensors that are already there, and adds the others.
 """
 
 
@@ -74,7 +74,7 @@ class Low(NamedTuple):
 LayerAdapter = Mapping[str, LoraGroup]
 """An adapter's matrices in one layer, or their gradients, by fused linear layer.
 
-A layer without a module is missing.
+A fused layer that the adapter does not change has no entry.
 """
 
 
@@ -102,7 +102,7 @@ class AdapterLayout:
 
     @cached_property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """For each fused linear layer, the modules of it that the adapter changes."""
+        """For each fused linear layer, those of its modules that the adapter changes."""
         chosen: dict[str, tuple[str, ...]] = {}
         for name, module in self.base.modules.items():
             if name in self.modules:
@@ -524,7 +524,7 @@ class Halves:
         return query, key[:, 0], value[:, 0]
 
     def _shrink(self, x: torch.Tensor, field: str, adapter: LayerAdapter, kept: Kept) -> None:
-        """Keep x Aᵀ of a group's modules, if it has any."""
+        """Store x Aᵀ of a group's modules in `kept`, if the adapter changes any of them."""
         if field in adapter:
             name = f"shrunk_{field}"
             kept[name] = torch.mm(x, adapter[field].a.t(), out=kept.get(name))

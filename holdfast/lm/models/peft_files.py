@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = {
     "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
     "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
 }  # fmt: skip
-"""Keys of the config without effect here: they say how an adapter was made, or repeat what its tensors show.
+"""Config keys that have no effect here: they record how the adapter was made, or repeat what its tensors show.
 
 PEFT sets fan_in_fan_out itself, by the kind of a module: A and B have the same form in all of them.
 """
@@ -62,7 +62,7 @@ Key = tuple[int, str]
 
 
 class UnsupportedAdapter(ValueError):
-    """An adapter that cannot be used. The message says why; it names no directory."""
+    """An adapter that cannot be used. The message gives the reason and names no directory."""
 
 
 class LoraPair(NamedTuple):
@@ -235,7 +235,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    """Refuse options that would make the adapter more than B A x on the modules that its tensors name."""
+    """Refuse options that change more of the model than B A x on the modules that the adapter's tensors name."""
     if config.get("peft_type") != "LORA":
         raise UnsupportedAdapter(f"peft_type is {_shown(config.get('peft_type'))}; only LORA is supported")
     if config.get("task_type") not in ("CAUSAL_LM", None):
@@ -351,7 +351,7 @@ def _check_magnitudes(
 
 
 def _check_targets(config: Mapping[str, Any], ranks: Mapping[Key, int], base: AdaptedModules) -> None:
-    """Refuse a file without modules that the config lists. Patterns are not expanded: the tensors list the modules."""
+    """Refuse a file without tensors for a module that the config lists. Patterns in the list are not checked."""
     targets = config.get("target_modules")
     if not isinstance(targets, list):
         return

@@ -110,8 +110,8 @@ class StepBuilder(ABC):
         """Runs of decodes: the index of the first one's segment, its place in `sampling`, and their number."""
         self.due: Callable[[Entry], bool] | None = None
         """Which waiting sequences may start. None: all. Sequences that may not start hold up no other."""
-        self._preempted: list[str] = []
-        """Ids of the sequences that lost their rows so far."""
+        self._preempted = queues.unreported
+        """Ids of the sequences that lost their rows so far, also in earlier steps for which no plan was made."""
         self._swap_in: list[BlockCopy] = []
         """Copies from the host that the step begins."""
         if queues.swapping_in:
@@ -259,7 +259,7 @@ class StepBuilder(ABC):
             self.number,
             segments,
             tuple(self._writes),
-            preempted=tuple(self._preempted),
+            preempted=queues.report_preempted(),
             samples=tuple([samples.get(place, 1) for place in range(len(self.sampling))]) if samples else None,
             copies=TierCopies(tuple(self._swap_in), swap_out, awaits),
             forecast=Forecast(self.num_tokens + max(0, self.budget), self.predicted),

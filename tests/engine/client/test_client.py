@@ -239,7 +239,7 @@ async def test_health_raises_timeout_error_when_the_engine_hangs(client, monkeyp
     monkeypatch.setattr(client._child, "send", lambda message: None)
     with pytest.raises(TimeoutError):
         await client.health(timeout=0.001)
-    assert not client._unanswered, "nothing waits for the answer any more"
+    assert not client._questions._open, "nothing waits for the answer any more"
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_greedy_tokens_equal_those_of_transformers_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
+def test_greedy_tokens_equal_transformers_generate(case: Case, block_size: int, steps_in_flight: int) -> None:
     tokens, _ = run(case, case.model, block_size, steps_in_flight)
     assert tokens == case.expected
 

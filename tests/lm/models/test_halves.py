@@ -279,13 +279,13 @@ def test_a_layout_without_known_modules_is_refused_by_name() -> None:
         AdapterLayout(spec_of(), ("q",), 0)
 
 
-def test_fp8_weights_are_refused_with_what_to_do() -> None:
+def test_fp8_weights_are_refused_with_a_way_out() -> None:
     spec = spec_of(hidden_size=16, intermediate_size=32, head_dim=16)
     with pytest.raises(ValueError, match=r"leave out quantization"):
         Halves(decoder_of(spec, torch.float32, fp8=True), AdapterLayout(spec, ("q",), 1), SCALE)
 
 
-def test_a_window_changes_what_is_attended() -> None:
+def test_a_window_changes_the_attended_positions() -> None:
     found = [
         backward_of_both(spec_of(windows=windows), "attention", ("q",), 1, (8,), True)[0][0]
         for windows in ((), (None, 3))

@@ -153,7 +153,7 @@ def open_tiers(site: Site, shape: EngineShape) -> tuple[TierThreads, EngineShape
         lower = replace(lower, disk_blocks=disk.num_blocks, stored=tuple(disk.stored()))
     threads = TierThreads(HostBlocks(parts), disk, remote, site.clock, site.order.wake)
     if lower.remote_down:
-        threads.tell_failure("remote", "does not work")
+        threads.log_failure("remote", "does not work")
     return threads, replace(shape, lower=lower)
 
 

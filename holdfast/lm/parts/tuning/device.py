@@ -58,6 +58,10 @@ class TuningDevice(DevicePart, Generic[Trains]):
         """
         self.make_training, self._workspace_bytes = make_training, workspace_bytes
 
+    @property
+    def sends_back(self) -> bool:
+        return True
+
     def workspace_bytes(self) -> int:
         return self._workspace_bytes()
 

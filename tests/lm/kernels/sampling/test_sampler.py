@@ -37,9 +37,7 @@ def drawn(sampler: Sampler, logits: torch.Tensor, columns: dict[str, Any], wishe
 
 
 @pytest.mark.parametrize("at_once", [1, 5 * VOCAB, 1 << 24])
-def test_log_probabilities_are_those_of_the_models_own_distribution(
-    monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
+def test_log_probabilities_are_of_the_models_own_distribution(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(logprobs, "NUMBERS_AT_ONCE", at_once)
     logits, columns = given()
     plain, wishes = drawn(Sampler(), logits, columns, None), Wishes(WANTED)

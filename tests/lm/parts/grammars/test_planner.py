@@ -185,6 +185,16 @@ def test_one_token_to_skip_is_sampled_instead():
     assert output.tokens == (5,)
 
 
+def test_tokens_that_steps_in_flight_sample_anyway_are_no_gain():
+    scheduler, first = started()
+    plans = [scheduler.schedule(0.0), scheduler.schedule(0.0)]
+    (output,) = scheduler.update(first, result(first, 5, 6, 7, 8), 0.0)
+    assert output.tokens == (5,), "two of the three are under way, and one alone is sampled"
+    for token, plan in zip((6, 7), plans, strict=True):
+        (output,) = scheduler.update(plan, result(plan, token), 0.0)
+        assert output.tokens == (token,)
+
+
 @pytest.mark.parametrize("params", [{"logprobs": 2}, {"presence_penalty": 0.5}])
 def test_no_draw_is_skipped_where_each_is_told_or_counts(params):
     scheduler, first = started(**params)

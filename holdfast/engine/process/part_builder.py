@@ -179,10 +179,9 @@ EXCLUSIONS = (
     ),
     Exclusion(
         "tuning",
-        "experts",
-        "tuning needs a decoder without experts, and this model is a mixture of experts; leave it out",
+        "experts on several ranks",
+        "tuning a mixture of experts takes one device, and tp and pp share {model} among several; leave them out",
     ),
-    Exclusion("tuning", "own layers", "tuning is for layers like Llama's, and {model} has others; leave it out"),
     Exclusion(
         "adapters",
         "no slots for adapters",
@@ -222,10 +221,8 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no slots for adapters")
     if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
         return found | {"no native decoder"}
-    if device.model.decoder.experts:
-        found.add("experts")
-    if not device.model.decoder.takes_adapters:
-        found.add("own layers")
+    if device.model.decoder.experts and site.config.layout.ranks > 1:
+        found.add("experts on several ranks")
     return found
 
 

@@ -43,8 +43,8 @@ REPORTED = {
 }
 """For each option that the engine reports: what sets it, the field of EngineInfo, and its value."""
 OTHERS = {
-    "model", "device", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs", "attention_backend", "trace",
-    "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
+    "model", "device", "devices", "load_format", "memory_fraction", "steps_in_flight", "cuda_graphs",
+    "attention_backend", "trace", "threads", "executor", "trust_remote_code", "prefill_ahead", "shrink_threshold", "adapter", "max_adapters",
     "max_adapter_rank", "adapter_host_gb", "dora", "tuning", "deferral_bound",
     "tuning_memory_fraction", "tuning_micro_batch",
     "tuning_progress", "tuning_mirror", "tp", "pp", "speculation", "draft_tokens", "revision", "chat_template",
@@ -112,11 +112,12 @@ def test_the_device_is_the_one_of_the_option(small, monkeypatch):
     asked = []
     resolve = paged_device.resolve_device
     monkeypatch.setattr(
-        "holdfast.engine.ranks.paged.resolve_device", lambda name: (asked.append(name), resolve("cpu"))[1]
+        "holdfast.engine.ranks.paged.resolve_device", lambda name, gpu: (asked.append((name, gpu)), resolve("cpu"))[1]
     )
     for name in ("cuda", "cpu", "auto"):
         build(small(device=name))
-    assert asked == ["cuda", "cpu", "auto"]
+    build(small(device="cuda", devices="3"))
+    assert asked == [("cuda", None), ("cpu", None), ("auto", None), ("cuda", 3)]
 
 
 def test_an_attention_backend_for_a_gpu_is_refused_on_a_cpu(small):

@@ -509,7 +509,9 @@ def test_an_engine_without_tuning_refuses_jobs(small: Callable[..., EngineConfig
     with pytest.raises(LookupError):
         engine.handler(TuningHandler)
     told = [StartJob(1, new_job(tmp_path)), ChangeJob(2, "job", "pause")]
-    Router(engine.handlers, sent.append).receive(told)
+    router = Router(engine.handlers, sent.append)
+    router.receive(told)
+    router.send_answers()
     assert [type(message) for message in sent] == [JobRefused] * 2
     engine.loop.close()
 

@@ -19,7 +19,7 @@ COMMON: Mapping[str, Sequence[str]] = {
 
 
 def topics_of_parts() -> dict[str, list[str]]:
-    """The options of each part with a topic of its own, by the topic."""
+    """Return the options of each part that has its own topic, by topic."""
     parts = [
         kind for kind in reversed(EngineConfig.__mro__) if issubclass(kind, CoreConfig) and vars(kind).get("topic")
     ]
@@ -75,5 +75,5 @@ def titled(config: type, title: str, names: Sequence[str]) -> list[tuple[str, li
 
 
 def common(config: type, names: Sequence[str]) -> list[str]:
-    """The fields in `names` that the short help shows, in its order."""
+    """Return the fields in `names` that the short help shows, in its order."""
     return [name for name in COMMON.get(config.__name__, names) if name in names]

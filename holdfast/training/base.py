@@ -13,7 +13,7 @@ import torch
 from holdfast.core.training_cost import TrainingShape
 from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.models.decoder import Decoder, LayerWeights
-from holdfast.lm.models.decoder_spec import DecoderSpec
+from holdfast.lm.models.decoder_spec import DecoderSpec, elements_of, layer_shapes
 from holdfast.lm.models.shard import layer_pieces
 from holdfast.training.stages import Stages
 
@@ -24,12 +24,16 @@ PERIOD = 65_521
 
 
 def training_shape(decoder: DecoderSpec) -> TrainingShape:
-    """The sizes that the cost of training depends on."""
-    q, kv = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
+    """The sizes that the cost of training depends on. A mixture's MLP has the experts of one token."""
+    shapes = layer_shapes(decoder)
+    mlp = elements_of(shapes["gate_up"]) + elements_of(shapes["down"])
+    if (experts := decoder.experts) is not None:
+        chosen = 3 * experts.rule.top_k * decoder.hidden_size * experts.intermediate_size
+        mlp = sum(chosen if sparse else mlp for sparse in experts.sparse) // decoder.num_layers
     return TrainingShape(
         num_layers=decoder.num_layers,
-        attention_weights=decoder.hidden_size * (2 * q + 2 * kv),
-        mlp_weights=3 * decoder.hidden_size * decoder.intermediate_size,
+        attention_weights=elements_of(shapes["qkv"]) + elements_of(shapes["o"]),
+        mlp_weights=mlp,
         head_weights=decoder.vocab_size * decoder.hidden_size,
     )
 
@@ -53,6 +57,8 @@ def digest_of_shards(model: Decoder, link: StageLink | None = None) -> str:
 
     The digest is that of the whole model, so a job goes on under another layout. `link` leads to the other stages.
     """
+    if model.group is None and model.shard.first and model.shard.last:
+        return digest_of_model(model)
     places = _places(model)
     sums = torch.tensor([*chain.from_iterable(place.sums for place in places.values())], dtype=torch.int64)
     if model.group is not None:
@@ -73,15 +79,26 @@ class _Place(NamedTuple):
 
 
 def _places(model: Decoder) -> dict[str, _Place]:
-    """The tensors of the whole model by name, in the order of `_weights`."""
+    """The tensors of the whole model by name, in the order of `_weights`. The model has no experts."""
     spec, shard = model.decoder, model.shard
     found: dict[str, _Place] = {}
     tokens = shard.vocabulary(spec.vocab_size)
     shape: tuple[int, ...] = (spec.vocab_size, spec.embedding_size)
     found["embedding"] = _Place(shape, _sums(model.embedding, tokens.start) if shard.first else (0, 0))
     leads = shard.first and shard.index == 0
-    found["norm"] = _Place(tuple(model.norm.shape), _sums(model.norm) if leads else (0, 0))
+    if model.norm.numel():
+        found["norm"] = _Place(tuple(model.norm.shape), _sums(model.norm) if leads else (0, 0))
     found["lm_head"] = _Place(shape, _sums(model.lm_head, tokens.start) if shard.last else (0, 0))
+    hidden, narrow = spec.hidden_size, spec.embedding_width
+    others = {
+        "project_in": (hidden, narrow),
+        "project_out": (narrow, hidden),
+        "positions": (spec.position_rows, hidden),
+    }
+    for name, sizes in others.items():
+        value = getattr(model, name)
+        if all(sizes):
+            found[name] = _Place(sizes, (0, 0) if value is None or shard.index else _sums(value))
     own = layer_pieces(spec, shard)
     before = layer_pieces(spec, replace(shard, index=shard.index - 1)) if shard.index else {}
     for index in range(spec.num_layers):
@@ -91,11 +108,8 @@ def _places(model: Decoder) -> dict[str, _Place]:
             value = None if layer is None else getattr(layer, field.name)
             name = f"{index}.{field.name}"
             if pieces is None:
-                # A norm that the architecture lacks is an empty tensor on every device.
-                if isinstance(found_in := getattr(model.layers[0], field.name), torch.Tensor):
-                    found[name] = _Place(tuple(found_in.shape))
                 continue
-            shape = (sum(piece.whole[0] for piece in pieces), *pieces[0].whole[1:])
+            whole = (sum(piece.whole[0] for piece in pieces), *pieces[0].whole[1:])
             plain = weighted = row = 0
             if isinstance(value, torch.Tensor):
                 rows = torch.split(value, [piece.shape[0] for piece in pieces])
@@ -106,7 +120,7 @@ def _places(model: Decoder) -> dict[str, _Place]:
                         one, other = _sums(tensor, *starts)
                         plain, weighted = plain + one, weighted + other
                     row += piece.whole[0]
-            found[name] = _Place(shape, (_wrapped(plain), _wrapped(weighted)))
+            found[name] = _Place(whole, (_wrapped(plain), _wrapped(weighted)))
     return found
 
 
@@ -116,13 +130,16 @@ def _wrapped(number: int) -> int:
 
 
 def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in ("embedding", "norm", "lm_head"):
-        yield name, getattr(model, name)
+    for name in ("embedding", "norm", "lm_head", "project_in", "project_out", "positions"):
+        value = getattr(model, name)
+        if value is not None and value.numel():
+            yield name, value
     for index, layer in enumerate(model.layers):
-        for field in fields(layer):
-            value = getattr(layer, field.name)
-            if isinstance(value, torch.Tensor):
-                yield f"{index}.{field.name}", value
+        for part, prefix in ((layer, f"{index}."), (layer.experts, f"{index}.experts.")):
+            for field in fields(part) if part is not None else ():
+                value = getattr(part, field.name)
+                if isinstance(value, torch.Tensor) and value.numel():
+                    yield prefix + field.name, value
 
 
 def _sums(tensor: torch.Tensor, *starts: int) -> tuple[int, int]:
@@ -131,7 +148,7 @@ def _sums(tensor: torch.Tensor, *starts: int) -> tuple[int, int]:
     Both are 64 bits, wrapping. `starts` are the indices of the first element, where the tensor is a part of another.
     """
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    rows = tensor if tensor.dim() > 1 else tensor[None]
+    rows = tensor.reshape(-1, tensor.shape[-1])
     top, left = (*starts, 0, 0)[:2] if tensor.dim() > 1 else (0, *starts, 0)[:2]
     plain = weighted = torch.zeros((), dtype=torch.int64, device=tensor.device)
     at_once = max(1, AT_A_TIME // rows.shape[1])

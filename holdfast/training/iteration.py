@@ -13,9 +13,9 @@ from math import prod
 import torch
 
 from holdfast.lm.kernels.cache.kv_cache import KVCache
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.halves import AdapterLayout, Halves, Kept, LayerAdapter, PackedTokens
-from holdfast.lm.models.peft_files import MODULES
 from holdfast.training.jobs import HEAD_ROWS, Unit
 from holdfast.training.stages import Stages
 
@@ -118,13 +118,13 @@ def kept_places(halves: Halves, tokens: int, before: Places) -> tuple[Places, Pl
 def workspace_bytes(model: Decoder, tokens: int, rank: int) -> int:
     """The most GPU memory in bytes that units take outside the arena, for a sequence of `tokens` tokens; 0 on a CPU.
 
-    It is measured by running the units that take most, on layer 0. It includes the stream that a micro-batch holds from
-    its last forward.
+    It is measured by running the units that take most, on the first layer and on the first one with experts. It
+    includes the stream that a micro-batch holds from its last forward.
     """
     device, dtype = model.spec.device, model.spec.dtype
     if device.type != "cuda":
         return 0
-    layout = AdapterLayout(model.decoder, tuple(MODULES), rank)
+    layout = AdapterLayout(model.decoder, adapted_modules(model.decoder).everywhere, rank)
     halves = Halves(model, layout, 1.0)
     adapter: LayerAdapter = layout.views(torch.zeros(layout.elements, dtype=dtype, device=device))
     grads: LayerAdapter = layout.views(torch.zeros(layout.elements, device=device))
@@ -137,8 +137,10 @@ def workspace_bytes(model: Decoder, tokens: int, rank: int) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    halves.mlp_backward(0, gradient, x, adapter, grads, None)
-    halves.attention_backward(0, gradient, x, packed, adapter, grads, None)
+    experts = model.decoder.experts
+    for layer in {0, experts.sparse.index(True) if experts is not None and any(experts.sparse) else 0}:
+        halves.mlp_backward(layer, gradient, x.clone(), x, adapter, grads, None)
+    halves.attention_backward(0, gradient, x, packed, adapter, grads, None, torch.zeros_like(x))
     if model.shard.last:
         halves.head(gradient[:rows], ids[:rows], torch.zeros(rows, device=device), backward=True)
     torch.cuda.synchronize(device)
@@ -246,7 +248,8 @@ class Iteration:
             if last:
                 self._stream = torch.empty_like(x)
             out = self._stream if last and self._stream is not None else self._input("attention", number + 1)
-            halves.mlp_forward(number, x, self._adapters[number], self._keep("mlp", number, keep), out)
+            entered, kept = self._input("attention", number), self._keep("mlp", number, keep)
+            halves.mlp_forward(number, x, entered, self._adapters[number], kept, out)
             if last and not stages.last:
                 stages.send_on(out)
         elif kind == "mlp_backward":
@@ -254,6 +257,7 @@ class Iteration:
                 number,
                 self._gradient,
                 self._input("mlp", number),
+                self._input("attention", number),
                 self._adapters[number],
                 self._grads[number],
                 self._kept.pop(("mlp", number), None),
@@ -267,6 +271,7 @@ class Iteration:
                 self._adapters[number],
                 self._grads[number],
                 self._kept.pop(("attention", number), None),
+                self._input("mlp", number),
             )
             if number == 0 and not stages.first:
                 stages.send_back(self._gradient)

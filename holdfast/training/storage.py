@@ -411,14 +411,14 @@ class Storage:
 
     def _write_checkpoint(self, stored: StoredJob, params: torch.Tensor, step: int) -> Path:
         """Write the adapter from parameters on the host. `step` is the number of steps that led to it."""
-        path, chosen = stored.checkpoint_path(step), stored.job.hyperparameters
+        path, chosen, base = stored.checkpoint_path(step), stored.job.hyperparameters, stored.layout.base
         pairs = {}
         for layer, piece in enumerate(params.chunk(stored.steps.num_layers)):
             for group in stored.layout.views(piece).values():
                 matrices = torch.split(group.a, chosen.rank)
                 for (module, b), a in zip(group.b, matrices, strict=True):
-                    pairs[layer, module] = LoraPair(a, b, chosen.scale)
-        write_peft(path, AdapterWeights(pairs), base_model=stored.job.base_model)
+                    pairs[layer, module] = LoraPair(a, base.modules[module].own(b), chosen.scale)
+        write_peft(path, AdapterWeights(pairs, base.names), base_model=stored.job.base_model)
         return path
 
 

@@ -179,19 +179,13 @@ EXCLUSIONS = (
     ),
     Exclusion(
         "tuning",
-        "experts",
-        "tuning needs a decoder without experts, and this model is a mixture of experts; leave it out",
+        "experts on several ranks",
+        "tuning a mixture of experts takes one device, and tp and pp share {model} among several; leave them out",
     ),
-    Exclusion("tuning", "own layers", "tuning is for layers like Llama's, and {model} has others; leave it out"),
     Exclusion(
         "adapters",
         "no slots for adapters",
         "adapters are served on the paged executor only, and this model runs on padded rows",
-    ),
-    Exclusion(
-        "grammars",
-        "padded rows",
-        "structured output runs on the paged executor, and this model runs on padded rows",
     ),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
@@ -222,10 +216,8 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no slots for adapters")
     if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
         return found | {"no native decoder"}
-    if device.model.decoder.experts:
-        found.add("experts")
-    if not device.model.decoder.takes_adapters:
-        found.add("own layers")
+    if device.model.decoder.experts and site.config.layout.ranks > 1:
+        found.add("experts on several ranks")
     return found
 
 

@@ -15,6 +15,7 @@ from holdfast.engine.ranks.many_device import ManyDevice
 from holdfast.engine.ranks.tuning import make_trainer, training_workspace
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.part import Allocated, DevicePart, part_of
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.parts.adapters.device import AdapterDevice
@@ -107,5 +108,6 @@ class TuningBuilder(PartBuilder):
             target=config.tbt_seconds,
             bound=config.deferral_seconds,
             max_rank=config.max_adapter_rank,
+            modules=adapted_modules(self._model.decoder).everywhere,
             threads=torch.get_num_threads() if device.kind == "cpu" else 0,
         )

@@ -42,7 +42,7 @@ from holdfast.lm.parts.tuning.tuner import Tuner
 from holdfast.lm.parts.tuning.values import JobClosed, JobOpened
 from holdfast.lm.types.news import PartNews
 from holdfast.training.data import EXAMPLES_FILE, VALIDATION_FILE, Examples, digest_of
-from holdfast.training.jobs import ALL_MODULES, Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
+from holdfast.training.jobs import Hyperparameters, TrainingJob, auto_batch_size, auto_epochs
 from holdfast.training.state import JOB_FILE, read_job, write_job
 from holdfast.training.storage import JobFailure, StepReport
 from holdfast.training.trainer import Trainer
@@ -75,6 +75,8 @@ class TuningRules:
     """
     max_rank: int
     """Largest rank of the adapters that are served."""
+    modules: tuple[str, ...]
+    """The modules that a job changes if it names none: all that every layer has."""
     threads: int
     """CPU threads, which affect the last bits of results; 0 on a GPU."""
 
@@ -287,7 +289,7 @@ class TuningHandler(Handler):
             learning_rate=start.learning_rate,
             rank=start.rank,
             alpha=2.0 * start.rank if start.alpha is None else start.alpha,
-            modules=start.modules or ALL_MODULES,
+            modules=start.modules or self._rules.modules,
             micro_batch=start.micro_batch or self._rules.micro_batch or 1,
             seed=start.seed,
         )

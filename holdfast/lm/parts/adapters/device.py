@@ -16,12 +16,13 @@ from typing import NamedTuple
 from holdfast.core.types import AdapterInfo
 from holdfast.lm.copy_streams import CopyEvent, CopyStream
 from holdfast.lm.execution.part import Allocated, DevicePart, PartExecutor
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.adapters import AdapterSlots, PackedAdapter
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.families import NATIVE
-from holdfast.lm.models.peft_files import AdapterWeights, DecoderSizes, UnsupportedAdapter, check_effect, read_peft
-from holdfast.lm.models.shard import own_adapter
+from holdfast.lm.models.peft_files import AdapterWeights, UnsupportedAdapter, check_effect, read_peft
+from holdfast.lm.models.shard import own_adapter, own_modules
 from holdfast.lm.parts.adapters.inputs import AdapterInputs
 from holdfast.lm.parts.adapters.options import AdapterOptions
 from holdfast.lm.parts.adapters.values import AdapterForgotten, AdapterKnown, AdapterPlan, AdapterResult
@@ -53,14 +54,14 @@ class AdapterStore:
     def __init__(
         self,
         slots: AdapterSlots,
-        base: DecoderSizes,
+        base: Decoder,
         *,
         host_bytes: int,
         pinned: bool,
         own: Callable[[AdapterWeights], AdapterWeights] = whole,
         devices: int = 1,
     ) -> None:
-        """Adapters of a model of these sizes. At most `host_bytes` of them are kept; `pinned`: in pinned memory.
+        """Adapters of a model. At most `host_bytes` of them are kept; `pinned`: in pinned memory.
 
         `own` takes this device's part of an adapter, which the slots hold. `devices` share the model and `host_bytes`.
         All of them take or refuse the same adapters.
@@ -91,10 +92,18 @@ class AdapterStore:
             raise UnsupportedAdapter(f"it cannot be read: {type(error).__name__}; the server's log says more") from None
 
     def _read(self, name: str, directory: Path) -> ReadAdapter:
-        weights = read_peft(directory, self._base, max_rank=self._slots.max_rank)
+        weights = read_peft(directory, self._base.decoder, max_rank=self._slots.max_rank)
         check_effect(weights, self._slots.dtype)
+        if weights.has_magnitudes and not self._slots.takes_gains:
+            raise UnsupportedAdapter(
+                "use_dora is true, and the engine's slots have no room for what a DoRA scales; start it with dora"
+            )
+        if weights.has_magnitudes and self._base.group is not None:
+            raise UnsupportedAdapter(
+                "use_dora is true, and tp spreads the rows that a DoRA norms over devices; serve it without tp"
+            )
         with self.packing:
-            packed = self._slots.pack(self._own(weights), pinned=self._pinned)
+            packed = self._slots.pack(self._own(weights), self._base.layers, pinned=self._pinned)
         all_here = self._own is whole
         size = packed.nbytes if all_here else weights.elements * self._slots.dtype.itemsize
         if size > self._host_bytes:
@@ -103,6 +112,8 @@ class AdapterStore:
             )
         if not (bool(packed.numbers.isfinite().all()) if all_here else weights.is_finite(self._slots.dtype)):
             raise UnsupportedAdapter(f"the adapter holds numbers that are infinite as {self._slots.dtype}")
+        if packed.gains is not None and not bool(packed.gains.isfinite().all()):
+            raise UnsupportedAdapter("a row of the changed weights is 0, so no magnitude (DoRA) can scale it")
         info = AdapterInfo(f"{name}@{weights.digest()[:16]}", name, weights.rank, size, weights.modules)
         return ReadAdapter(info, directory, packed)
 
@@ -247,19 +258,19 @@ class AdapterDevice(DevicePart):
 
     def __init__(self, model: Decoder, config: AdapterOptions) -> None:
         """Allocate the slots that a configuration asks for, for the layers, heads and columns of this device."""
-        spec, shard = model.spec, model.shard
-        self._device = spec.device
+        spec, shard, ranks = model.spec, model.shard, config.layout.ranks
+        self._device, pinned = spec.device, spec.device.type == "cuda"
         self.slots = AdapterSlots(
-            shard.own(model.decoder),
+            adapted_modules(model.decoder) if ranks == 1 else own_modules(model.decoder, shard),
             slots=config.adapter_slots,
             max_rank=config.max_adapter_rank,
             dtype=spec.dtype,
             device=spec.device,
+            dora=config.dora or spec.device.type == "cpu",
         )
-        ranks, pinned = config.layout.ranks, spec.device.type == "cuda"
         self.store = AdapterStore(
             self.slots,
-            model.decoder,
+            model,
             host_bytes=config.adapter_host_bytes,
             pinned=pinned,
             own=whole if ranks == 1 else partial(own_adapter, spec=model.decoder, shard=shard),
@@ -272,7 +283,15 @@ class AdapterDevice(DevicePart):
 
     def inputs(self, max_tokens: int, samples: int) -> AdapterInputs:
         slots = self.slots
-        return AdapterInputs(slots.layers, len(slots), max_tokens=max_tokens, samples=samples, device=self._device)
+        return AdapterInputs(
+            slots.layers,
+            len(slots),
+            max_tokens=max_tokens,
+            samples=samples,
+            device=self._device,
+            gains=slots.takes_gains,
+            scaled=slots.scaled,
+        )
 
     def widest(self, rows: int) -> Sequence[PartPlan]:
         return (AdapterPlan(slots=tuple(row % len(self.slots) for row in range(rows))),)
@@ -305,12 +324,4 @@ def adapter_device(model: Model, config: AdapterOptions) -> AdapterDevice:
             f"adapters need a native decoder, and {model.spec.architecture} runs by Transformers' code; leave out "
             f"adapter and max_adapters, or serve one of {', '.join(NATIVE)}"
         )
-    name = model.spec.architecture
-    if model.decoder.experts is not None:
-        raise ValueError(
-            f"adapters need a decoder without experts, and {name} is a mixture of experts; leave out adapter and "
-            "max_adapters"
-        )
-    if not model.decoder.takes_adapters:
-        raise ValueError(f"adapters are for layers like Llama's, and {name} has others; leave them out")
     return AdapterDevice(model, config)

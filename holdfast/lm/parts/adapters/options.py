@@ -36,6 +36,12 @@ class AdapterOptions(CoreConfig):
     adapter_host_gb: float = option(
         4.0, "host memory in GB for adapters; those used longest ago are read again", positive=True
     )
+    dora: bool = option(
+        False,
+        "on a GPU, take DoRA adapters too; steps with adapters then add each product apart, which takes a little "
+        "longer (a CPU always takes them)",
+        executor="paged",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Engines of two GPUs, or of two ranks that share one, by benchmarks/engine/many_gpus.py: each of its parts is a process of its own."""
+"""Engines of two GPUs, or of two ranks that share one. Each part of benchmarks/engine/many_gpus.py is a process."""
 
 from __future__ import annotations
 

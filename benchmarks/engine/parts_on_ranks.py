@@ -3,9 +3,9 @@
     python -m benchmarks.engine.parts_on_ranks [--device cpu] [--layouts tp2 pp2] [--devices 0,0] [--dtype float32]
 
 Each layout serves a batch that mixes three adapters in two slots with the base model, verifies drafts of texts that
-repeat, and runs a tuning job next to streams, whose adapter it serves at once. `--devices` names the GPU of each rank. By
-default, ranks share GPUs if there are fewer GPUs than ranks. Prints JSON lines, and ends with 1 if anything
-differs: tokens at all, or a loss by more than `--tolerance` of it.
+repeat, and runs a tuning job next to streams, whose adapter it serves at once. `--devices` names the GPU of each rank;
+by default, ranks share GPUs if there are fewer GPUs than ranks. Prints JSON lines, and ends with 1 if anything differs:
+tokens at all, or a loss by more than `--tolerance` of it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m benchmarks.engine.parts_on_ranks [--device cpu] [--layouts tp2 pp2] [--devices 0,0] [--dtype float32]
 
 Each layout serves a batch that mixes three adapters in two slots with the base model, verifies drafts of texts that
-repeat, and runs a tuning job next to streams, whose adapter it serves at once. `--devices` names the GPU of each rank,
-where the engine has such an option, so that ranks may share one. Prints JSON lines, and ends with 1 if anything
-differs: tokens at all, or a loss by more than `--tolerance` of it.
+repeat, and runs a tuning job next to streams, whose adapter it serves at once. `--devices` names the GPU of each rank;
+by default, ranks share GPUs if there are fewer GPUs than ranks. Prints JSON lines, and ends with 1 if anything differs:
+tokens at all, or a loss by more than `--tolerance` of it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from benchmarks.engine.llama8b import directory_of, started
-from benchmarks.engine.many_gpus import LAYOUTS, SMALL_SHAPE, VOCAB, byte_tokenizer, tell
+from benchmarks.engine.many_gpus import LAYOUTS, SMALL_SHAPE, VOCAB, byte_tokenizer, shared_gpus, tell
 from holdfast.core.types import Identity, Request, SamplingParams
 from holdfast.engine.process.build import Engine
 from holdfast.engine.process.parts.adapters import AdapterHandler
 from holdfast.engine.process.parts.tuning_handler import TuningHandler
+from holdfast.lm.models.adapted import adapted_modules
 from holdfast.lm.models.loader import decoder_spec
-from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, module_shapes, write_peft
+from holdfast.lm.models.peft_files import AdapterWeights, LoraPair, write_peft
 from holdfast.lm.parts.tuning.messages import JobEnded, JobProgress, JobRefused, JobStart, JobStep
 from holdfast.training.data import EXAMPLES_FILE, write_examples
 
@@ -44,17 +45,18 @@ EXAMPLES = 12
 
 def write_adapters(directory: Path, model: str) -> dict[str, Path]:
     """Random adapters of the model, strong enough to change the text."""
-    shapes, spec, found = module_shapes(decoder_spec(model)), decoder_spec(model), {}
+    base, found = adapted_modules(decoder_spec(model)), {}
+    shapes = base.shapes()
     for seed, (name, (rank, modules)) in enumerate(ADAPTERS.items()):
         draw = torch.Generator().manual_seed(seed)
         pairs = {}
-        for layer in range(spec.num_layers):
+        for layer in range(base.num_layers):
             for module in modules or tuple(shapes):
                 outputs, inputs = shapes[module]
                 a = torch.randn(rank, inputs, generator=draw) / inputs**0.5
                 b = torch.randn(outputs, rank, generator=draw) * (0.5 / rank**0.5)
                 pairs[layer, module] = LoraPair(a, b, 2.0)
-        write_peft(directory / name, AdapterWeights(pairs), base_model="base")
+        write_peft(directory / name, AdapterWeights(pairs, base.names), base_model="base")
         found[name] = directory / name
     return found
 
@@ -165,6 +167,8 @@ def run_layout(layout: str, model: str, adapters: dict[str, Path], arguments: ar
     )  # fmt: skip
     if arguments.devices and layout != "one":
         options["devices"] = arguments.devices
+    elif arguments.device != "cpu":
+        options |= shared_gpus(layout)
     found: dict[str, Any] = {}
     given = tuple(f"{name}={adapters[name]}" for name in ("all", "some"))
     for part, more in (

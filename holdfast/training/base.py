@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.core.training_cost import TrainingShape
 from holdfast.lm.execution.stage_link import StageLink
 from holdfast.lm.models.decoder import Decoder, LayerWeights
-from holdfast.lm.models.decoder_spec import DecoderSpec, elements_of, layer_shapes
+from holdfast.lm.models.decoder_spec import MLP_FIELDS, DecoderSpec, elements_of, layer_shapes
 from holdfast.lm.models.shard import layer_pieces
 from holdfast.training.stages import Stages
 
@@ -55,7 +55,8 @@ def digest_of_model(model: Decoder) -> str:
 def digest_of_shards(model: Decoder, link: StageLink | None = None) -> str:
     """`digest_of_model` of the model that ranks share, on rank 0. All ranks call this at the same time.
 
-    The digest is that of the whole model, so a job goes on under another layout. `link` leads to the other stages.
+    The digest is that of the whole model, so a job goes on under another layout. That of a mixture of experts depends
+    on the layout. `link` leads to the other stages.
     """
     if model.group is None and model.shard.first and model.shard.last:
         return digest_of_model(model)
@@ -79,7 +80,7 @@ class _Place(NamedTuple):
 
 
 def _places(model: Decoder) -> dict[str, _Place]:
-    """The tensors of the whole model by name, in the order of `_weights`. The model has no experts."""
+    """The tensors of the whole model by name, in the order of `_weights`, and the experts of each layer together."""
     spec, shard = model.decoder, model.shard
     found: dict[str, _Place] = {}
     tokens = shard.vocabulary(spec.vocab_size)
@@ -99,6 +100,7 @@ def _places(model: Decoder) -> dict[str, _Place]:
         value = getattr(model, name)
         if all(sizes):
             found[name] = _Place(sizes, (0, 0) if value is None or shard.index else _sums(value))
+    sparse = spec.experts.sparse if spec.experts is not None else (False,) * spec.num_layers
     own = layer_pieces(spec, shard)
     before = layer_pieces(spec, replace(shard, index=shard.index - 1)) if shard.index else {}
     for index in range(spec.num_layers):
@@ -107,7 +109,11 @@ def _places(model: Decoder) -> dict[str, _Place]:
             layer = model.layers[index - shard.layers.start] if index in shard.layers else None
             value = None if layer is None else getattr(layer, field.name)
             name = f"{index}.{field.name}"
-            if pieces is None:
+            if field.name == "experts" and sparse[index]:
+                experts = [] if layer is None else [_sums(tensor) for _, tensor in _tensors(layer.experts)]
+                plain, weighted = (sum(each[place] for each in experts) for place in range(2))
+                found[name] = _Place((), (_wrapped(plain), _wrapped(weighted)))
+            if pieces is None or (sparse[index] and field.name in MLP_FIELDS):
                 continue
             whole = (sum(piece.whole[0] for piece in pieces), *pieces[0].whole[1:])
             plain = weighted = row = 0
@@ -136,10 +142,16 @@ def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
     for index, layer in enumerate(model.layers):
         for part, prefix in ((layer, f"{index}."), (layer.experts, f"{index}.experts.")):
-            for field in fields(part) if part is not None else ():
-                value = getattr(part, field.name)
-                if isinstance(value, torch.Tensor) and value.numel():
-                    yield prefix + field.name, value
+            for name, value in _tensors(part):
+                yield prefix + name, value
+
+
+def _tensors(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The fields of a dataclass that are tensors with numbers; none of None."""
+    for field in fields(part) if part is not None else ():
+        value = getattr(part, field.name)
+        if isinstance(value, torch.Tensor) and value.numel():
+            yield field.name, value
 
 
 def _sums(tensor: torch.Tensor, *starts: int) -> tuple[int, int]:

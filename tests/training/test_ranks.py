@@ -21,6 +21,14 @@ from tests.tuning import BASE, act, advance, cache_of, drawn_examples, finish, n
 
 LAYOUTS = [Layout(tp=2), Layout(tp=4), Layout(pp=2), Layout(tp=2, pp=2), Layout(pp=3)]
 SIZES: dict[str, Any] = dict(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "phi3": ("qkv", "o", "gate_up", "down"),
+    "gemma2": ("q", "k", "v", "o", "gate", "up", "down"),
+    "opt": ("q", "k", "v", "o", "up", "down"),
+    "falcon-new": ("qkv", "o", "up", "down"),
+    "mixtral": ("q", "k", "v", "o"),
+}
+"""Families and the modules that they are tuned in."""
 How = Callable[[Trainer, str], list[float]]
 Pairs = dict[tuple[int, str], LoraPair]
 OPEN: list[object] = []
@@ -105,6 +113,16 @@ def test_losses_and_the_adapter_are_those_of_one_rank(layout: Layout, base: Path
     found, theirs = trained(layout, base, new_job(tmp_path, name="shared", **options), interrupted)
     assert found == pytest.approx(expected, rel=1e-4)
     assert expected[-1] < expected[0]
+    assert_equal_pairs(theirs, pairs)
+
+
+@pytest.mark.parametrize(("family", "modules"), FAMILIES.items())
+def test_other_families_are_tuned_alike(family: str, modules: tuple[str, ...], tmp_path: Path) -> None:
+    native(family, tmp_path / "base")
+    jobs = [new_job(tmp_path, name=name, modules=modules) for name in ("alone", "shared")]
+    expected, pairs = trained(Layout(), tmp_path / "base", jobs[0], finish)
+    found, theirs = trained(Layout(tp=2, pp=2), tmp_path / "base", jobs[1], interrupted)
+    assert found == pytest.approx(expected, rel=1e-4)
     assert_equal_pairs(theirs, pairs)
 
 

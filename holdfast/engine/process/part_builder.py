@@ -179,8 +179,8 @@ EXCLUSIONS = (
     ),
     Exclusion(
         "tuning",
-        "experts on several ranks",
-        "tuning a mixture of experts takes one device, and tp and pp share {model} among several; leave them out",
+        "norms over the heads of several ranks",
+        "tuning does not split norms over the heads of all devices, as {model} has them; leave tp out",
     ),
     Exclusion(
         "adapters",
@@ -216,8 +216,9 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no slots for adapters")
     if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
         return found | {"no native decoder"}
-    if device.model.decoder.experts and site.config.layout.ranks > 1:
-        found.add("experts on several ranks")
+    decoder = device.model.decoder
+    if site.config.tp > 1 and decoder.qk_norm and decoder.qk_norm_whole:
+        found.add("norms over the heads of several ranks")
     return found
 
 

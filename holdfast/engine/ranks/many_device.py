@@ -35,7 +35,7 @@ from holdfast.engine.ranks.messages import (
 )
 from holdfast.engine.ranks.paged import weights_of
 from holdfast.engine.ranks.part_results import PartResults, split
-from holdfast.engine.ranks.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, STEP_SECONDS, Ranks
+from holdfast.engine.ranks.ranks import BEAT_SECONDS, HOST_BLOCKS, HOST_READY, PART_SECONDS, STEP_SECONDS, Ranks
 from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.execution.host_memory import HostPart
 from holdfast.lm.execution.link_times import LinkTimes
@@ -242,6 +242,8 @@ class _Flight(NamedTuple):
     """Whether it computes nothing, so that it is complete when all copies are."""
     has_segments: bool = True
     """Whether the later stages report it."""
+    seconds: float = STEP_SECONDS
+    """The longest that it may take."""
 
 
 class ManyExecutor(DeviceExecutor):
@@ -277,10 +279,12 @@ class ManyExecutor(DeviceExecutor):
             if copies
         }
         self._parts.submitted(plan)
-        self._in_flight.append(_Flight(plan.step, not plan.computes, bool(plan.segments)))
+        seconds = PART_SECONDS if any(part.computes for part in plan.parts) else STEP_SECONDS
+        self._in_flight.append(_Flight(plan.step, not plan.computes, bool(plan.segments), seconds))
 
     def collect(self) -> StepResult:
-        flight, deadline = self._in_flight.popleft(), time.monotonic() + STEP_SECONDS
+        flight = self._in_flight.popleft()
+        deadline = time.monotonic() + flight.seconds
         while not self._own.wait(BEAT_SECONDS):
             self._check(flight, deadline)
         try:
@@ -338,7 +342,7 @@ class ManyExecutor(DeviceExecutor):
         """Raise RankFailure if a rank has failed, or if the deadline has passed."""
         self._ranks.check()
         if time.monotonic() > deadline:
-            self._ranks.give_up(flight.step)
+            self._ranks.give_up(flight.step, flight.seconds)
 
     def _take(self) -> None:
         """Record the messages of the other ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -136,7 +136,7 @@ class Stepped(Message, tag="stepped"):
     """`StepResult.logprobs`, from the last stage."""
     parts: WrittenParts = ()
     """`StepResult.parts`, from the last stage, without those that each rank reports."""
-    counts: tuple[int, ...] | None = None
+    counts: Sequence[int] | None = None
     """`StepResult.counts`, from the last stage."""
 
 

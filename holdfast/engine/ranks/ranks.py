@@ -39,6 +39,8 @@ SILENT_STARTING = 2400
 """Number of silent checks while ranks start. Reading a checkpoint from a slow disk may take long."""
 STEP_SECONDS = 120.0
 """The longest that rank 0 waits for the end of a step. Ranks that wait for each other forever still beat."""
+PART_SECONDS = 600.0
+"""The longest that rank 0 waits for a step in which parts compute more than segments, such as a slice of training."""
 CAUSE_SECONDS = 0.5
 """After a failure, how long to wait for an earlier one: the others fail because the first did."""
 GRACE_SECONDS = 2.0
@@ -258,11 +260,11 @@ class Ranks:
         if self.failure:
             raise RankFailure(self.failure)
 
-    def give_up(self, step: int) -> None:
-        """Raise RankFailure because a step does not end."""
+    def give_up(self, step: int, seconds: float) -> None:
+        """Raise RankFailure because a step has not ended after this time."""
         least = self.least(STEPS)
         behind = [rank.name for rank in self._ranks if self._board.get(rank.number, STEPS) == least]
-        self._fail(f"step {step} has not ended after {STEP_SECONDS:g} s; the fewest steps have ended on {behind[0]}")
+        self._fail(f"step {step} has not ended after {seconds:g} s; the fewest steps have ended on {behind[0]}")
         self.check()
 
     def close(self, *, at_once: bool = False) -> None:

@@ -181,8 +181,7 @@ class Rank:
 
 def stepped(result: StepResult, parts: Sequence[PartResult]) -> messages.Stepped:
     """The report of a step with segments, with the results of `parts` that this rank alone gives."""
-    counts = None if result.counts is None else tuple(result.counts)
-    return messages.Stepped(result.tokens, result.seconds, result.logprobs, messages.write_parts(parts), counts)
+    return messages.Stepped(result.tokens, result.seconds, result.logprobs, messages.write_parts(parts), result.counts)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def test_commands_and_answers_arrive_as_they_were_sent():
         Stepped((1, 2), 0.25),
         Stepped((), 0.25, (), write_parts([PromptResult(((TokenLogprobs(-0.5, (1,), (-0.5,)),), ()))])),
         Stepped((1, 2), 0.25, parts=write_parts([GrammarResult((Forced(1, (5, 6)),))])),
-        Stepped((1, 2), 0.25, counts=(2, 0)),
+        Stepped((1, 2), 0.25, counts=[2, 0]),
         Reported(7, write_parts([AdapterResult(6, ("a@1",))])),
         Copied((CopyTime(3, True, 64, 0.5),)),
         Failed("out of memory", 12.5),

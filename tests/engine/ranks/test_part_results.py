@@ -43,6 +43,21 @@ def test_an_adapter_that_one_rank_lost_is_reported_once_no_rank_may_still_copy_t
     assert found.result(6) == AdapterResult(4), "it is reported once"
 
 
+def test_a_loss_is_that_of_one_load_not_of_earlier_or_later_ones() -> None:
+    found = LoadsOfRanks(2)
+    found.submitted(loads(3, "first"))
+    found.submitted(loads(4, "lost"))
+    found.reported(0, 4, AdapterResult(4, ("lost",)))
+    found.reported(1, 4, AdapterResult(3))
+    assert found.result(4) == AdapterResult(3)
+    found.reported(1, 5, AdapterResult(4))
+    assert found.result(5) == AdapterResult(4, ("lost",))
+    found.submitted(loads(6, "lost"))
+    for rank in range(2):
+        found.reported(rank, 6, AdapterResult(6))
+    assert found.result(6) == AdapterResult(6), "its files are there again"
+
+
 def test_only_a_plan_that_waits_needs_its_loads_and_those_before_it() -> None:
     found = LoadsOfRanks(2)
     found.submitted(loads(1, "a"))

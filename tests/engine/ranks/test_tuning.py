@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.lm.config import EngineConfig
 from holdfast.lm.parts.tuning.messages import JobChanged, JobEnded, JobStatus, JobStep
-from tests.checkpoints import make
+from tests.checkpoints import make, tiny
 from tests.engine.conftest import SMALL
 from tests.engine.test_tuning import SLICES, TUNING, Bench, drawn, new_job
 from tests.tokenizers_made import byte_level
@@ -158,3 +158,9 @@ def test_jobs_take_turns_pause_and_are_cancelled_on_all_ranks(bench: Make, tmp_p
     each.start(new_job(tmp_path, "three", epochs=1))
     each.finish("three")
     assert each.events("three", JobEnded)[0].outcome == "succeeded"
+
+
+def test_norms_over_the_heads_of_all_ranks_are_refused_at_the_start(bench: Make, tmp_path: Path) -> None:
+    tiny("olmo2").save_pretrained(tmp_path / "olmo2")
+    with pytest.raises(ValueError, match="norms over the heads of all devices, as Olmo2ForCausalLM"):
+        bench(model=str(tmp_path / "olmo2"), tp=2)

@@ -149,6 +149,11 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 def product_in_float32(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """Write scale · left right to `out`, in float32 (or float64) without rounding to the dtype of the factors."""
+    if not out.is_contiguous():  # a device's columns of a larger matrix
+        whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        product_in_float32(left, right, whole, scale)
+        out.copy_(whole)
+        return
     if left.dtype == out.dtype:
         torch.mm(left, right, out=out)
     elif left.is_cuda:

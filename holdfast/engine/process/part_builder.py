@@ -187,11 +187,6 @@ EXCLUSIONS = (
         "no slots for adapters",
         "adapters are served on the paged executor only, and this model runs on padded rows",
     ),
-    Exclusion(
-        "grammars",
-        "padded rows",
-        "structured output runs on the paged executor, and this model runs on padded rows",
-    ),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
     Exclusion("moves", "no host tier", "there is no host tier, through which blocks move"),

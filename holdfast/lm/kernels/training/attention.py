@@ -11,6 +11,9 @@ import torch
 
 from holdfast.lm.kernels.training.ops import wide
 
+QUERIES_AT_A_TIME = 1024
+"""Number of tokens whose scores PyTorch's formulas hold at a time."""
+
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -131,7 +134,10 @@ def _window_sides(window: int | None) -> dict[str, int]:
 
 
 class TorchPackedAttention(PackedAttention):
-    """The formulas in PyTorch, one sequence and one key-value head at a time. Any float dtype, on any device."""
+    """The formulas in PyTorch, for any float dtype on any device.
+
+    One sequence and one key-value head at a time, and QUERIES_AT_A_TIME of its tokens, which bounds the memory.
+    """
 
     def __init__(self, softcap: float | None = None) -> None:
         """`softcap` is the cap on scores: a score becomes cap * tanh(score / cap)."""
@@ -144,13 +150,13 @@ class TorchPackedAttention(PackedAttention):
         tokens, heads, _ = query.shape
         out = query.new_empty(tokens, heads, value.shape[-1])
         log_sums = torch.empty(heads, tokens, dtype=wide(query[:0]).dtype, device=query.device)
-        for rows, head, group, scores in self._scores(qkv, packing, scale, window):
+        for rows, keys, head, group, scores in self._scores(qkv, packing, scale, window):
             sums = torch.logsumexp(scores, dim=-1)
             if sinks is not None:
                 sums = torch.logaddexp(sums, wide(sinks[group])[:, None])
             log_sums[group, rows] = sums
             weights = (scores - sums[..., None]).exp_()
-            out[rows, group] = (weights @ wide(value[rows, head])).transpose(0, 1).to(out.dtype)
+            out[rows, group] = (weights @ wide(value[keys, head])).transpose(0, 1).to(out.dtype)
         return out, log_sums
 
     def backward(
@@ -164,40 +170,47 @@ class TorchPackedAttention(PackedAttention):
         window: int | None,
     ) -> QKV:
         query, key, value = qkv
-        back_query, back_key, back_value = (torch.empty_like(part) for part in qkv)
-        for rows, head, group, scores in self._scores(qkv, packing, scale, window):
+        back_query = torch.empty_like(query)
+        back_key, back_value = (torch.zeros_like(part, dtype=wide(part[:0]).dtype) for part in (key, value))
+        for rows, keys, head, group, scores in self._scores(qkv, packing, scale, window):
             weights = (scores - log_sums[group, rows][..., None]).exp_()
             if self._softcap is not None:  # the slope of the cap; hidden scores have weight 0 anyway
                 slope = 1.0 - (scores.clamp_(min=-self._softcap) / self._softcap).square_()
             back = wide(gradient[rows, group]).transpose(0, 1)  # [H / Hkv, n, D]
-            back_value[rows, head] = (weights.transpose(-1, -2) @ back).sum(0).to(value.dtype)
+            back_value[keys, head] += (weights.transpose(-1, -2) @ back).sum(0)
             # The gradient of a softmax: each row's gradient minus its mean under the weights, which is gradient ·
             # output.
             mean = (back * wide(out[rows, group]).transpose(0, 1)).sum(-1, keepdim=True)
-            back_scores = weights.mul_(back @ wide(value[rows, head]).T - mean).mul_(scale)
+            back_scores = weights.mul_(back @ wide(value[keys, head]).T - mean).mul_(scale)
             if self._softcap is not None:
                 back_scores.mul_(slope)
-            back_query[rows, group] = (back_scores @ wide(key[rows, head])).transpose(0, 1).to(query.dtype)
+            back_query[rows, group] = (back_scores @ wide(key[keys, head])).transpose(0, 1).to(query.dtype)
             rotated = wide(query[rows, group]).transpose(0, 1)
-            back_key[rows, head] = (back_scores.transpose(-1, -2) @ rotated).sum(0).to(key.dtype)
-        return back_query, back_key, back_value
+            back_key[keys, head] += (back_scores.transpose(-1, -2) @ rotated).sum(0)
+        return back_query, back_key.to(key.dtype), back_value.to(value.dtype)
 
     def _scores(
         self, qkv: QKV, packing: Packing, scale: float, window: int | None
-    ) -> Iterator[tuple[slice, int, slice, torch.Tensor]]:
-        """For each sequence and KV head: its tokens, the head, its query heads, and their scores [H / Hkv, n, n]."""
+    ) -> Iterator[tuple[slice, slice, int, slice, torch.Tensor]]:
+        """Some queries of a sequence, the tokens up to the last of them, a KV head, its query heads, and their scores.
+
+        The scores are [H / Hkv, queries, keys].
+        """
         query, key, _ = qkv
         shared = query.shape[1] // key.shape[1]
         for start, stop in pairwise((0, *accumulate(packing.lengths))):
-            rows, length = slice(start, stop), stop - start
-            seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_()
-            if window is not None:
-                seen = seen.triu_(1 - window)
-            hidden = ~seen
-            for head in range(key.shape[1]):
-                group = slice(head * shared, (head + 1) * shared)
-                scores = wide(query[rows, group]).transpose(0, 1) @ wide(key[rows, head]).T
-                scores.mul_(scale)
-                if self._softcap is not None:
-                    scores.div_(self._softcap).tanh_().mul_(self._softcap)
-                yield rows, head, group, scores.masked_fill_(hidden, float("-inf"))
+            for first in range(start, stop, QUERIES_AT_A_TIME):
+                last = min(stop, first + QUERIES_AT_A_TIME)
+                rows, keys = slice(first, last), slice(start, last)
+                seen = torch.ones(last - first, last - start, dtype=torch.bool, device=query.device)
+                seen = seen.tril_(first - start)
+                if window is not None:
+                    seen = seen.triu_(first - start + 1 - window)
+                hidden = ~seen
+                for head in range(key.shape[1]):
+                    group = slice(head * shared, (head + 1) * shared)
+                    scores = wide(query[rows, group]).transpose(0, 1) @ wide(key[keys, head]).T
+                    scores.mul_(scale)
+                    if self._softcap is not None:
+                        scores.div_(self._softcap).tanh_().mul_(self._softcap)
+                    yield rows, keys, head, group, scores.masked_fill_(hidden, float("-inf"))

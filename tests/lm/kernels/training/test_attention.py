@@ -53,6 +53,12 @@ def test_output_and_gradients_are_autograd_s(dtype: torch.dtype, limit: float, w
     assert max(errors(TorchPackedAttention(), dtype, device, window, 6)) < limit
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+def test_scores_of_a_few_queries_at_a_time_give_the_same(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.lm.kernels.training.attention.QUERIES_AT_A_TIME", 3)
+    assert max(errors(TorchPackedAttention(), torch.float64, "cpu", window, 6)) < 1e-12
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -232,12 +232,6 @@ def test_slots_for_adapters_are_eight_where_some_are_given_and_none_otherwise():
     assert EngineConfig(adapter=("a=x=y",)).adapters == [("a", "x=y")]
 
 
-@pytest.mark.parametrize("options", [{"adapter": ("a=x",)}, {"max_adapters": 1}])
-def test_adapters_are_refused_on_the_padded_executor(options):
-    with pytest.raises(ValueError, match="which is for the paged executor, and executor is padded"):
-        EngineConfig(executor="padded", **options)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -143,7 +143,7 @@ class Moves:
 def two_tiers(scheduler: Scheduler) -> tuple[BlockPool, HostPool]:
     """The pool of a scheduler's blocks and its host tier. Raises ValueError if there is none."""
     for pool in scheduler.block_pools:
-        if pool.host is not None:
+        if pool.host:
             return pool, pool.host
     raise ValueError("there is no host tier, through which blocks move")
 

@@ -50,10 +50,12 @@ from holdfast.lm.config import EngineConfig
 from holdfast.lm.execution.cost_profile import estimate_cost, measure_cost
 from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
+from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.models.base import DamagedCheckpoint, MisfitCheckpoint, Model, UnsupportedCheckpoint
 from holdfast.lm.models.hf import NotPaged
 from holdfast.lm.padded.cost_profile import estimate_padded_cost, measure_padded_cost
 from holdfast.lm.padded.loading import load_unmodified
+from holdfast.lm.padded.row_parts import RowPart
 from holdfast.lm.parts.grammars.device import GrammarDevice
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.parts.standard import standard_parts
@@ -71,6 +73,7 @@ from holdfast.loop.loop import Loop
 
 if TYPE_CHECKING:
     from holdfast.lm.padded.device import PaddedDevice
+    from holdfast.lm.padded.driver import Driver
 
 
 clock = time.monotonic
@@ -390,7 +393,16 @@ def make_padded_device(
         module=module,
     )
     compiler = grammar_compiler(checkpoint, model.vocab_size, model.eos_token_ids)
-    return PaddedDevice(model, config, name=checkpoint.name, stages=stages, parts=(GrammarDevice(compiler),))
+    parts = partial(row_parts, config, compiler)
+    return PaddedDevice(model, config, name=checkpoint.name, stages=stages, parts=parts)
+
+
+def row_parts(config: EngineConfig, compiler: GrammarCompiler, driver: Driver) -> Sequence[RowPart]:
+    """The parts of steps of padded rows. Raises ValueError for adapters of a model that can have none."""
+    from holdfast.lm.parts.adapters.rows import RowAdapters  # it imports Transformers
+
+    adapters = [RowAdapters(driver, config)] if config.adapter_slots else []
+    return (*adapters, GrammarDevice(compiler))
 
 
 def pace_of(config: EngineConfig, kind: str, name: str, executor: ExecutorName = "paged") -> str:

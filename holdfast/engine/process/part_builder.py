@@ -17,7 +17,6 @@ from holdfast.lm.execution.paged_device import PagedDevice
 from holdfast.lm.execution.part import DevicePart
 from holdfast.lm.models.base import Model
 from holdfast.lm.models.decoder import Decoder
-from holdfast.lm.parts.adapters.device import AdapterDevice
 from holdfast.lm.parts.planning import Planning
 from holdfast.lm.scheduler.builder import Policy
 from holdfast.lm.scheduler.part import Part
@@ -182,11 +181,6 @@ EXCLUSIONS = (
         "norms over the heads of several ranks",
         "tuning does not split norms over the heads of all devices, as {model} has them; leave tp out",
     ),
-    Exclusion(
-        "adapters",
-        "no slots for adapters",
-        "adapters are served on the paged executor only, and this model runs on padded rows",
-    ),
     Exclusion("moves", "no address", "chunk_host is not set"),
     Exclusion("moves", "padded rows", "padded rows hold no blocks that could move"),
     Exclusion("moves", "no host tier", "there is no host tier, through which blocks move"),
@@ -210,10 +204,6 @@ def properties_of(site: Site, *, host_tier: bool = True) -> set[str]:
         found.add("no address")
     if not isinstance(device, PagedDevice | ManyDevice):
         found.add("padded rows")
-    if not isinstance(device, PagedDevice | ManyDevice) or not any(
-        isinstance(part, AdapterDevice) for part in device.parts
-    ):
-        found.add("no slots for adapters")
     if not isinstance(device, PagedDevice | ManyDevice) or not isinstance(device.model, Decoder):
         return found | {"no native decoder"}
     decoder = device.model.decoder

@@ -464,3 +464,10 @@ def _shown(value: object) -> str:
 def _reason(error: BaseException) -> str:
     """The reason why a file could not be read, without its directory."""
     return (error.strerror or type(error).__name__) if isinstance(error, OSError) else _shown(str(error))
+
+
+def lora_config(directory: Path) -> dict[str, Any]:
+    """The config of an adapter's directory. Raises UnsupportedAdapter for options other than those of LoRA."""
+    config = _read_config(directory)
+    _check_config(config)
+    return config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
@@ -13,6 +13,7 @@ import torch
 
 from holdfast.core.config import CoreConfig
 from holdfast.core.stages import Stages
+from holdfast.lm.copy_streams import stream_for
 from holdfast.lm.devices import describe_device, memory_of, taken_memory
 from holdfast.lm.padded.abilities import probe
 from holdfast.lm.padded.decode_graphs import (
@@ -21,12 +22,12 @@ from holdfast.lm.padded.decode_graphs import (
     position_bytes,
     probe_graphs,
 )
-from holdfast.lm.padded.draw_rules import RowPart
 from holdfast.lm.padded.driver import Driver
 from holdfast.lm.padded.encoder_decoder import EncoderDecoderDriver
 from holdfast.lm.padded.executor import PaddedExecutor
 from holdfast.lm.padded.host_rows import HostRows
 from holdfast.lm.padded.loading import UnmodifiedModel
+from holdfast.lm.padded.row_parts import RowPart
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.state_layout import StateLayout
 from holdfast.lm.types import (
@@ -86,17 +87,16 @@ class PaddedDevice(LanguageDevice):
         name: str = "",
         stages: Stages | None = None,
         probed: Probed | None = None,
-        parts: Sequence[RowPart] = (),
+        parts: Callable[[Driver], Sequence[RowPart]] = lambda driver: (),
     ) -> None:
         """`name` is the name under which the model is served. `stages` records the time of probing and measuring.
 
-        `parts` restrict the draws of rows.
+        `parts` makes the parts of steps, once it is known how the model is called. Raises ValueError as it does.
 
         Given `probed`, of another device over the same module, nothing is probed. Raises UnsupportedCheckpoint for a
         model that gives no right logits even alone.
         """
         self.model, self.config, self.name = model, config, name
-        self.parts = tuple(parts)
         self._stages = stages or Stages(0.0, time.monotonic)
         self._sizes: MemoryMeasurement | None = None
         if probed is None:
@@ -108,6 +108,7 @@ class PaddedDevice(LanguageDevice):
         if self.driver.model is not model:
             self.driver = copy.copy(self.driver)
             self.driver.model = model
+        self.parts = tuple(parts(self.driver))
         self._settled = 0
         """Positions in the memory where captured decodes keep the batch, set by `measure`; 0 without that memory."""
         self.token_budget = config.fixed_token_budget or DEFAULT_TOKEN_BUDGET[self.kind]
@@ -216,7 +217,7 @@ class PaddedDevice(LanguageDevice):
         self._check_one_row(sizes.cache, "")
         self._sizes = sizes
         spec = self.model
-        return EngineShape(
+        engine = EngineShape(
             model=self.name,
             precision=self.precision,
             num_blocks=shape.positions,
@@ -230,6 +231,9 @@ class PaddedDevice(LanguageDevice):
             executor="padded",
             rows=shape,
         )
+        for part in self.parts:
+            engine = part.shaped(engine)
+        return engine
 
     @cached_property
     def executor(self) -> PaddedExecutor:
@@ -242,8 +246,9 @@ class PaddedDevice(LanguageDevice):
         graphs = None
         if self._masks is not None and self._settled:
             graphs = DecodeGraphs(self.driver, self.layout, self.config.max_sequences, self._settled, masks=self._masks)
-        rules = [part.row_rules(self.config.plan_rows, device) for part in self.parts]
-        return PaddedExecutor(self.driver, self.abilities, rows, host, graphs=graphs, rules=rules)
+        rules = [each for part in self.parts for each in part.row_rules(self.config.plan_rows, device)]
+        work = [each for part in self.parts for each in part.row_work(lambda: stream_for(device))]
+        return PaddedExecutor(self.driver, self.abilities, rows, host, graphs=graphs, rules=rules, work=work)
 
     def _max_step_tokens(self, sizes: MemoryMeasurement) -> int:
         """Largest number of tokens in one step; above the budget if prompts are computed whole.

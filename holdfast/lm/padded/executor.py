@@ -6,7 +6,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -19,9 +19,9 @@ from holdfast.core.types import TokenLogprobs
 from holdfast.lm.kernels.sampling.sampler import Drawn, Sampler, Wishes
 from holdfast.lm.kernels.upload import upload
 from holdfast.lm.padded.decode_graphs import DecodeGraphs
-from holdfast.lm.padded.draw_rules import DrawnRows, RowRules
-from holdfast.lm.padded.driver import Driver
+from holdfast.lm.padded.driver import Driver, Inputs
 from holdfast.lm.padded.host_rows import HostRows, LoadingState
+from holdfast.lm.padded.row_parts import DrawnRows, RowRules, RowWork
 from holdfast.lm.padded.running_rows import RunningRows
 from holdfast.lm.padded.shaping import left_padded
 from holdfast.lm.padded.state_layout import State
@@ -132,16 +132,17 @@ class PaddedExecutor:
         second_stream: bool = True,
         graphs: DecodeGraphs | None = None,
         rules: Sequence[RowRules] = (),
+        work: Sequence[RowWork] = (),
     ) -> None:
         """`second_stream` False runs all forwards on one stream, also on a GPU.
 
-        `rules` restrict the draws of rows with grammars: those of one part at most.
+        `rules` restrict the draws of rows with grammars: those of one part at most. `work` is that of other parts.
 
         `graphs` runs the decodes that fit into its memory. Without it each decode is launched kernel by kernel.
         """
         self.driver, self.abilities, self.rows, self.host = driver, abilities, rows, host
         self.graphs = graphs
-        self._rules = rules
+        self._rules, self._work = rules, work
         self._histories: dict[int, tuple[int, ...]] = {}
         """Known tokens, by row, of the current plan's rows whose draws depend on them."""
         self._layout, self._device = rows.layout, rows.device
@@ -203,6 +204,8 @@ class PaddedExecutor:
         else:
             torch.cuda.synchronize(self._device)
         self.clear()
+        for work in self._work:
+            work.close()
         self.graphs = None
 
     def clear(self) -> None:
@@ -243,7 +246,9 @@ class PaddedExecutor:
         return _CudaFlight(plan.step, outcome, began)
 
     def _with_copies(self, result: StepResult, *, wait: bool) -> StepResult:
-        """The result with the completed copies to and from the host."""
+        """The result with the completed copies to and from the host, and other work of parts."""
+        for work in self._work:
+            result = result.with_parts(*work.completed(wait=wait))
         if self.host is None:
             return result
         return replace(result, copied=self.host.completed(result.step, wait=wait))
@@ -256,6 +261,8 @@ class PaddedExecutor:
         self._histories = {each.row: each.tokens for each in plan.part(PenaltyPlan).histories}
         for rules in self._rules:
             rules.begin(plan)
+        for work in self._work:
+            work.before(plan)
         began = self._event() if self._second is not None else None
         for index, forward in enumerate(rows_plan.forwards):
             self._move_all(plan.step, index, moves)
@@ -470,7 +477,7 @@ class PaddedExecutor:
         if newcomers:
             inputs = rows.shaped_inputs(newcomers)
             state, rows.state = rows.state, None
-            logits, state = self.driver.forward(inputs, state)
+            logits, state = self._call([*rows.rows, *(row for row, _ in newcomers)], inputs, state)
             rows.advance(state, newcomers)
         else:
             logits = self._decode()
@@ -479,13 +486,21 @@ class PaddedExecutor:
     def _decode(self) -> torch.Tensor:
         """Decode every row of the batch once. Returns the logits [B, vocab_size]."""
         rows = self.rows
-        if self.graphs is not None and (logits := self.graphs.decode(rows)) is not None:
+        plain = not any(work.changes(rows.rows) for work in self._work)  # a graph has no adapter
+        if plain and self.graphs is not None and (logits := self.graphs.decode(rows)) is not None:
             return logits
         inputs = rows.decode_inputs()
         state, rows.state = rows.state, None
-        logits, state = self.driver.forward(inputs, state)
+        logits, state = self._call(rows.rows, inputs, state)
         rows.advance(state)
         return logits
+
+    def _call(self, rows: Sequence[int], inputs: Inputs, state: State | None) -> tuple[torch.Tensor, State | None]:
+        """Run the model on these rows, in their order in the inputs, with the work of parts around it."""
+        with ExitStack() as around:
+            for work in self._work:
+                around.enter_context(work.forward(rows))
+            return self.driver.forward(inputs, state)
 
     def _joins(self, joining: Sequence[Segment], decoding: bool) -> bool:
         """Whether one forward can compute these prompts, together with decodes if `decoding`."""
@@ -542,7 +557,8 @@ class PaddedExecutor:
         """Compute whole prompts in one forward, each to a state outside the batch. Returns logits [n, vocab_size]."""
         if self._source(segments[0]):
             return self._compute_alone(segments[0])
-        logits, state = self.driver.forward(left_padded([each.tokens for each in segments], self._device), None)
+        inputs = left_padded([each.tokens for each in segments], self._device)
+        logits, state = self._call([each.row for each in segments], inputs, None)
         alone = len(segments) == 1
         for index, segment in enumerate(segments):
             own = state if alone else self._layout.extract(state, index, segment.length)
@@ -551,22 +567,22 @@ class PaddedExecutor:
 
     def _compute_alone(self, segment: Segment) -> torch.Tensor:
         """Compute one row alone, from its state outside the batch. Returns the logits [1, vocab_size]."""
-        ids = self._ids(segment)
+        ids, row = self._ids(segment), [segment.row]
         before = self._apart.pop(segment.row, None)
         state = None if before is None else self._enter(before)
         if not self.abilities.keeps_state:
             whole = ids if state is None else torch.cat((state, ids), 1)
-            logits, _ = self.driver.forward(self.driver.inputs(whole), None)
+            logits, _ = self._call(row, self.driver.inputs(whole), None)
             state = whole
         elif source := self._source(segment):
-            _, state = self.driver.forward(self.driver.inputs(ids[:, :source]), None)
-            logits, state = self.driver.forward(self.driver.inputs(ids[:, source:], source), state)
+            _, state = self._call(row, self.driver.inputs(ids[:, :source]), None)
+            logits, state = self._call(row, self.driver.inputs(ids[:, source:], source), state)
         elif segment.start and segment.length > 1 and not self.abilities.chunks:
             for at in range(segment.length):  # a second forward of many tokens would forget the first
                 inputs = self.driver.inputs(ids[:, at : at + 1], segment.start + at)
-                logits, state = self.driver.forward(inputs, state)
+                logits, state = self._call(row, inputs, state)
         else:
-            logits, state = self.driver.forward(self.driver.inputs(ids, segment.start), state)
+            logits, state = self._call(row, self.driver.inputs(ids, segment.start), state)
         self._apart[segment.row] = _Apart(segment.stop, state)
         return logits
 

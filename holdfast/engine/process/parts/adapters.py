@@ -24,6 +24,7 @@ from holdfast.lm.parts.adapters.messages import (
 )
 from holdfast.lm.parts.adapters.planner import AdapterPart
 from holdfast.lm.parts.adapters.values import AdapterForgotten, AdapterKnown
+from holdfast.lm.types import LanguageDevice
 
 
 class AdapterFiles(Protocol):
@@ -130,10 +131,14 @@ class AdapterHandler(Handler):
             yield AdapterUnloaded(self._unloading.pop(adapter))
 
 
-def files_of(device: PagedDevice | ManyDevice) -> AdapterFiles:
+def files_of(device: LanguageDevice) -> AdapterFiles:
     """The adapters of a device with slots for them, on all its ranks. Raises LookupError if it has no slots."""
-    own: AdapterFiles = device.part(AdapterDevice).store
-    return FilesOfRanks(own, device) if isinstance(device, ManyDevice) else own
+    if isinstance(device, PagedDevice | ManyDevice):
+        own: AdapterFiles = device.part(AdapterDevice).store
+        return FilesOfRanks(own, device) if isinstance(device, ManyDevice) else own
+    from holdfast.lm.parts.adapters.rows import RowAdapters  # it imports Transformers, which takes a second
+
+    return device.part(RowAdapters).store
 
 
 class AdapterBuilder(PartBuilder):
@@ -152,7 +157,7 @@ class AdapterBuilder(PartBuilder):
     def __init__(self, site: Site) -> None:
         """Raises ValueError naming the adapter that cannot be served."""
         super().__init__(site)
-        self._store, self._served = files_of(site.blocks), list[AdapterInfo]()
+        self._store, self._served = files_of(site.device), list[AdapterInfo]()
         site.order.on_progress("reading adapters")
         with site.order.stages.stage("adapters"):
             for name, path in site.config.adapters:
@@ -168,7 +173,7 @@ class AdapterBuilder(PartBuilder):
         return {"adapters": tuple(self._served)}
 
     def _read(self, name: str, path: str) -> AdapterInfo:
-        if name == self.site.blocks.name:
+        if name == self.site.checkpoint.name:
             raise ValueError(f"adapter {name} has the name of the model; give it another one")
         try:
             return self._store.register(self._store.read(name, path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, Protocol, TypeVar
 
 from holdfast.core.types import AdapterInfo
 from holdfast.lm.copy_streams import CopyEvent, CopyStream
@@ -32,12 +33,34 @@ from holdfast.lm.types.news import PartNews
 log = logging.getLogger("holdfast.engine")
 
 
-class ReadAdapter(NamedTuple):
+class Packed(Protocol):
+    """An adapter on the host, ready to be copied to a slot."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        ...
+
+
+PackedT = TypeVar("PackedT", bound=Packed)
+WrittenT = TypeVar("WrittenT", bound=Packed, contravariant=True)
+
+
+class Slots(Protocol[WrittenT]):
+    """Places for adapters on a device."""
+
+    def write(self, slot: int, adapter: WrittenT, /) -> None:
+        """Copy an adapter into a slot, on the current stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter(Generic[PackedT]):
     """An adapter as read from its directory."""
 
     info: AdapterInfo
     directory: Path
-    packed: PackedAdapter
+    packed: PackedT
 
 
 def whole(weights: AdapterWeights) -> AdapterWeights:
@@ -45,39 +68,25 @@ def whole(weights: AdapterWeights) -> AdapterWeights:
     return weights
 
 
-class AdapterStore:
+class AdapterShelf(ABC, Generic[PackedT]):
     """The adapters that an engine knows: the directory of each, and the ones used last, packed on the host.
 
     Methods may be called in any thread. An adapter that is not on the host is read again when it is needed.
     """
 
-    def __init__(
-        self,
-        slots: AdapterSlots,
-        base: Decoder,
-        *,
-        host_bytes: int,
-        pinned: bool,
-        own: Callable[[AdapterWeights], AdapterWeights] = whole,
-        devices: int = 1,
-    ) -> None:
-        """Adapters of a model. At most `host_bytes` of them are kept; `pinned`: in pinned memory.
-
-        `own` takes this device's part of an adapter, which the slots hold. `devices` share the model and `host_bytes`.
-        All of them take or refuse the same adapters.
-        """
-        self._slots, self._base, self._host_bytes, self._pinned = slots, base, host_bytes, pinned
-        self._own, self._own_bytes = own, host_bytes // devices
+    def __init__(self, host_bytes: int, devices: int = 1) -> None:
+        """At most `host_bytes` of adapters are kept, by all `devices` that share the model."""
+        self._host_bytes, self._own_bytes = host_bytes, host_bytes // devices
         self._directories: dict[str, tuple[str, Path]] = {}
         """Name and directory of each adapter, by id."""
-        self._packed: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self._packed: OrderedDict[str, PackedT] = OrderedDict()
         """Packed adapters by id, the one used last at the end."""
         self._bytes = 0
         self._lock = threading.Lock()
         self.packing = threading.Lock()
         """Held while pinned memory is allocated, which must not happen while a graph is captured."""
 
-    def read(self, name: str, directory: str | Path) -> ReadAdapter:
+    def read(self, name: str, directory: str | Path) -> ReadAdapter[PackedT]:
         """Read an adapter and check it against the model. Its id names its content: `name@digest`.
 
         Raises UnsupportedAdapter (a ValueError), which names no directory, whatever goes wrong: files that somebody
@@ -91,33 +100,18 @@ class AdapterStore:
             log.exception("holdfast: adapter %s cannot be read", name)
             raise UnsupportedAdapter(f"it cannot be read: {type(error).__name__}; the server's log says more") from None
 
-    def _read(self, name: str, directory: Path) -> ReadAdapter:
-        weights = read_peft(directory, self._base.decoder, max_rank=self._slots.max_rank)
-        check_effect(weights, self._slots.dtype)
-        if weights.has_magnitudes and not self._slots.takes_gains:
-            raise UnsupportedAdapter(
-                "use_dora is true, and the engine's slots have no room for what a DoRA scales; start it with dora"
-            )
-        if weights.has_magnitudes and self._base.group is not None:
-            raise UnsupportedAdapter(
-                "use_dora is true, and tp spreads the rows that a DoRA norms over devices; serve it without tp"
-            )
-        with self.packing:
-            packed = self._slots.pack(self._own(weights), self._base.layers, pinned=self._pinned)
-        all_here = self._own is whole
-        size = packed.nbytes if all_here else weights.elements * self._slots.dtype.itemsize
+    @abstractmethod
+    def _read(self, name: str, directory: Path) -> ReadAdapter[PackedT]:
+        """Read an adapter and check it against the model. Raises UnsupportedAdapter."""
+
+    def _check_size(self, size: int) -> None:
+        """Raise UnsupportedAdapter for an adapter that the host has no room for."""
         if size > self._host_bytes:
             raise UnsupportedAdapter(
                 f"the adapter takes {size / 1e9:.3f} GB, and adapter_host_gb is {self._host_bytes / 1e9:g}"
             )
-        if not (bool(packed.numbers.isfinite().all()) if all_here else weights.is_finite(self._slots.dtype)):
-            raise UnsupportedAdapter(f"the adapter holds numbers that are infinite as {self._slots.dtype}")
-        if packed.gains is not None and not bool(packed.gains.isfinite().all()):
-            raise UnsupportedAdapter("a row of the changed weights is 0, so no magnitude (DoRA) can scale it")
-        info = AdapterInfo(f"{name}@{weights.digest()[:16]}", name, weights.rank, size, weights.modules)
-        return ReadAdapter(info, directory, packed)
 
-    def register(self, read: ReadAdapter) -> AdapterInfo:
+    def register(self, read: ReadAdapter[PackedT]) -> AdapterInfo:
         """Keep an adapter that was read. Plans may load it from now on."""
         with self._lock:
             self._directories[read.info.id] = read.info.name, read.directory
@@ -136,7 +130,7 @@ class AdapterStore:
             packed = self._packed.pop(adapter, None)
             self._bytes -= packed.nbytes if packed is not None else 0
 
-    def kept(self, adapter: str) -> PackedAdapter | None:
+    def kept(self, adapter: str) -> PackedT | None:
         """An adapter that is on the host; None if it is not. It counts as used now."""
         with self._lock:
             packed = self._packed.get(adapter)
@@ -144,7 +138,7 @@ class AdapterStore:
                 self._packed.move_to_end(adapter)
             return packed
 
-    def fetch(self, adapter: str) -> PackedAdapter:
+    def fetch(self, adapter: str) -> PackedT:
         """An adapter, from the host or from its directory. Raises UnsupportedAdapter if neither has it."""
         if (packed := self.kept(adapter)) is not None:
             return packed
@@ -159,7 +153,7 @@ class AdapterStore:
             self._keep(adapter, read.packed)
         return read.packed
 
-    def _keep(self, adapter: str, packed: PackedAdapter) -> None:
+    def _keep(self, adapter: str, packed: PackedT) -> None:
         """Keep an adapter as the one used last, and drop those that were not used for longest."""
         if adapter not in self._directories:  # it was forgotten meanwhile
             return
@@ -171,19 +165,64 @@ class AdapterStore:
             self._bytes -= dropped.nbytes
 
 
+class AdapterStore(AdapterShelf[PackedAdapter]):
+    """The adapters of a native decoder."""
+
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        base: Decoder,
+        *,
+        host_bytes: int,
+        pinned: bool,
+        own: Callable[[AdapterWeights], AdapterWeights] = whole,
+        devices: int = 1,
+    ) -> None:
+        """Adapters of a model. At most `host_bytes` of them are kept; `pinned`: in pinned memory.
+
+        `own` takes this device's part of an adapter, which the slots hold. `devices` share the model and `host_bytes`.
+        All of them take or refuse the same adapters.
+        """
+        super().__init__(host_bytes, devices)
+        self._slots, self._base, self._pinned, self._own = slots, base, pinned, own
+
+    def _read(self, name: str, directory: Path) -> ReadAdapter[PackedAdapter]:
+        weights = read_peft(directory, self._base.decoder, max_rank=self._slots.max_rank)
+        check_effect(weights, self._slots.dtype)
+        if weights.has_magnitudes and not self._slots.takes_gains:
+            raise UnsupportedAdapter(
+                "use_dora is true, and the engine's slots have no room for what a DoRA scales; start it with dora"
+            )
+        if weights.has_magnitudes and self._base.group is not None:
+            raise UnsupportedAdapter(
+                "use_dora is true, and tp spreads the rows that a DoRA norms over devices; serve it without tp"
+            )
+        with self.packing:
+            packed = self._slots.pack(self._own(weights), self._base.layers, pinned=self._pinned)
+        all_here = self._own is whole
+        size = packed.nbytes if all_here else weights.elements * self._slots.dtype.itemsize
+        self._check_size(size)
+        if not (bool(packed.numbers.isfinite().all()) if all_here else weights.is_finite(self._slots.dtype)):
+            raise UnsupportedAdapter(f"the adapter holds numbers that are infinite as {self._slots.dtype}")
+        if packed.gains is not None and not bool(packed.gains.isfinite().all()):
+            raise UnsupportedAdapter("a row of the changed weights is 0, so no magnitude (DoRA) can scale it")
+        info = AdapterInfo(f"{name}@{weights.digest()[:16]}", name, weights.rank, size, weights.modules)
+        return ReadAdapter(info, directory, packed)
+
+
 @dataclass(slots=True)
-class Load:
+class Load(Generic[PackedT]):
     """A planned copy of an adapter to a slot that is not known to be complete."""
 
     step: int
     slot: int
     adapter: str
-    packed: Future[PackedAdapter]
+    packed: Future[PackedT]
     event: CopyEvent | None = None
     """The end of the copy, once it is begun."""
 
 
-class AdapterExecutor(PartExecutor):
+class AdapterExecutor(PartExecutor, Generic[PackedT]):
     """Begins the adapter loads of each plan, and reports which are complete.
 
     A copy runs on its own stream, after the computation begun so far, which may still read the slot's old contents. If
@@ -192,19 +231,21 @@ class AdapterExecutor(PartExecutor):
 
     plans = (AdapterPlan,)
 
-    def __init__(self, slots: AdapterSlots, store: AdapterStore, make_stream: Callable[[], CopyStream]) -> None:
+    def __init__(
+        self, slots: Slots[PackedT], store: AdapterShelf[PackedT], make_stream: Callable[[], CopyStream]
+    ) -> None:
         """`store` knows every adapter that a plan loads."""
         self.slots, self.store = slots, store
         self._stream = make_stream()
         self._reader = ThreadPoolExecutor(1, "holdfast-adapters")
-        self._loads: deque[Load] = deque()
+        self._loads: deque[Load[PackedT]] = deque()
         self._begun = -1
 
     def before(self, plan: StepPlan) -> None:
         """Start a plan's loads. A plan that computes nothing waits until all loads are begun."""
-        loads: list[Load] = []
+        loads: list[Load[PackedT]] = []
         for slot, adapter in plan.part(AdapterPlan).loads:
-            packed: Future[PackedAdapter] = Future()
+            packed: Future[PackedT] = Future()
             if (kept := self.store.kept(adapter)) is not None:
                 packed.set_result(kept)
             else:
@@ -313,7 +354,7 @@ class AdapterDevice(DevicePart):
         elif isinstance(news, AdapterForgotten):
             self.store.forget(news.adapter)
 
-    def executor(self, allocated: Allocated) -> AdapterExecutor:
+    def executor(self, allocated: Allocated) -> AdapterExecutor[PackedAdapter]:
         return AdapterExecutor(self.slots, self.store, allocated.make_stream)
 
 
@@ -321,7 +362,7 @@ def adapter_device(model: Model, config: AdapterOptions) -> AdapterDevice:
     """The slots of adapters for a model. Raises ValueError for a model that takes no adapters."""
     if not isinstance(model, Decoder):
         raise ValueError(
-            f"adapters need a native decoder, and {model.spec.architecture} runs by Transformers' code; leave out "
-            f"adapter and max_adapters, or serve one of {', '.join(NATIVE)}"
+            f"adapters on a paged cache need a native decoder, and {model.spec.architecture} runs by Transformers' "
+            f"code; set executor to padded, leave out adapter and max_adapters, or serve one of {', '.join(NATIVE)}"
         )
     return AdapterDevice(model, config)

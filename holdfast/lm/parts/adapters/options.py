@@ -21,14 +21,12 @@ class AdapterOptions(CoreConfig):
     adapter: tuple[str, ...] = option(
         (),
         "LoRA adapter to serve, as NAME=PATH of a directory in PEFT's format; repeat it for several",
-        executor="paged",
     )
     max_adapters: int = option(
         0,
         "adapters that the device holds at a time; any number may be known; default: 8 with --adapter or --tuning, "
         "else 0, off",
         between=(0, 1024),
-        executor="paged",
     )
     max_adapter_rank: int = option(
         16, "largest rank of an adapter; each slot on the device has room for it", between=(4, 128)

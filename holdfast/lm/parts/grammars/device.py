@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
 
+from holdfast.lm.copy_streams import CopyStream
 from holdfast.lm.execution.batch import StagedStep
 from holdfast.lm.execution.part import Allocated, DevicePart, DrawnStep, DrawRules, PartExecutor
 from holdfast.lm.grammar.compiler import GrammarCompiler
@@ -143,7 +144,7 @@ class GivenGrammarExecutor(PartExecutor):
 
 
 class RowGrammars:
-    """Grammars on padded rows, where a plan has a draw for each forward. See `lm.padded.draw_rules.RowRules`.
+    """Grammars on padded rows, where a plan has a draw for each forward. See `lm.padded.row_parts.RowRules`.
 
     A draw with masks waits for the tokens of all draws before it: a step with grammars is computed when the one before
     it has ended. Tokens that a grammar forces are drawn one by one, as no row of a batch computes several at a time.
@@ -178,9 +179,13 @@ class GrammarDevice(DevicePart):
         batch = allocated.memory.batch
         return GrammarExecutor(Matchers(self.compiler, self._threads), len(batch.last_token), batch.device)
 
-    def row_rules(self, rows: int, device: torch.device) -> RowGrammars:
-        """The rules for the draws of padded rows. See `lm.padded.draw_rules.RowPart`."""
-        return RowGrammars(GrammarExecutor(Matchers(self.compiler, self._threads), rows, device))
+    def row_rules(self, rows: int, device: torch.device) -> tuple[RowGrammars, ...]:
+        """The rules for the draws of padded rows. See `lm.padded.row_parts.RowPart`."""
+        return (RowGrammars(GrammarExecutor(Matchers(self.compiler, self._threads), rows, device)),)
+
+    def row_work(self, make_stream: Callable[[], CopyStream]) -> tuple[()]:
+        """No work besides the draws."""
+        return ()
 
 
 class GivenGrammarDevice(DevicePart):

@@ -234,7 +234,6 @@ def test_loading_the_same_content_again_keeps_it_while_it_was_about_to_be_forgot
     [
         ({"adapter": ("random-llama=a",)}, "has the name of the model"),
         ({"adapter": ("x=none",)}, "adapter x in .*none: adapter_config.json"),
-        ({"max_adapters": 1, "scheduler": "embedding"}, "paged executor only"),
     ],
 )
 def test_adapters_that_cannot_be_served_end_the_start_with_the_reason(

@@ -24,7 +24,7 @@ from holdfast.lm.execution.executor import PagedExecutor
 from holdfast.lm.grammar.compiler import GrammarCompiler
 from holdfast.lm.grammar.rows import Answer, ConstrainedRow
 from holdfast.lm.models.loader import load
-from holdfast.lm.padded.draw_rules import DrawnRows
+from holdfast.lm.padded.row_parts import DrawnRows
 from holdfast.lm.parts.grammars.device import GrammarDevice, GrammarExecutor, constrained_rows
 from holdfast.lm.parts.grammars.values import GrammarPlan, GrammarResult
 from holdfast.lm.types import PENDING, Sampling, Segment, StepPlan, StepResult, TableWrite
@@ -256,7 +256,7 @@ def test_a_gpu_draws_the_same_by_grammars_with_any_number_of_steps_in_flight(tmp
 
 
 def test_on_padded_rows_each_draw_gets_the_answers_of_its_own_rows_once() -> None:
-    grammars = GrammarDevice(GrammarCompiler(byte_level().to_str, 330, (END,)), 1).row_rules(4, torch.device("cpu"))
+    (grammars,) = GrammarDevice(GrammarCompiler(byte_level().to_str, 330, (END,)), 1).row_rules(4, torch.device("cpu"))
     free, bound = replace(GREEDY, grammar=None), replace(GREEDY, grammar=GRAMMAR)
     first, other, last = (Segment(name, row, 0, 5, PROMPT, how) for name, row, how in (
         ("a", 0, bound), ("b", 1, free), ("c", 2, bound),

@@ -30,8 +30,8 @@ TOPICS: Mapping[str, Mapping[str, Sequence[str]]] = {
         ),
         "adapters": ("adapter", "max_adapters", "max_adapter_rank", "adapter_host_gb"),
         "tuning": (
-            "tuning", "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress",
-            "tuning_mirror",
+            "tuning", "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_share",
+            "tuning_progress", "tuning_mirror",
         ),
         "padded rows": ("prefill_ahead", "shrink_threshold"),
         "how steps run": ("steps_in_flight", "cuda_graphs", "attention_backend", "threads", "trace"),

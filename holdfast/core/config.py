@@ -54,7 +54,8 @@ PAGED_OPTIONS = (
 LOWER_OPTIONS = ("disk_cache_dir", "remote_cache")
 """Options that add a tier below the host tier."""
 TUNING_OPTIONS = (
-    "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress", "tuning_mirror",
+    "deferral_bound", "tuning_memory_fraction", "tuning_micro_batch", "tuning_progress", "tuning_share",
+    "tuning_mirror",
 )  # fmt: skip
 """Options that are read only if `tuning` is set."""
 LEAST_SAMPLES = 64
@@ -208,6 +209,11 @@ class EngineConfig:
         "auto",
         "tokens that training computes at once, where a job does not say; auto: as many as fit into the target or "
         "the deferral bound, 512 to 8192",
+    )
+    tuning_share: float = option(
+        0.05,
+        "share of the device's time that training takes at most while a batch has work; 0: none, 1: no bound; beside "
+        "chats alone, training takes what their target leaves",
     )
     tuning_progress: bool = option(
         False, "with tbt_target, train a little every 2 seconds even while requests take all of the device"
@@ -443,6 +449,8 @@ class EngineConfig:
             )
         if self.scheduler != "stall-free":
             raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
+        if not 0 <= self.tuning_share <= 1:
+            raise ValueError(f"tuning_share is {self.tuning_share}; it must be at least 0 and at most 1")
         if not self.tuning_mirror:
             raise ValueError("tuning_mirror is empty; it must be auto, off, or a directory")
 

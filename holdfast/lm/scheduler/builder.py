@@ -65,6 +65,8 @@ class StepBuilder(ABC):
         """Tokens planned so far."""
         self.predicted = 0.0
         """Seconds that the policy expects the step to take; 0 if it predicts nothing."""
+        self.reserved = 0.0
+        """Seconds of a step with streams that batch requests leave to other work. Set before the policy plans."""
         self.pace: Callable[[int, int], int] | None = None
         """Number of tokens of [start, stop) that the step may compute. Set by a policy that bounds prefills by time."""
         self.weigh: Callable[[Entry], float] | None = None

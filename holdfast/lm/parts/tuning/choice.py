@@ -67,8 +67,9 @@ def with_training(
     """A policy of inference, extended by training.
 
     Training runs in slices if there is a target between tokens, else by the deferral rule with `deferral_bound` seconds
-    (None: DEFAULT_BOUND). With `progress`, slices go on however full the steps are. Raises ValueError for padded rows,
-    in a pipeline, under a scheduler that is not stall-free, and for a bound with a target.
+    (None: DEFAULT_BOUND). With `progress`, slices go on however full the steps are. While a batch has work, training
+    takes `tuning_share` of the time. Raises ValueError for padded rows, in a pipeline, under a scheduler that is not
+    stall-free, and for a bound with a target.
     """
     if shape.rows is not None:
         raise ValueError("tuning needs a paged cache, and the model runs on padded rows")
@@ -77,10 +78,12 @@ def with_training(
     if config.scheduler != "stall-free":
         raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {config.scheduler}; drop one")
     if config.tbt_target is None:
-        return Deferred(policy, part, DEFAULT_BOUND if deferral_bound is None else deferral_bound)
+        return Deferred(
+            policy, part, DEFAULT_BOUND if deferral_bound is None else deferral_bound, share=config.tuning_share
+        )
     if deferral_bound is not None:
         raise ValueError(
             f"deferral_bound is {deferral_bound} and tbt_target is {config.tbt_target}: training goes by one of them"
         )
     assert cost is not None  # a target needs it in any case
-    return TrainingSlices(policy, part, cost, config.tbt_target / 1000, progress=progress)
+    return TrainingSlices(policy, part, cost, config.tbt_target / 1000, progress=progress, share=config.tuning_share)

@@ -443,10 +443,6 @@ class EngineConfig:
                 f"deferral_bound is {self.deferral_bound} and tbt_target is {self.tbt_target}: with a target, training "
                 "runs in slices between streams and nothing is deferred; drop one"
             )
-        if self.quantization != "none":
-            raise ValueError(
-                f"quantization is {self.quantization}, and tuning needs weights in 16 or 32 bits; drop one"
-            )
         if self.scheduler != "stall-free":
             raise ValueError(f"tuning is for the stall-free scheduler, and scheduler is {self.scheduler}; drop one")
         if not 0 <= self.tuning_share <= 1:
@@ -489,8 +485,6 @@ class EngineConfig:
         """The reason why no drafts can be verified; empty if they can."""
         if self.pp > 1:
             return f"pp is {self.pp}: drafts are verified on one stage"
-        if self.tuning:
-            return "tuning plans its slices for decodes without drafts"
         if self.scheduler != "stall-free":
             return f"scheduler is {self.scheduler}: drafts are for the stall-free one"
         return "executor is padded, which verifies none" if self.executor == "padded" else ""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import Field, fields
+from typing import Any
 
 import torch
 
 from holdfast.core.training_cost import TrainingShape
+from holdfast.lm.kernels.fp8 import Fp8Weight
+from holdfast.lm.kernels.int4 import Int4Weight
 from holdfast.lm.models.decoder import Decoder
 from holdfast.lm.models.decoder_spec import DecoderSpec
 
@@ -47,9 +50,16 @@ def _weights(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, getattr(model, name)
     for index, layer in enumerate(model.layers):
         for field in fields(layer):
-            value = getattr(layer, field.name)
+            value, name = getattr(layer, field.name), f"{index}.{field.name}"
             if isinstance(value, torch.Tensor):
-                yield f"{index}.{field.name}", value
+                yield name, value
+            elif isinstance(value, Fp8Weight | Int4Weight):
+                yield from ((f"{name}.{each.name}", getattr(value, each.name)) for each in tensors_of(value))
+
+
+def tensors_of(weight: Fp8Weight | Int4Weight) -> list[Field[Any]]:
+    """The fields of a quantized weight that are tensors."""
+    return [each for each in fields(weight) if isinstance(getattr(weight, each.name), torch.Tensor)]
 
 
 def _sums(tensor: torch.Tensor) -> tuple[int, int]:
@@ -57,7 +67,7 @@ def _sums(tensor: torch.Tensor) -> tuple[int, int]:
 
     Both are 64 bits, wrapping.
     """
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     rows = tensor if tensor.dim() > 1 else tensor[None]
     plain = weighted = torch.zeros((), dtype=torch.int64, device=tensor.device)
     at_once = max(1, AT_A_TIME // rows.shape[1])

@@ -16,13 +16,12 @@ from math import prod
 
 import torch
 
-from holdfast.lm.kernels.fp8 import Fp8Weight, Weight
+from holdfast.lm.kernels.fp8 import Weight
 from holdfast.lm.kernels.linear.layers import LayerShape, Rotation
 from holdfast.lm.kernels.training import training_ops_for
 from holdfast.lm.kernels.training.attention import Packing, packed_attention_for, sent
 from holdfast.lm.kernels.training.ops import product_in_float32
 from holdfast.lm.models.decoder import Decoder, LayerWeights
-from holdfast.lm.models.decoder_spec import LINEAR_FIELDS
 from holdfast.lm.models.peft_files import MODULES, DecoderSizes, module_shapes
 
 GROUPS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
@@ -115,14 +114,8 @@ class Halves:
     """The halves of a decoder's layers, and its head. Callers must turn autograd off."""
 
     def __init__(self, model: Decoder, layout: AdapterLayout, scale: float) -> None:
-        """`scale` is LoRA's s. Raises ValueError for a model with FP8 or 4-bit weights."""
+        """`scale` is LoRA's s."""
         spec = model.decoder
-        for weight in (getattr(layer, field) for layer in model.layers for field in LINEAR_FIELDS):
-            if not isinstance(weight, torch.Tensor):
-                kind = "FP8" if isinstance(weight, Fp8Weight) else "4 bits"
-                raise ValueError(
-                    f"the model's weights are {kind}; tuning needs them in 16 or 32 bits: leave out quantization"
-                )
         self.model, self.layout, self.scale = model, layout, scale
         self._spec = spec
         device, dtype = model.spec.device, model.spec.dtype
@@ -193,14 +186,14 @@ class Halves:
         weights = self.model.layers[layer]
         attended = self._attend(layer, x, tokens, adapter, kept)
         low, columns = self._low("o", adapter, kept), self._columns["o"]
-        self._project(attended, _dense(weights.o), weights.o_bias, columns, low, out, x)
+        self._project(attended, self._dense(weights.o), weights.o_bias, columns, low, out, x)
 
     def mlp_forward(self, layer: int, x: torch.Tensor, adapter: LayerAdapter, kept: Kept, out: torch.Tensor) -> None:
         """Write x + mlp(x) [T, hidden] to `out`."""
         weights = self.model.layers[layer]
         product = self._gate(layer, x, adapter, kept)
         low, columns = self._low("down", adapter, kept), self._columns["down"]
-        self._project(product, _dense(weights.down), weights.down_bias, columns, low, out, x)
+        self._project(product, self._dense(weights.down), weights.down_bias, columns, low, out, x)
 
     def attention_backward(
         self,
@@ -221,7 +214,7 @@ class Halves:
         if kept is None:
             self._attend(layer, x, tokens, adapter, kept := {})
         attended = kept["attended"]
-        back, t = self._project_backward("o", gradient, _dense(weights.o), adapter, grads, kept)
+        back, t = self._project_backward("o", gradient, self._dense(weights.o), adapter, grads, kept)
         _write_grad_of_a(t, attended.flatten(1), grads, "o")
         qkv = self._rotated(weights, kept["qkv"], tokens)
         back_qkv = self.attention.backward(
@@ -233,7 +226,7 @@ class Halves:
             *back_qkv, kept["qkv"], tokens.rotation, weights.q_norm, weights.k_norm
         )  # fmt: skip
         del back_qkv
-        back, t = self._project_backward("qkv", together, _dense(weights.qkv), adapter, grads, kept)
+        back, t = self._project_backward("qkv", together, self._dense(weights.qkv), adapter, grads, kept)
         if t is not None:
             _write_grad_of_a(t, self._norm(x, weights.input_norm), grads, "qkv")
         self._ops.add_norm_backward(gradient, back, x, weights.input_norm)
@@ -251,11 +244,11 @@ class Halves:
         weights = self.model.layers[layer]
         if kept is None:
             self._gate(layer, x, adapter, kept := {})
-        back, t = self._project_backward("down", gradient, _dense(weights.down), adapter, grads, kept)
+        back, t = self._project_backward("down", gradient, self._dense(weights.down), adapter, grads, kept)
         together, product = self._ops.gate_backward(kept["gate"], kept["up"], back)
         _write_grad_of_a(t, product, grads, "down")
         del back, product
-        back, t = self._project_backward("gate_up", together, _dense(weights.gate_up), adapter, grads, kept)
+        back, t = self._project_backward("gate_up", together, self._dense(weights.gate_up), adapter, grads, kept)
         if t is not None:
             _write_grad_of_a(t, self._norm(x, weights.post_norm), grads, "gate_up")
         self._ops.add_norm_backward(gradient, back, x, weights.post_norm)
@@ -283,7 +276,7 @@ class Halves:
         weights = self.model.layers[layer]
         normed = self._norm(x, weights.input_norm)
         self._shrink(normed, "qkv", adapter, kept)
-        low, weight = self._low("qkv", adapter, kept), _dense(weights.qkv)
+        low, weight = self._low("qkv", adapter, kept), self._dense(weights.qkv)
         qkv = kept["qkv"] = self._project(normed, weight, weights.qkv_bias, self._columns["qkv"], low, kept.get("qkv"))
         out, log_sums = self.attention.forward(
             self._rotated(weights, qkv, tokens), tokens.packing, self._spec.scale, self._windows[layer]
@@ -300,13 +293,22 @@ class Halves:
         normed = self._norm(x, weights.post_norm)
         self._shrink(normed, "gate_up", adapter, kept)
         low, whole = self._low("gate_up", adapter, kept), slice(0, self._spec.intermediate_size)
+        gate_up = self._dense(weights.gate_up)
         for name, rows in self._columns["gate_up"].items():
-            weight = _dense(weights.gate_up)[rows]
+            weight = gate_up[rows]
             bias = None if weights.gate_up_bias is None else weights.gate_up_bias[rows]
             kept[name] = self._project(normed, weight, bias, {name: whole}, low, kept.get(name))
         product = self._ops.gate(kept["gate"], kept["up"])
         self._shrink(product, "down", adapter, kept)
         return product
+
+    def _dense(self, weight: Weight) -> torch.Tensor:
+        """The weight in the model's dtype. A quantized one is dequantized for this use only.
+
+        Gradients pass through it, and it has none of its own, so a quantized base is as good as a plain one. In the
+        backward, dequantizing once more costs less than keeping it.
+        """
+        return weight if isinstance(weight, torch.Tensor) else weight.dequantized(self.model.spec.dtype)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._ops.layers.norm(x, weight)
@@ -399,12 +401,6 @@ def _write_grad_of_a(t: torch.Tensor | None, x: torch.Tensor, grads: LayerAdapte
     """Write dA of a group, from its input x [T, K] and the t of `_project_backward`."""
     if t is not None:
         product_in_float32(t.t(), x, grads[field].a, 1.0)
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    """The weight as a tensor of 16 or more bits, the only kind that `Halves` accepts."""
-    assert isinstance(weight, torch.Tensor)
-    return weight
 
 
 def _put(kept: Kept, name: str, value: torch.Tensor) -> None:

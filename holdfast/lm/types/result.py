@@ -42,6 +42,11 @@ class PartResult:
         """This result of a step with drafts, where `last` are the places of the last accepted token of each draw."""
         return self
 
+    @property
+    def seconds_apart(self) -> float:
+        """Seconds that the device spent on the part's work and that `StepResult.seconds` does not include."""
+        return 0.0
+
 
 P = TypeVar("P")
 
@@ -76,6 +81,11 @@ class StepResult:
             if isinstance(part, kind):
                 return part
         return nothing(kind)
+
+    @property
+    def seconds_apart(self) -> float:
+        """Seconds that the device spent on work of parts after the step, which `seconds` does not include."""
+        return sum([part.seconds_apart for part in self.parts])
 
     def with_parts(self, *parts: PartResult) -> StepResult:
         """This result, with the results of more parts."""

@@ -4,8 +4,8 @@
     python -m benchmarks.engine.who_goes_first --bound 0.5                  # the deferral rule instead of a target
     python -m benchmarks.engine.who_goes_first --shape llama-3-8b --target 25 --chats 16 --lines 128   # on a GPU
 
-All random weights. --chats clients each send a prompt of 64 to 192 tokens, read 24 to 64 tokens, and pause for half a
-second. The batch has --lines requests open all the time, of 128 tokens in and 64 out, of the class of batches. One LoRA job
+All random weights. --chats clients each send a prompt of 64 to 192 tokens, read 24 to 64 tokens, and pause for half
+a second. The batch has --lines requests open all the time, of 128 tokens in and 64 out, of its class. One LoRA job
 of rank 8 over all linear layers trains without an end. Each of the seven sets runs for --seconds, of which the first
 fifth is not counted, --repeats times in turn; a figure is the median of its repeats.
 

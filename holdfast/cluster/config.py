@@ -75,8 +75,8 @@ class ClusterConfig:
 
     def check(self, engine: EngineConfig) -> None:
         """Raises ValueError for an option that works with one engine but not with several."""
-        if self.many and engine.tuning:
+        if self.ray is not None and engine.tuning:
             raise ValueError(
-                f"replicas is {self.most}, and tuning is on: a tuning job needs an engine of its own; run "
+                "ray is set, and tuning is on: engines on other nodes do not see the directory of a job; run "
                 "`holdfast serve --tuning` beside this server, and load its adapters here"
             )

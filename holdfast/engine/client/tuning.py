@@ -13,7 +13,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.core.types import AdapterInfo
 from holdfast.engine import messages
@@ -60,10 +60,16 @@ class TuningError(ValueError):
         """Whether there is no open job of this id."""
 
 
+class Changes(Protocol):
+    """Changes open jobs: `TuningClient`, or that of several engines."""
+
+    async def change(self, job: str, action: JobAction) -> None: ...
+
+
 class TuningRun:
     """One open job. Its events wait here until they are read, so leaving early does not stop it; `change` does."""
 
-    def __init__(self, client: TuningClient, info: JobInfo) -> None:
+    def __init__(self, client: Changes, info: JobInfo) -> None:
         """Use `TuningClient.start` instead."""
         self.info = info
         """Sizes of the job, and its progress when it was started here."""

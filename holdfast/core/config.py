@@ -177,6 +177,11 @@ class EngineConfig:
         0.25, "idle chunks are copied to the host tier when the share of free blocks falls below this"
     )
     memory_fraction: float = option(0.9, "share of the GPU's memory that Holdfast may use")
+    memory_reserved: float = option(
+        0.0,
+        "share of the GPU's memory, out of memory_fraction, that is left to other programs even if they do not use it "
+        "yet; with --app on the same GPU: --app-memory-fraction",
+    )
     headroom: float = option(0.1, "share of the blocks reserved for the growth of running sequences")
     prefill_ahead: int | None = option(
         None,
@@ -324,6 +329,7 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
         for name, least, most in (
             ("memory_fraction", 0.05, 1.0),
+            ("memory_reserved", 0.0, 0.95),
             ("headroom", 0.0, 0.9),
             ("swap_threshold", 0.0, 1.0),
             ("shrink_threshold", 0.1, 1.0),
@@ -559,6 +565,14 @@ class AppConfig:
     app_profile: str = option(
         "auto", "batch sizes from what holdfast profile --app measured: auto (if it fits), off, or a file of it"
     )
+    app_share: float = option(
+        0.25,
+        "share of a device's time that applications take at most while a language model has work on it, of the same "
+        "server; 1: no bound",
+    )
+    app_memory_fraction: float = option(
+        0.1, "share of a GPU's memory for applications, if a language model of the same server may use it, too"
+    )
     app_max_requests: int = option(4096, "most requests of one application in progress; more are refused with 503")
 
     def __post_init__(self) -> None:
@@ -570,6 +584,10 @@ class AppConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; it must lie between {low} and {high}")
+        if not 0 < self.app_share <= 1:
+            raise ValueError(f"app_share is {self.app_share}; it must be above 0 and at most 1")
+        if not 0.01 <= self.app_memory_fraction <= 0.9:
+            raise ValueError(f"app_memory_fraction is {self.app_memory_fraction}; it must lie between 0.01 and 0.9")
         if self.app and find_spec("numba") is None:
             raise ValueError("app needs Numba, which is not installed: pip install 'holdfast[cells]'")
         if self.app_profile not in ("auto", "off", "") and len(self.app) > 1:

@@ -25,6 +25,7 @@ from holdfast.engine.process.part_builder import Order, PartBuilder, Served, Sit
 from holdfast.engine.process.parts.adapters import AdapterBuilder
 from holdfast.engine.process.parts.grammars import GrammarBuilder
 from holdfast.engine.process.parts.moves import MoveBuilder
+from holdfast.engine.process.parts.neighbours import NeighbourBuilder
 from holdfast.engine.process.parts.silent import DraftBuilder, HostTierBuilder, RankBuilder, TraceBuilder
 from holdfast.engine.process.parts.tiers import TierBuilder
 from holdfast.engine.process.parts.tuning import TuningBuilder
@@ -68,6 +69,7 @@ PARTS: tuple[type[PartBuilder], ...] = (
     MoveBuilder,
     TierBuilder,
     TraceBuilder,
+    NeighbourBuilder,
     RankBuilder,
 )
 """The parts that an engine may have, in the order in which they are built, are asked for answers, and see steps.

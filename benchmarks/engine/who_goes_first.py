@@ -197,7 +197,7 @@ async def really(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]
     trace = scratch / "trace.json"
     config = EngineConfig(**{
         "model": str(model), "load_format": "random", "tuning": True, "max_sequences": args.chats + args.lines,
-        "max_model_len": args.max_len, "max_waiting": 100_000, "trace": str(trace), "tuning_share": args.tuning_share,
+        "max_model_len": args.max_len, "speculation": "off", "max_waiting": 100_000, "trace": str(trace), "tuning_share": args.tuning_share,
         **({"tbt_target": args.target} if args.bound is None else {"deferral_bound": args.bound}), **dict(args.set),
     })  # fmt: skip
     rows: list[dict[str, Any]] = []

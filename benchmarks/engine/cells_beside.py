@@ -92,7 +92,8 @@ async def really(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]
     give_tokenizer(place)
     apps = AppConfig(app=("dates",), app_share=args.app_share, app_device=("cpu",) if args.cpu else ())
     config = EngineConfig(**{
-        "model": str(place), "load_format": "random", "max_sequences": args.chats, "max_model_len": args.max_len, "speculation": "off",
+        "model": str(place), "load_format": "random", "max_sequences": args.chats, "max_model_len": args.max_len,
+        "speculation": "off",
         "tbt_target": args.target, "memory_reserved": 0.0 if args.cpu else apps.app_memory_fraction, **dict(args.set),
     })  # fmt: skip
     rows: list[dict[str, Any]] = []

@@ -2,7 +2,8 @@
 
     python -m benchmarks.engine.who_goes_first --json who.json              # on this device; a model of 6M on a CPU
     python -m benchmarks.engine.who_goes_first --bound 0.5                  # the deferral rule instead of a target
-    python -m benchmarks.engine.who_goes_first --shape llama-3-8b --target 25 --chats 16 --lines 128   # on a GPU
+    python -m benchmarks.engine.who_goes_first --shape llama-3-8b --target 25 --chats 16 --lines 128 --max-len 4096 \
+        --length 512 --micro-batch 2048 --repeats 2 --json who.json       # on a GPU
 
 All random weights. --chats clients each send a prompt of 64 to 192 tokens, read 24 to 64 tokens, and pause for half
 a second. The batch has --lines requests open all the time, of 128 tokens in and 64 out, of its class. One LoRA job
@@ -197,7 +198,8 @@ async def really(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]
     trace = scratch / "trace.json"
     config = EngineConfig(**{
         "model": str(model), "load_format": "random", "tuning": True, "max_sequences": args.chats + args.lines,
-        "max_model_len": args.max_len, "speculation": "off", "max_waiting": 100_000, "trace": str(trace), "tuning_share": args.tuning_share,
+        "max_model_len": args.max_len, "speculation": "off",
+        "max_waiting": 100_000, "trace": str(trace), "tuning_share": args.tuning_share,
         **({"tbt_target": args.target} if args.bound is None else {"deferral_bound": args.bound}), **dict(args.set),
     })  # fmt: skip
     rows: list[dict[str, Any]] = []
